@@ -32,7 +32,7 @@ from bench.tables import cell_tables
 from bench.workloads import PromptSource, load_prompts
 from drafters.registry import drafter_names
 from engine.config import EngineConfig
-from engine.model.loader import bundled_path
+from engine.drafting.drafts import parse_drafts, with_bundled_drafts
 from engine.request.params import PLAIN, SpeculativeParams
 
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     for text in options.drafters:
-        parse_drafter(text, drafter_names())
+        parse_drafter(text, _known_drafters(options))
     models = [bench_model(name, options) for name in options.models]
     if options.output is not None:
         write_json(options.output, options, models)
@@ -71,11 +71,9 @@ def bench_model(name: str, options: Options) -> dict[str, Any]:
 
 def engine_config(name: str, options: Options) -> EngineConfig:
     """No prefix cache unless asked for: a repeated prompt has to cost what a new one costs."""
-    wanted = _wanted_drafters(options)
-    own_draft = str(bundled_path("draft")) if name in OWN and "small_model" in wanted else None
-    return EngineConfig(
-        drafters=wanted,
-        draft_model=options.draft_model or own_draft,
+    config = EngineConfig(
+        drafters=_wanted_drafters(options),
+        draft=options.draft,
         prefix_layers=options.prefix_layers,
         quantized=options.quantized,
         device=options.device,
@@ -86,11 +84,18 @@ def engine_config(name: str, options: Options) -> EngineConfig:
         max_num_batched_tokens=options.max_num_batched_tokens,
         enable_prefix_cache=options.prefix_cache,
     )
+    return with_bundled_drafts(config) if name in OWN else config
+
+
+def _known_drafters(options: Options) -> list[str]:
+    named = [each.name for each in parse_drafts(options.draft) if each.name is not None]
+    return [*drafter_names(), *named]
 
 
 def _wanted_drafters(options: Options) -> tuple[str, ...]:
     """Only those that are measured: a model that is not should take no memory."""
-    names = [parse_drafter(text, drafter_names())[1].draft_strategy for text in options.drafters]
+    known = _known_drafters(options)
+    names = [parse_drafter(text, known)[1].draft_strategy for text in options.drafters]
     return ("none", *dict.fromkeys(names))
 
 

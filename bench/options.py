@@ -41,7 +41,7 @@ class Options:
     with_transformers: bool
     prefix_cache: bool
     steady: bool
-    draft_model: str | None
+    draft: tuple[str, ...]
     prefix_layers: str | None
     quantized: Quantization | None
     data: Path
@@ -79,7 +79,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         with_transformers=not args.skip_transformers,
         prefix_cache=args.prefix_cache,
         steady=args.steady,
-        draft_model=args.draft_model,
+        draft=tuple(args.draft),
         prefix_layers=args.prefix_layers,
         quantized=args.quantized,
         data=args.data,
@@ -139,7 +139,11 @@ def _parser() -> argparse.ArgumentParser:
         "the batch is full; with --skip-transformers, which cannot",
     )
     parser.add_argument(
-        "--draft-model", help="for small_model; of models of ours the bundled draft"
+        "--draft",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]PATH",
+        help="what drafts, as the server's flag; models of ours have the bundled drafts",
     )
     parser.add_argument("--prefix-layers", help="layers for prefix_layers, as the server's flag")
     parser.add_argument("--quantized", choices=get_args(Quantization), help="as the server's flag")

@@ -35,7 +35,7 @@ _SCHEMA = {
 }
 # Those that the bundled model has, but for "grammar", which goes along with schemas.
 _DRAFTERS = ("none", "ngram", "suffix", "prediction", "nasd", "nasd_one_level", "stand", "recycling",
-             "auto", "jacobi", "lookahead", "small_model", "medusa", "eagle")  # fmt: skip
+             "auto", "jacobi", "lookahead", "small_model", "medusa")  # fmt: skip
 
 
 class Asked(NamedTuple):

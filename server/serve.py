@@ -11,6 +11,7 @@ from typing import Any
 
 from drafters.registry import find_plugins
 from engine.config import EngineConfig
+from engine.drafting.drafts import parse_drafts
 from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
@@ -70,6 +71,7 @@ def check(settings: Settings, config: EngineConfig) -> None:
     """Refuse what can be refused before anything is loaded. Raises EngineError, ValueError, OSError."""
     locate(config.served_model)
     find_plugins(config.drafter_plugins)
+    parse_drafts(config.draft)
     keys_of(settings.api_key, settings.api_keys_file)
     check_telemetry(settings.otlp_endpoint)
 

@@ -7,9 +7,11 @@ Drafters declare settings of their own, a dataclass each; ``with_drafters`` adds
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import tomllib
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +27,7 @@ from pydantic import (
     SecretStr,
     create_model,
     field_validator,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -70,7 +73,20 @@ def _split(value: object) -> object:
     return re.findall(r"[^\s,\[\]\"']+", value) if isinstance(value, str) else value
 
 
+def _split_paths(value: object) -> object:
+    """Returns the paths in a text, apart by commas or a list in JSON: a path may have spaces."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
 Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
+Paths = Annotated[list[str] | None, NoDecode, BeforeValidator(_split_paths)]
+
+_REPLACED = ("draft_model", "medusa_heads", "eagle_head")
+"""Settings of earlier versions in whose place is ``draft``."""
 
 
 class CapSettings(SpeculativeCaps):
@@ -263,6 +279,13 @@ class Settings(BaseSettings):
     )
 
     drafters: Names = Field(default=None, description="Drafters to load; default: all.")
+    draft: Paths = Field(
+        default=None,
+        description="[NAME=]PATH of what drafts, any number: folder, GGUF file or hub id of a small "
+        "model with the target's tokenizer, folder of heads for the target, or mtp, which is part of "
+        "the target's own checkpoint. NAME is that of its drafter; default: its method. The bundled "
+        "model has drafts of its own.",
+    )
     drafter_plugins: Names = Field(
         default=None,
         description="Drafters that other installed packages may bring; default: all, []: none.",
@@ -270,6 +293,15 @@ class Settings(BaseSettings):
     drafter: DrafterSettings = DrafterSettings()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: CapSettings = CapSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_replaced(cls, values: dict[str, Any]) -> dict[str, Any]:
+        # Variables that no field has are dropped without a word by what reads them.
+        for name in _REPLACED:
+            if name in values or f"{_PREFIX}{name.upper()}" in os.environ:
+                raise ValueError(f"{name} is no setting any more: use --draft [NAME=]PATH")
+        return values
 
     @field_validator("api_key", "admin_key")
     @classmethod
@@ -312,6 +344,7 @@ class Settings(BaseSettings):
         }
         for name in ("drafters", "drafter_plugins"):
             values[name] = None if values[name] is None else tuple(values[name])
+        values["draft"] = tuple(self.draft or ())
         own = self.drafter.model_dump(exclude_defaults=True)
         values["drafter_settings"] = {name: given for name, given in own.items() if given}
         return EngineConfig(**values)
@@ -347,8 +380,20 @@ def flag_name(path: Sequence[str]) -> str:
 Flags = CliSettingsSource[Any]
 
 
+class _Replaced(Action):
+    """A flag of an earlier version."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
+    ) -> None:
+        del namespace, values
+        parser.error(f"{option} is no flag any more: use --draft [NAME=]PATH")
+
+
 def add_flags(parser: ArgumentParser) -> Flags:
     """Gives ``parser`` a flag for each setting. Returns what turns its findings into settings."""
+    for name in _REPLACED:
+        parser.add_argument(flag_name((name,)), action=_Replaced, help=SUPPRESS)
     return CliSettingsSource(with_drafters(drafter_settings()), root_parser=parser)
 
 

@@ -68,7 +68,7 @@ class Slipstream(Peer):
             if isinstance(value, bool):
                 command.append(f"--{flag}" if value else f"--no-{flag}")
             else:
-                words = " ".join(value) if isinstance(value, list) else str(value)
+                words = ",".join(value) if isinstance(value, list) else str(value)
                 command += [f"--{flag}", words]
         return WorkerPlan(
             name=f"{NAME} {weights} (HTTP)",
@@ -103,7 +103,7 @@ def _common_settings(place: Place) -> dict[str, Any]:
         "enable_prefix_cache": False,
     }
     if place.draft is not None:
-        settings["draft_model"] = str(place.draft)
+        settings["draft"] = [f"{SMALL_MODEL}={place.draft}"]
     return settings
 
 
@@ -122,7 +122,8 @@ class SlipstreamRunner:
     def __init__(self, message: dict[str, Any]) -> None:
         config_type = import_module("engine.config").EngineConfig
         self._params = import_module("engine.request.params")
-        message["drafters"] = tuple(message["drafters"])
+        for name in ("drafters", "draft"):
+            message[name] = tuple(message.get(name, ()))
         preload = import_module("engine.process.preload").preload_environment()
         # Kept: the engine ends when nobody holds its pipe any more.
         self._process = import_module("engine.process.launch").EngineProcess(

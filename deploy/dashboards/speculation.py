@@ -22,6 +22,8 @@ _SPEC = "slipstream_spec"
 _BASELINE = total("slipstream_baseline_seconds_total")
 _DECODE = total("slipstream_decode_seconds_total")
 _PART = "slipstream_step_seconds_total"
+_LATE = f"slipstream_drafter_acceptance_recent{{{DRAFTING}}}"
+_PAST = f"slipstream_drafter_acceptance_past{{{DRAFTING}}}"
 
 
 def _spec(name: str, by: str = "") -> str:
@@ -139,6 +141,15 @@ def _earned(dashboard: Dashboard) -> None:
             "percentunit",
             [(share_of(*_by_drafter("accepted_tokens", "draft_tokens")), "{{drafter}}")],
             top=1,
+        ),
+        lines(
+            "Acceptance of late against its past",
+            "Share of first drafts accepted of late, over the same in the drafter's own past; of "
+            "several instances the one that fell most. Below the line at 0.7 the traffic has "
+            "changed, or a draft no longer fits its model.",
+            "percentunit",
+            [(f"min by (drafter) ({_LATE} / {_PAST})", "{{drafter}}")],
+            floor=0.7,
         ),
         bars(
             "Accepted per position",

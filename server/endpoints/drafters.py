@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from pathlib import PurePath
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from drafters.base import DrafterInfo
 from drafters.options import SpeculativeParams, about
+from engine.request.info import DraftInfo
 from engine.speculation.gamma.policy import registered_policies
 from server.endpoints import Served
 from server.http.openapi import errors
@@ -21,11 +23,11 @@ router = APIRouter(tags=["catalogue"])
 async def list_drafters(request: Request, served: Served) -> dict[str, Any]:
     """Who can draft, within which limits."""
     resolver = served.resolver_for(request)
-    known = served.engine.info.drafters
+    info = served.engine.info
     caps = caps_of(resolver)
     return {
         "object": "list",
-        "data": [_drafter(known[name]) for name in resolver.allowed],
+        "data": [_drafter(info.drafters[name], info.drafts.get(name)) for name in resolver.allowed],
         "policies": policy_names(),
         "tree_strategies": list(about("tree_strategy")["choices"]),
         "verifications": list(about("verification")["choices"]),
@@ -53,7 +55,7 @@ def described_fields(caps: dict[str, int]) -> list[dict[str, Any]]:
     return [_field(each.name, caps) for each in fields(SpeculativeParams)]
 
 
-def _drafter(info: DrafterInfo) -> dict[str, Any]:
+def _drafter(info: DrafterInfo, draft: DraftInfo | None) -> dict[str, Any]:
     return {
         "id": info.name,
         "object": "drafter",
@@ -63,6 +65,19 @@ def _drafter(info: DrafterInfo) -> dict[str, Any]:
         "takes_prediction": info.takes_prediction,
         "cost": info.cost,
         "options": [asdict(option) for option in info.options],
+        "draft": None if draft is None else _draft(draft),
+    }
+
+
+def _draft(info: DraftInfo) -> dict[str, Any]:
+    """Describes a draft. Where it lies on the server is not the client's business, but for its name."""
+    return {
+        "method": info.method,
+        "path": PurePath(info.path).name,
+        "num_parameters": info.num_parameters,
+        "hidden_layers": list(info.hidden_layers),
+        "agreement": info.agreement,
+        "note": info.note,
     }
 
 

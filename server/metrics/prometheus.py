@@ -35,6 +35,7 @@ from drafters.options import SpeculativeParams
 from engine.request.events import FinishInfo
 from engine.request.info import EngineInfo
 from engine.request.stats import SpeculativeStats, StepStats, idle_stats
+from server.metrics.drift import AcceptanceDrift
 
 _PREFIX = "slipstream_"
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -93,6 +94,15 @@ _COUNTERS = {
 }
 _GAUGES = {
     "spec_speedup_ratio": ("Estimated speed-up over gamma 0, last 512 steps.",),
+    "draft_agreement": ("Share of a draft's tokens that were the target's at start.", "drafter"),
+    "drafter_acceptance_recent": (
+        "Share of first drafts accepted, over about 2,000 draft tokens.",
+        "drafter",
+    ),
+    "drafter_acceptance_past": (
+        "The same over 200,000 draft tokens or a day of work, whichever is more.",
+        "drafter",
+    ),
     "requests_running": ("Requests in the batch.",),
     "requests_waiting": ("Requests in the queue.",),
     "kv_blocks": ("KV blocks by state.", "state"),
@@ -292,6 +302,7 @@ class Metrics(Collector):
         # Seconds at gamma 0 and seconds taken, of the latest steps and in all of them.
         self._recent: deque[tuple[float, float]] = deque()
         self._baseline = self._taken = 0.0
+        self._drifts: dict[str, AcceptanceDrift] = {}
         self._metrics["engine_up"].set_function(lambda: float(is_alive()))
         self._metrics["draining"].set_function(lambda: float(is_draining()))
         self._metrics["kv_blocks_total"].set(info.num_blocks)
@@ -300,6 +311,9 @@ class Metrics(Collector):
         for state, count in idle_stats(info.num_blocks).blocks.items():
             self._series("kv_blocks", state).set(count)
         self._show_model(info, model_name)
+        for drafter, draft in info.drafts.items():
+            if draft.agreement is not None:
+                self._series("draft_agreement", drafter).set(draft.agreement)
         name, text = "speculative_defaults", "Speculation of requests that do not say otherwise."
         self._defaults = Info(f"{_PREFIX}{name}", text, registry=self.registry)
         self.show_speculation(SpeculativeParams())
@@ -368,6 +382,16 @@ class Metrics(Collector):
         own["spec_draft_failures"].inc(stats.num_draft_failures)
         for drafter, each in stats.by_drafter.items():
             self._observe_drafter(drafter, each)
+            if each.num_drafts:
+                self._drift_of(drafter).observe(each, stats.step_seconds)
+
+    def _drift_of(self, drafter: str) -> AcceptanceDrift:
+        if drafter not in self._drifts:
+            # Read when they are scraped: a step only adds.
+            drift = self._drifts[drafter] = AcceptanceDrift()
+            self._series("drafter_acceptance_recent", drafter).set_function(drift.recent)
+            self._series("drafter_acceptance_past", drafter).set_function(drift.past)
+        return self._drifts[drafter]
 
     def _observe_speedup(self, baseline: float, taken: float) -> None:
         self._metrics["baseline_seconds"].inc(baseline)

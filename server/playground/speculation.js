@@ -97,7 +97,8 @@ export class SpeculationForm {
       const option = name.startsWith("options.") && name.slice(8);
       if (option && !drafter.options.some((each) => each.name === option)) this._entered.delete(name);
     }
-    const about = [drafter.description, drafter.cost && `Cost: ${drafter.cost}`];
+    const draft = drafter.draft && `Draft: ${drafter.draft.path}, of the method ${drafter.draft.method}.`;
+    const about = [drafter.description, drafter.cost && `Cost: ${drafter.cost}`, draft];
     const choices = [...this._drafters.keys()].map((id) => [id, ""]);
     const parts = [this._select("draft_strategy", "Drafter", choices, about.filter(Boolean).join(" "))];
     if (drafter.id !== "none") parts.push(...this._depthFields(), ...this._shapeFields());

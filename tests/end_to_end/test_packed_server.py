@@ -30,7 +30,7 @@ BODY = {
 @contextmanager
 def served(path: Path, **settings: Any) -> Iterator[httpx.Client]:
     config = EngineConfig(
-        model=str(path), draft_model=str(path), num_blocks=64, max_num_seqs=4, **settings
+        model=str(path), draft=(str(path),), num_blocks=64, max_num_seqs=4, **settings
     )
     engine, tokenizer = build_engine(config)
     with (

@@ -176,15 +176,15 @@ async def test_two_apps_in_one_process_do_not_mix(connect: Connect) -> None:
 
 def test_defaults_that_the_engine_cannot_serve_stop_the_start() -> None:
     for speculative in (
-        {"draft_strategy": "eagle"},
+        {"draft_strategy": "eagle3"},
         {"tree_strategy": "tree"},
         {"options": {"colour": 1}},
         {"max_speculative_tokens": 33},
     ):
         with pytest.raises(ValueError, match="speculative"):
             build_app(ScriptedEngine(), byte_tokenizer(), Settings(speculative=speculative))
-    caps = {"draft_strategies": ["eagle"]}
-    with pytest.raises(ValueError, match="not loaded: eagle"):
+    caps = {"draft_strategies": ["eagle3"]}
+    with pytest.raises(ValueError, match="not loaded: eagle3"):
         build_app(ScriptedEngine(), byte_tokenizer(), Settings(speculative_caps=caps))
 
 

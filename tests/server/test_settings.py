@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -74,6 +75,7 @@ def test_the_file_can_be_named_by_a_variable_and_be_toml(
         ("--speculative.adaptive-depth", "sometimes"),
         ("--speculative.num-speculative-tokens", "-1"),
         ("--kv-memory-fraction", "0"),
+        ("--min-draft-agreement", "1.5"),
     ],
 )
 def test_a_bad_value_is_an_error(arguments: Sequence[str]) -> None:
@@ -126,6 +128,57 @@ def test_a_list_in_a_variable_or_a_file_is_read_alike(
     assert settings.drafters == settings.speculative_caps.draft_strategies == ["none", "ngram"]
 
 
+DRAFTS = ("fast=/my models/x", "/heads")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--draft", DRAFTS[0], "--draft", DRAFTS[1]),
+        ("--draft", ", ".join(DRAFTS)),
+        ("--draft", json.dumps(DRAFTS)),
+    ],
+)
+def test_drafts_take_commas_or_repetition_and_paths_with_spaces(arguments: Sequence[str]) -> None:
+    assert load(*arguments).engine_config().draft == DRAFTS
+    assert load().engine_config().draft == ()
+
+
+def test_drafts_in_a_variable_or_a_file_are_read_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "slipstream.yaml"
+    path.write_text(json.dumps({"draft": DRAFTS}))
+    assert load("--config", str(path)).engine_config().draft == DRAFTS
+    monkeypatch.setenv("SLIPSTREAM_DRAFT", ",".join(DRAFTS))
+    assert load().engine_config().draft == DRAFTS
+
+
+@pytest.mark.parametrize("name", ["draft_model", "medusa_heads", "eagle_head"])
+def test_settings_in_whose_place_draft_is_are_refused_with_that(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    with pytest.raises(SystemExit):
+        load(f"--{name.replace('_', '-')}", "x")
+    assert "use --draft [NAME=]PATH" in capsys.readouterr().err
+    path = tmp_path / "slipstream.yaml"
+    path.write_text(f"{name.replace('_', '-')}: x\n")
+    with pytest.raises(ValidationError, match=f"{name} is no setting any more: use --draft"):
+        load("--config", str(path))
+    monkeypatch.setenv(f"SLIPSTREAM_{name.upper()}", "x")
+    with pytest.raises(ValidationError, match=f"{name} is no setting any more: use --draft"):
+        load()
+
+
+def test_a_draft_with_a_name_that_cannot_be_is_refused_before_anything_is_loaded() -> None:
+    settings = Settings(draft=["Fast=/x"])
+    with pytest.raises(ValueError, match="the name 'Fast' is not lower-case"):
+        serve(settings, settings.engine_config())
+
+
 @dataclass(frozen=True)
 class PhraseSettings:
     phrases: str | None = field(default=None, metadata={"description": "File of phrases."})
@@ -176,12 +229,12 @@ KV_EVENTS = {
 def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {each.name for each in fields(EngineConfig)} - ENGINE_ONLY - {"drafter_settings"}
     values: dict[str, Any] = {name: object() for name in names}
-    values |= {"drafters": ["none", "ngram"], "drafter_plugins": ["phrase_book"]}
+    values |= {"drafters": ["none", "ngram"], "drafter_plugins": ["phrase_book"], "draft": ["a"]}
     settings = with_drafters({"phrases": PhraseSettings})(drafter={"phrases": {"most": 5}})
     given = type(settings).model_construct(**{**dict(settings), **values})
     monkeypatch.setattr(EngineConfig, "__post_init__", lambda _: None)
     config = given.engine_config()
-    values |= {"drafters": ("none", "ngram"), "drafter_plugins": ("phrase_book",)}
+    values |= {name: tuple(values[name]) for name in ("drafters", "drafter_plugins", "draft")}
     assert {name: getattr(config, name) for name in names} == values
     assert config.drafter_settings == {"phrases": {"most": 5}}
 

@@ -99,13 +99,13 @@ async def test_fields_that_are_not_given_stay_and_put_forgets_them(connect: Conn
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "defaults"),
     ({"defaults": None}, "defaults"),
-    ({"defaults": {"draft_strategy": "eagle"}}, "defaults.draft_strategy"),
+    ({"defaults": {"draft_strategy": "eagle3"}}, "defaults.draft_strategy"),
     ({"defaults": {"num_speculative_tokens": 33}}, "defaults.num_speculative_tokens"),
     ({"defaults": {"num_speculative_tokens": -1}}, "defaults.num_speculative_tokens"),
     ({"defaults": {"adaptive_depth": "guess"}}, "defaults.adaptive_depth"),
     ({"defaults": {"options": {"colour": 1}}}, "defaults.options.colour"),
     ({"defaults": {"colour": 1}}, "defaults.colour"),
-    ({"caps": {"draft_strategies": ["eagle"]}}, "caps.draft_strategies"),
+    ({"caps": {"draft_strategies": ["eagle3"]}}, "caps.draft_strategies"),
     ({"caps": {"max_tree_width": 0}}, "caps.max_tree_width"),
     ({"caps": {"max_tree_width": "4"}}, "caps.max_tree_width"),
     ({"caps": {"colour": 1}}, "caps.colour"),
@@ -141,7 +141,7 @@ async def test_a_change_shows_in_metrics_and_in_the_log(
         assert 'draft_strategy="ngram"' in (await client.get("http://test/metrics")).text
         with caplog.at_level(logging.WARNING, logger="slipstream.admin"):
             await change(client, defaults={"draft_strategy": "none"})
-            await change(client, defaults={"draft_strategy": "eagle"})
+            await change(client, defaults={"draft_strategy": "eagle3"})
         metrics = (await client.get("http://test/metrics")).text
     assert "slipstream_speculative_defaults_info{" in metrics
     assert 'draft_strategy="none"' in metrics

@@ -54,7 +54,7 @@ def test_what_nobody_says_is_as_the_server_has_it() -> None:
     assert resolve({}, undrafted).draft_strategy == "none"
     assert depths_of(resolve({"draft_strategy": "ngram"}, undrafted)) == (8, 0, 16)
     with pytest.raises(ApiError, match="none, ngram, nasd"):
-        resolve({"draft_strategy": "eagle"})
+        resolve({"draft_strategy": "eagle3"})
 
 
 async def test_every_field_is_taken_at_its_word(connect: Connect) -> None:
@@ -144,7 +144,7 @@ def test_shapes(fields: dict[str, Any], shape: DraftShape) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"draft_strategy": "eagle"}, "draft_strategy"),
+    ({"draft_strategy": "eagle3"}, "draft_strategy"),
     ({"draft_strategy": "none", "num_speculative_tokens": 4}, "num_speculative_tokens"),
     ({"draft_strategy": "none", "tree_strategy": "tree"}, "tree_strategy"),
     ({"draft_strategy": "none", "adaptive_depth": True}, "adaptive_depth"),
@@ -328,7 +328,7 @@ def test_a_tenant_gets_the_first_of_its_own_drafters_where_the_default_is_none_o
     subject = resolver(default)
     assert subject.held_to(None) is subject
     assert subject.held_to(["ngram", "nasd"]).resolve(None) == subject.resolve(None)
-    held = subject.held_to(["prediction", "ngram", "eagle"])
+    held = subject.held_to(["prediction", "ngram", "eagle3"])
     assert held.allowed == ["none", "ngram", "prediction"]
     assert held.resolve(None) == resolver().resolve(None)
     assert subject.held_to(["prediction"]).resolve(None) == PLAIN

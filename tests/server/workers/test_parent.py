@@ -167,6 +167,6 @@ def test_what_does_not_fit_is_told_to_nobody_but_its_sender() -> None:
     subject, (other,), shown = told(1)
     before = subject._resolver
     with pytest.raises(ApiError) as refused:
-        subject.change(wish("eagle"), False)
+        subject.change(wish("eagle3"), False)
     assert refused.value.param == "defaults.draft_strategy"
     assert (other.asked, subject._resolver, shown) == ([], before, [])
