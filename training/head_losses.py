@@ -1,182 +1,167 @@
-"""What heads learn: the target's own distribution at the position they predict."""
+"""How heads learn the target's own distributions: losses that keep nothing of a vocabulary's width.
+
+A row of logits has as many numbers as the vocabulary has tokens, far more than all else that a small
+head computes. So the loss takes what the output head reads, makes logits of a few rows at a time, which
+stay in the processor's caches, and has the gradients at once.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.nn import functional
 
-from engine.drafting.eagle import FeatureLayer, eagle_config
-from engine.drafting.medusa import ResidualHeads, medusa_config
-
-STATE_WEIGHT = 0.5
-"""How much the distance of the states counts beside the distributions that follow from them."""
-BLANK_SHARE = 0.15
-"""How many sequences begin with tokens whose states are not shown, as after a cached prefix."""
-NUM_DEPTHS = 4
-DEPTH_DISCOUNT = 0.8
-"""How much less each further depth counts, as in Medusa's training."""
+STEP_DISCOUNT = 0.85
+"""How much less each further step counts."""
+_LEAST_ROWS = 256
+_NUMBERS_AT_ONCE = {"cpu": 1 << 22}
+_NUMBERS_AT_ONCE_ELSEWHERE = 1 << 27
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Sequences with the target's view of them. ``lengths`` are without the padding."""
+class Rows(NamedTuple):
+    """The rows that learn, some of each text's, padded to the most. Row i of a text reads its token
+    i + 1; in step d it guesses the token d + 2 after i, as the target does that has read the one
+    before."""
 
-    ids: torch.Tensor  # [num_sequences, width]
-    lengths: list[int]
-    hidden: torch.Tensor  # [num_sequences, width, hidden_size], what the output head reads
+    at: Tensor  # [num_texts, num_rows]: ascending; padding is 0
+    learns: Tensor  # [num_texts, num_rows] bool: false for padding
+    lengths: Tensor  # [num_texts]: tokens of the texts
 
-
-class Target:
-    """A frozen causal LM in parts: body, embeddings, output head."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.embed = model.get_input_embeddings()
-        self.head = model.get_output_embeddings()
-
-    @torch.no_grad()
-    def read(self, sequences: Sequence[Sequence[int]]) -> Batch:
-        """Run the sequences, padded on the right: with a causal mask padding needs no mask."""
-        lengths = [len(sequence) for sequence in sequences]
-        ids = torch.zeros(len(sequences), max(lengths), dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = torch.tensor(sequence)
-        ids = ids.to(self.model.device)
-        body = self.model.base_model(input_ids=ids, use_cache=False)
-        return Batch(ids, lengths, body.last_hidden_state)
-
-    @torch.no_grad()
-    def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[num_rows, hidden_size]`` to ``[num_rows, vocab_size]``, float32."""
-        return self.logits(hidden).log_softmax(-1)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same before the softmax, with gradients for the hidden states."""
-        logits: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
-        return logits.float()
+    def of_step(self, step: int, width: int) -> tuple[Tensor, Tensor]:
+        """Returns which of the padded rows learn in a step, and which tokens' distributions they learn,
+        both as flat indices; ``width``: of the padded texts."""
+        after = self.at + 1 + step
+        learns = self.learns & (after < self.lengths[:, None])
+        text = torch.arange(len(self.at))[:, None] * width
+        return learns.flatten().nonzero()[:, 0], (text + after)[learns]
 
 
-@dataclass(frozen=True)
-class Result:
-    """A batch's loss, and per depth how often the likeliest token was the target's likeliest."""
-
-    loss: torch.Tensor
-    num_hits: list[int]
-    num_rows: int
-
-
-class Learner(Protocol):
-    """One kind of heads in training. ``reach``: how many tokens after a row it looks at."""
-
-    module: nn.Module
-    reach: int
-
-    def run(self, target: Target, batch: Batch, rng: random.Random, positions: int) -> Result:
-        """Loss and hits over up to ``positions`` rows of every sequence."""
-
-    def config(self) -> dict[str, Any]:
-        """What the engine has to know to load the heads."""
+def chosen_rows(
+    first: Sequence[int], lengths: Sequence[int], most: int, generator: torch.Generator
+) -> Rows:
+    """Returns up to ``most`` rows of each text, from row ``first`` of it on, by chance where it has
+    more."""
+    counts = [max(0, length - 1 - begin) for begin, length in zip(first, lengths, strict=True)]
+    found = [
+        begin + torch.randperm(count, generator=generator)[:most].sort().values
+        for begin, count in zip(first, counts, strict=True)
+    ]
+    at = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+    learns = torch.arange(at.shape[1]) < torch.tensor([len(each) for each in found])[:, None]
+    return Rows(at, learns, torch.tensor(lengths))
 
 
-def windows(
-    batch: Batch, first: int, reach: int, rng: random.Random, positions: int
-) -> list[tuple[int, int, int]]:
-    """(sequence, first row, end): rows from ``first`` on that have ``reach`` rows after them."""
-    found = []
-    for row, length in enumerate(batch.lengths):
-        room = length - reach - first
-        if room > 0:
-            size = min(room, positions)
-            start = first + rng.randint(0, room - size)
-            found.append((row, start, start + size))
-    return found
+class Guesses(NamedTuple):
+    """Rows of all steps, in the order of the tokens whose distributions they learn."""
+
+    read: Tensor  # [num_rows, hidden_size]: what the output head reads
+    tokens: Tensor  # [num_rows]: flat indices of those tokens, ascending
+    steps: Tensor  # [num_rows]
+    shares: Tensor  # [num_rows]: how much each counts
+
+    @classmethod
+    def of(cls, read: Sequence[Tensor], rows: Rows, width: int) -> Guesses:
+        """``read``: per step, of the rows of ``Rows.of_step``."""
+        tokens = [rows.of_step(step, width)[1] for step in range(len(read))]
+        steps = [torch.full_like(each, step) for step, each in enumerate(tokens)]
+        shares = [
+            torch.full(each.shape, STEP_DISCOUNT**step / max(1, len(each)))
+            for step, each in enumerate(tokens)
+        ]
+        device = read[0].device
+        flat = torch.cat(tokens)
+        order = flat.argsort(stable=True)
+        return cls(
+            torch.cat(list(read)).index_select(0, order.to(device)),
+            flat[order].to(device),
+            torch.cat(steps)[order].to(device),
+            torch.cat(shares)[order].to(device),
+        )
 
 
-def gather(
-    values: torch.Tensor, parts: Sequence[tuple[int, int, int]], offset: int
-) -> torch.Tensor:
-    """Rows of all windows, ``offset`` rows later: ``[num_rows, ...]``."""
-    return torch.cat([values[row, start + offset : end + offset] for row, start, end in parts])
+def distilled(guesses: Guesses, head: Tensor, normed: Tensor, teacher: Tensor) -> Tensor:
+    """Returns the sum over steps, discounted, of the mean cross entropy of the heads' distributions with
+    the target's. ``head`` makes logits of what ``guesses`` read and ``teacher`` of ``normed``,
+    ``[num_tokens, hidden_size]``; both are ``[draft_vocab_size, hidden_size]``."""
+    given = guesses.read, head, guesses.tokens, guesses.shares, normed, teacher
+    loss: Tensor = _Distilled.apply(*given)  # type: ignore[no-untyped-call]
+    return loss
 
 
-def soft_loss(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy with the target's log-probabilities."""
-    return functional.cross_entropy(logits, teacher.exp())
+def distance(guesses: Guesses, normed: Tensor) -> Tensor:
+    """Returns the sum over steps, discounted, of how far what the output head reads is from what the
+    target's reads, ``normed`` ``[num_tokens, hidden_size]``, beside how large that is. It says far more
+    of a row than its likeliest tokens do, and costs nothing of a vocabulary's width."""
+    wanted = normed.index_select(0, guesses.tokens).float()
+    scale = wanted.square().mean().sqrt()
+    apart = functional.smooth_l1_loss(
+        guesses.read.float() / scale, wanted / scale, reduction="none"
+    )
+    return apart.mean(-1).dot(guesses.shares)
 
 
-class MedusaLearner:
-    """Heads that each predict one more token ahead; see ``engine.drafting.medusa``."""
-
-    def __init__(self, hidden_size: int, num_heads: int, num_layers: int) -> None:
-        self.module = ResidualHeads(num_heads, num_layers, hidden_size)
-        self.reach = num_heads
-
-    def run(self, target: Target, batch: Batch, rng: random.Random, positions: int) -> Result:
-        parts = windows(batch, 0, self.reach, rng, positions)
-        states = self.module(gather(batch.hidden, parts, 0).float())
-        loss = torch.zeros((), device=batch.hidden.device)
-        hits = []
-        for index, state in enumerate(states):
-            teacher = target.log_probs(gather(batch.hidden, parts, index + 1))
-            logits = target.logits(state)
-            loss = loss + DEPTH_DISCOUNT**index * soft_loss(logits, teacher)
-            hits.append(int((logits.argmax(-1) == teacher.argmax(-1)).sum()))
-        return Result(loss, hits, len(states[0]))
-
-    def config(self) -> dict[str, Any]:
-        return medusa_config(self.module)
+@torch.no_grad()
+def right(guesses: Guesses, head: Tensor, likeliest: Tensor, draft_ids: Tensor | None) -> Tensor:
+    """Returns which rows found the target's likeliest token, ``[num_rows]`` bool. ``likeliest``: ids of
+    all tokens' ``[num_tokens]``; ``draft_ids``: the target's ids of the rows of ``head``."""
+    head = head.to(guesses.read.dtype)
+    found = torch.cat(
+        [(guesses.read[part] @ head.T).argmax(-1) for part in _parts(guesses.read, len(head))]
+    )
+    if draft_ids is not None:
+        found = draft_ids[found]
+    return found == likeliest[guesses.tokens]
 
 
-class EagleLearner:
-    """A layer that goes on from the target's states by itself; see ``engine.drafting.eagle``.
-
-    In serving, the deeper a drafted token is, the more of what it reads is the layer's own. So each
-    batch is passed several times: in pass ``d`` the rows read what pass ``d - 1`` expected (HASS, arXiv
-    2408.15766, without its attention masks: keys of earlier rows are of the same pass here).
-    """
-
-    def __init__(self, hidden_size: int, sizes: Sequence[int]) -> None:
-        self.module = FeatureLayer(hidden_size, sizes, "sdpa")
-        self.reach = NUM_DEPTHS + 1
-
-    def run(self, target: Target, batch: Batch, rng: random.Random, positions: int) -> Result:
-        parts = windows(batch, NUM_DEPTHS, 1, rng, positions)
-        with torch.no_grad():
-            embeddings = target.embed(batch.ids).float()
-        states = batch.hidden.float()
-        teacher = target.log_probs(gather(batch.hidden, parts, 0))
-        wanted = gather(states, parts, 0)
-        scale = wanted.pow(2).mean().sqrt()
-        read = _shown(states, batch.lengths, rng)
-        loss = torch.zeros((), device=states.device)
-        hits = []
-        for depth in range(NUM_DEPTHS):
-            # Row i reads token i and the state of token i - 1, and expects the state of token i.
-            before = functional.pad(read, (0, 0, 1, 0))[:, :-1]
-            expected = self.module(embeddings, before)
-            chosen = gather(expected, parts, 0)
-            logits = target.logits(chosen)
-            near = functional.smooth_l1_loss(chosen / scale, wanted / scale)
-            part = soft_loss(logits, teacher) + STATE_WEIGHT * near
-            loss = loss + DEPTH_DISCOUNT**depth * part
-            hits.append(int((logits.argmax(-1) == teacher.argmax(-1)).sum()))
-            read = expected
-        return Result(loss, hits, len(wanted))
-
-    def config(self) -> dict[str, Any]:
-        return eagle_config(self.module)
+def _parts(rows: Tensor, vocab_size: int) -> Iterator[slice]:
+    numbers = _NUMBERS_AT_ONCE.get(rows.device.type, _NUMBERS_AT_ONCE_ELSEWHERE)
+    step = max(_LEAST_ROWS, numbers // vocab_size)
+    return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
-def _shown(states: torch.Tensor, lengths: Sequence[int], rng: random.Random) -> torch.Tensor:
-    """The states, in some sequences with zeros up to a random place."""
-    shown = states.clone()
-    for row, length in enumerate(lengths):
-        if rng.random() < BLANK_SHARE:
-            shown[row, : rng.randrange(length)] = 0
-    return shown
+class _Distilled(torch.autograd.Function):
+    """Products in the type of ``read``, probabilities in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        read: Tensor,
+        head: Tensor,
+        tokens: Tensor,
+        shares: Tensor,
+        normed: Tensor,
+        teacher: Tensor,
+    ) -> Tensor:
+        weight, teacher = head.to(read.dtype), teacher.to(normed.dtype)
+        wants = ctx.needs_input_grad
+        of_read = torch.empty_like(read) if wants[0] else None
+        of_head = torch.zeros_like(head) if wants[1] else None
+        loss = torch.zeros((), device=read.device)
+        for part in _parts(read, len(head)):
+            known, which = tokens[part].unique_consecutive(return_inverse=True)
+            wanted = (normed.index_select(0, known) @ teacher.T).float().softmax(-1)
+            wanted = wanted.index_select(0, which)
+            own = (read[part] @ weight.T).float().log_softmax(-1)
+            share = shares[part, None]
+            loss -= torch.linalg.vecdot(wanted, own).dot(share[:, 0])
+            if of_read is None and of_head is None:
+                continue
+            slope = own.exp_().sub_(wanted).mul_(share).to(read.dtype)
+            if of_read is not None:
+                torch.mm(slope, weight, out=of_read[part])
+            if of_head is not None:
+                of_head += slope.T @ read[part]
+        ctx.save_for_backward(of_read, of_head)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_read, of_head = ctx.saved_tensors
+        scaled = [
+            None if each is None else each * gradients[0].to(each.dtype)
+            for each in (of_read, of_head)
+        ]
+        return (*scaled, None, None, None, None)

@@ -1,168 +1,206 @@
-"""Training heads: for a model that counts in circles of eight, in seconds, and served afterwards."""
+"""Training heads for a model that counts in circles of eight, and reading them as the engine does."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from engine.config import EngineConfig
-from engine.drafting.heads import (
-    CONFIG,
-    HeadsRefusedError,
-    prepare_heads,
-    read_heads,
-    target_facts,
-    weights_fingerprint,
-)
-from engine.model.loader import load_model
+from engine.drafting.facts import target_facts, weights_fingerprint
+from engine.drafting.published import eagle3
+from engine.drafting.published.folder import DraftFolder, DraftRefusedError
+from engine.drafting.published.medusa import read_medusa
 from training import heads
-from training.head_data import batches, load_texts, read_prompts, write_samples
-from training.head_losses import MedusaLearner, Target
-from training.tokenizer import encode, save_tokenizer, train_tokenizer
+from training.target_states import Target
+from worlds.counting_target import NUM_USED, VOCAB, counting_model, written_texts
 
-VOCAB, HIDDEN = 320, 32
-TEXTS = ["def total(prices):\n    return sum(prices)\n", "for name in names:\n    print(name)\n"]
-
-
-def counting_model(seed: int = 0) -> LlamaForCausalLM:
-    """Token t is followed by the next of its circle: the first eight dimensions say where on the
-    circle, the others which circle."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            bos_token_id=0,
-            eos_token_id=None,
-        )
-    )
-    place = torch.nn.functional.one_hot(torch.arange(VOCAB) % 8, 8).float() * 3
-    circle = torch.randn(VOCAB // 8, HIDDEN - 8).repeat_interleave(8, 0)
-    embeddings = torch.cat([place, circle], dim=1)
-    before = [token // 8 * 8 + (token - 1) % 8 for token in range(VOCAB)]
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(embeddings)
-        model.lm_head.weight.copy_(embeddings[before])
-    return model
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("target")
     counting_model().save_pretrained(path)
-    save_tokenizer(train_tokenizer(TEXTS, VOCAB), path)
-    lines = [json.dumps({"prompt": text[: 6 + i]}) for i in range(6) for text in TEXTS]
-    lines.append(json.dumps({"messages": [{"role": "user", "content": "count"}]}))
-    (path / "prompts.jsonl").write_text("\n".join(lines))
+    written_texts(path / "texts.jsonl", 160)
     return path
 
 
-def arguments(folder: Path, kind: str, out: Path, max_steps: int) -> list[str]:
-    found = ["--model", str(folder), "--prompts", str(folder / "prompts.jsonl"), "--kind", kind]
-    found += ["--out", str(out), "--max-steps", str(max_steps), "--minutes", "5", "--lr", "0.01"]
-    found += ["--written", "48", "--new-tokens", "16", "--num-heads", "2", "--save-every", "0.02"]
-    return found
+def arguments(folder: Path, kind: str, out: Path, max_steps: int, **more: object) -> list[str]:
+    given = {
+        "model": folder,
+        "texts": folder / "texts.jsonl",
+        "kind": kind,
+        "out": out,
+        "max_steps": max_steps,
+        # Steps end the run, and the learning rate follows them: nothing depends on time.
+        "minutes": 100_000,
+        "rows": 512,
+        "num_steps": 3,
+        "lr": 0.01,
+        **more,
+    }
+    return [part for name, value in given.items() for part in (_option(name), str(value))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "steps"), [("medusa", 160), ("eagle", 50)])
-def test_heads_learn_what_the_target_says_and_are_served(
-    folder: Path, tmp_path: Path, kind: str, steps: int
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "eagle3": (240, {"draft_vocab_size": NUM_USED}),
+    "p_eagle": (90, {"draft_vocab_size": NUM_USED, "num_layers": 2, "positions": 6}),
+    "medusa": (200, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_learn_what_the_target_says_and_are_read(
+    folder: Path, tmp_path: Path, kind: str
 ) -> None:
-    first = heads.main(arguments(folder, kind, tmp_path, 2))
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert state["step"] == 2
-    samples = (tmp_path / "samples.jsonl").read_text()
-    accuracy = heads.main(arguments(folder, kind, tmp_path, steps))
-    assert (tmp_path / "samples.jsonl").read_text() == samples, "a later run writes them again"
-    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == steps
-    assert min(accuracy) > 0.8 > first[0]
-    config = json.loads((tmp_path / CONFIG).read_text())
-    assert config["num_training_steps"] == steps
-    assert config["held_out_top1"] == pytest.approx(accuracy, abs=1e-4)
+    max_steps, more = KINDS[kind]
+    before = heads.main(arguments(folder, kind, tmp_path / "begun", 0, **more))
+    after = heads.main(arguments(folder, kind, tmp_path, max_steps, **more))
+    assert len(before) == len(after) == 3
+    assert max(before) < 0.3
+    assert min(after) > 0.8
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["num_training_steps"] == max_steps
+    assert config["held_out_top1"] == pytest.approx(after, abs=1e-4)
 
-    setting = {"medusa": "medusa_heads", "eagle": "eagle_head"}[kind]
-    target = load_model(str(folder), torch.device("cpu"))
-    config_of_engine = EngineConfig(model=str(folder), drafters=(kind,), **{setting: str(tmp_path)})
-    assert prepare_heads(target, config_of_engine).facts == target_facts(target)
-    other = counting_model(seed=1)
-    with pytest.raises(ValueError, match=f"{setting}: .*other weights"):
-        prepare_heads(other, config_of_engine)
-    with pytest.raises(ValueError, match=f"holds a run with kind {kind}"):
-        heads.main(arguments(folder, {"medusa": "eagle", "eagle": "medusa"}[kind], tmp_path, 3))
-
-
-def test_the_target_writes_greedily_and_by_chance(folder: Path, tmp_path: Path) -> None:
-    tok = AutoTokenizer.from_pretrained(folder)
-    texts = load_texts(tok, None, folder / "prompts.jsonl", "")
-    model = load_model(str(folder), torch.device("cpu"))
-    path = tmp_path / "samples.jsonl"
-    written = write_samples(model, texts, random.Random(0), 32, 8, path)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == written
-    assert {len(each) > 8 for each in written} == {True}
-    prompts = {tuple(prompt) for prompt in texts.prompts}
-    assert {tuple(each[:-8]) for each in written} <= prompts
-    greedy = written[0]
-    for token, after in zip(greedy[-8:], greedy[-7:], strict=False):
-        assert after == token // 8 * 8 + (token + 1) % 8
-    groups = batches(texts, written, random.Random(0), 100, 4)
-    for _ in range(5):
-        group = next(groups)
-        assert len(group) * max(map(len, group)) <= 100 or len(group) == 1
+    facts = target_facts(counting_model())
+    read: Any = read_medusa if kind == "medusa" else eagle3.read
+    network = read(DraftFolder.open(tmp_path), facts)
+    assert (network.token_map is None) == (kind == "medusa")
+    if kind == "p_eagle":
+        assert network.num_parallel == 3
+        assert network.mask_token_id == VOCAB - 1, "no text has it"
+        assert len(network.layers) == 2
+    other = target_facts(counting_model(seed=1))
+    with pytest.raises(DraftRefusedError, match="trained for other weights"):
+        read(DraftFolder.open(tmp_path), other)
 
 
-def test_a_prompt_file_that_says_neither_is_refused(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match="line 2"):
-        read_prompts(AutoTokenizer.from_pretrained(folder), path)
-    assert read_prompts(None, None) == []
+class StoppedError(Exception):
+    pass
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    heads_of_run: dict[str, torch.Tensor] = torch.load(path / "state.pt", weights_only=True)[
+        "heads"
+    ]
+    return heads_of_run
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # Ten steps are more than an epoch; a save after every one of them.
+    more: dict[str, Any] = {"rows": 300, "positions": 5, "save_every": 0, "draft_vocab_size": 150}
+    heads.main(arguments(folder, kind, tmp_path / "whole", 10, **more))
+
+    learn = heads.Trainer._learn
+
+    def stops(self: heads.Trainer, group: list[int]) -> None:
+        if self.step == 7:
+            raise StoppedError
+        learn(self, group)
+
+    def refuses(*_: object) -> None:
+        raise AssertionError("the states of a text are read again")
+
+    again = arguments(folder, kind, tmp_path / "parts", 10, **more)
+    with monkeypatch.context() as patched:
+        patched.setattr(heads.Trainer, "_learn", stops)
+        with pytest.raises(StoppedError):
+            heads.main(again)
+    assert torch.load(tmp_path / "parts" / "state.pt", weights_only=True)["step"] == 7
+    with monkeypatch.context() as patched:
+        patched.setattr(Target, "states", refuses)
+        heads.main(again)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    torch.testing.assert_close(parts, whole)
+
+
+def test_states_that_are_not_kept_say_the_same(folder: Path, tmp_path: Path) -> None:
+    heads.main(arguments(folder, "eagle3", tmp_path / "kept", 2))
+    heads.main([*arguments(folder, "eagle3", tmp_path / "read", 2), "--no-cache-states"])
+    torch.testing.assert_close(weights(tmp_path / "kept"), weights(tmp_path / "read"))
+    assert (tmp_path / "kept" / "states.bin").exists()
+    assert not (tmp_path / "read" / "states.bin").exists()
+
+
+def test_a_run_keeps_its_vocabulary_when_texts_are_added(folder: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    lines = (folder / "texts.jsonl").read_text().splitlines()
+    texts.write_text("\n".join(lines[:60]))
+    out = tmp_path / "out"
+
+    def run(max_steps: int) -> torch.Tensor:
+        given = {"texts": texts, "draft_vocab_size": 40, "num_held_out": 6}
+        heads.main(arguments(folder, "eagle3", out, max_steps, **given))
+        facts = target_facts(counting_model())
+        ids = eagle3.read(DraftFolder.open(out), facts).token_map
+        assert ids is not None
+        return ids
+
+    first = run(1)
+    texts.write_text("\n".join(lines))
+    torch.testing.assert_close(run(2), first)
+
+
+def test_texts_that_are_kept_aside_may_have_a_file(folder: Path, tmp_path: Path) -> None:
+    held = written_texts(tmp_path / "held.jsonl", 5, seed=9)
+    args = heads.parse(arguments(folder, "eagle3", tmp_path, 1, held_out=held, num_held_out=3))
+    texts, num_held = heads.read_texts(args, VOCAB)
+    assert (num_held, len(texts)) == (3, 163)
+    args.held_out = None
+    args.num_held_out = 48
+    texts, num_held = heads.read_texts(args, VOCAB)
+    assert (num_held, len(texts)) == (16, 160), "no more than a tenth"
+    args.num_held_out = 0
+    with pytest.raises(ValueError, match="too few"):
+        heads.read_texts(args, VOCAB)
+
+
+def test_the_distance_of_states_counts_where_it_has_a_weight(folder: Path, tmp_path: Path) -> None:
+    for weight in (0, 3, 6):
+        out = tmp_path / str(weight)
+        heads.main(arguments(folder, "eagle3", out, 3, state_weight=weight))
+    without, some, more = (weights(tmp_path / str(weight)) for weight in (0, 3, 6))
+    for first, second in ((without, some), (some, more)):
+        assert any(not first[name].equal(second[name]) for name in first)
+
+
+def test_another_run_in_the_folder_is_not_gone_on_with(folder: Path, tmp_path: Path) -> None:
+    heads.main(arguments(folder, "eagle3", tmp_path, 1))
+    with pytest.raises(ValueError, match="holds a run with kind eagle3, not p_eagle"):
+        heads.main(arguments(folder, "p_eagle", tmp_path, 1))
+    with pytest.raises(ValueError, match="holds a run with num_layers 1, not 2"):
+        heads.main(arguments(folder, "eagle3", tmp_path, 1, num_layers=2))
+    other = tmp_path / "other"
+    counting_model(seed=1).save_pretrained(other)
+    given = arguments(folder, "eagle3", tmp_path, 1)
+    with pytest.raises(ValueError, match="holds a run with target"):
+        heads.main(["--model", str(other), *given[2:]])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "p_eagle", "num_steps": 1},
+        {"kind": "medusa", "draft_vocab_size": 8},
+        {"kind": "eagle3", "num_layers": 0},
+        {"kind": "eagle"},
+    ],
+)
+def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    given = {"kind": "eagle3", **wrong}
     with pytest.raises(SystemExit):
-        heads.parse(["--model", "m", "--kind", "medusa", "--out", "o", "--minutes", "1"])
-
-
-def test_untrained_medusa_heads_repeat_the_target() -> None:
-    """Head i at row t is judged by what the target says at row t + 1 + i."""
-    model = counting_model()
-    target = Target(model.requires_grad_(False))
-    circle = [8 + step % 8 for step in range(24)]
-    batch = target.read([circle])
-    learner = MedusaLearner(HIDDEN, 2, 1)
-    result = learner.run(target, batch, random.Random(0), 100)
-    assert result.num_rows == 22
-    assert result.num_hits == [0, 0], "an untrained head names the anchor again"
-    logits = target.logits(batch.hidden[0])
-    assert logits.argmax(-1).tolist() == [8 + (step + 1) % 8 for step in range(24)]
-
-
-def test_a_folder_is_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:
-    facts = target_facts(load_model(str(folder), torch.device("cpu")))
-    config = tmp_path / CONFIG
-
-    def expect_refusal(told: str) -> None:
-        with pytest.raises(HeadsRefusedError, match=told):
-            read_heads(tmp_path, "medusa", facts).sizes("num_heads")
-
-    expect_refusal("does not hold config.json")
-    heads.main(arguments(folder, "medusa", tmp_path, 1))
-    read_heads(tmp_path, "medusa", facts)
-    good = json.loads(config.read_text())
-    wrong = {"kind": "eagle", "hidden_size": 64, "vocab_size": None, "num_heads": 0}
-    for field, value in wrong.items():
-        config.write_text(json.dumps(good | {field: value}))
-        expect_refusal(f"{field} is ")
-    config.write_text("[")
-    expect_refusal("cannot be read")
+        heads.parse(arguments(tmp_path, given.pop("kind"), tmp_path, 1, **given))
 
 
 def test_a_fingerprint_is_of_values_not_of_their_type() -> None:
@@ -172,15 +210,3 @@ def test_a_fingerprint_is_of_values_not_of_their_type() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
     assert weights_fingerprint(model) != fingerprint
-
-
-def test_texts_are_tokens_of_the_corpus(folder: Path, tmp_path: Path) -> None:
-    tok = AutoTokenizer.from_pretrained(folder)
-    rows = [json.dumps({"text": text, "path": "a", "package": "b"}) for text in TEXTS]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    texts = load_texts(tok, tmp_path, None, "train.jsonl")
-    assert texts.edits
-    sequence = texts.sequence(random.Random(3))
-    assert sequence[0] == tok.bos_token_id
-    prompt = texts.prompt(random.Random(3))
-    assert sequence[: len(prompt)] == prompt or encode(tok, "<|assistant|>")[0] == prompt[-1]
