@@ -23,7 +23,7 @@ from bench.contenders import (
     parse_drafter,
 )
 from bench.machine import describe_machine
-from bench.models import OWN, BenchModel, load_bench_model
+from bench.models import BUNDLED, OWN, BenchModel, load_bench_model
 from bench.options import Options, parse_options
 from bench.progress import progress_bar
 from bench.report import SCHEMA_VERSION, CellReport, report_cell, to_json
@@ -72,6 +72,7 @@ def bench_model(name: str, options: Options) -> dict[str, Any]:
 def engine_config(name: str, options: Options) -> EngineConfig:
     """No prefix cache unless asked for: a repeated prompt has to cost what a new one costs."""
     config = EngineConfig(
+        model=BUNDLED if name in OWN else name,
         drafters=_wanted_drafters(options),
         draft=options.draft,
         prefix_layers=options.prefix_layers,
@@ -84,7 +85,7 @@ def engine_config(name: str, options: Options) -> EngineConfig:
         max_num_batched_tokens=options.max_num_batched_tokens,
         enable_prefix_cache=options.prefix_cache,
     )
-    return with_bundled_drafts(config) if name in OWN else config
+    return with_bundled_drafts(config)
 
 
 def _known_drafters(options: Options) -> list[str]:

@@ -238,7 +238,8 @@ class HiddenRows:
     token_ids: Sequence[int]
     hidden: tuple[Any, ...]
     """Tensors ``[num_rows, hidden_size]`` of the target's type and device, one for each of
-    ``Drafter.hidden_layers``, in their order."""
+    ``Drafter.hidden_layers``, in their order. They are parts of the step's: who keeps some for longer
+    than to the next step copies them."""
     block_table: Sequence[int]
 
 

@@ -110,7 +110,7 @@ def follow_engine(config: EngineConfig) -> None:
     prepare_heads(model, config, find_drafts(with_bundled_drafts(config)))
     reference_logits(model)
     shapes = attach_attention(model)
-    fuse(model)
+    fuse(model, _wanted_len(model, config))
     needs = _needs(model, shapes, "fast", config)
     num_blocks, _ = _size_store(model, needs, config, 0, ranks)
     attention = build_attention(needs, num_blocks, config.attention_backend)
@@ -183,7 +183,7 @@ def build_engine_for(
     exact, failures = determinism == "exact", set[str]()
     if ranks is None and (exact or can_pack(model.device, model.dtype)):
         failures = pack_linears(model, config.max_num_batched_tokens, exact)
-    fuse(model)
+    fuse(model, _wanted_len(model, config))
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     needs = _needs(model, shapes, determinism, config)
     num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes, ranks)
@@ -328,6 +328,12 @@ def _context(
     return DrafterContext(vocab_size, settings, **lent)
 
 
+def _wanted_len(model: PreTrainedModel, config: EngineConfig) -> int:
+    """Returns how long a request may grow as far as model and settings go."""
+    most = max_position(model.config)
+    return min(config.max_model_len or most, most)
+
+
 def _size_store(
     model: PreTrainedModel,
     needs: AttentionNeeds,
@@ -337,7 +343,7 @@ def _size_store(
 ) -> tuple[int, int]:
     """Returns blocks of the KV store, and how long a request may grow in it. ``draft_bytes``: what a
     block costs in the stores of draft models and heads besides. Ranks have as many as all of them can."""
-    wanted_len = min(config.max_model_len or max_position(model.config), max_position(model.config))
+    wanted_len = _wanted_len(model, config)
     num_blocks = config.num_blocks
     if num_blocks is None:
         backend = choose_backend(config.attention_backend, needs)

@@ -39,11 +39,11 @@ class FeatureDrafter(ModelDrafter):
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
         waiting = []
+        rows = [each for each in rows if each.first_position < self._model.max_len]
+        if rows:
+            self._features.take_hidden(rows)
         for each in rows:
-            if each.first_position >= self._model.max_len:
-                continue
             request_id, first, table = each.request_id, each.first_position, each.block_table
-            self._features.take_hidden(request_id, first, each.hidden, table)
             known = self._features.known(request_id)
             text = self._states[request_id].text
             text.update(each.token_ids)

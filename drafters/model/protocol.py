@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from drafters.base import DraftRequest
+from drafters.base import DraftRequest, HiddenRows
 
 _Result = TypeVar("_Result")
 
@@ -114,12 +114,9 @@ class FeatureModel(DraftModel, Protocol):
 
     hidden_layers: tuple[int, ...]
 
-    def take_hidden(
-        self, request_id: str, first: int, hidden: Sequence[Any], block_table: Sequence[int]
-    ) -> None:
-        """The target's states of newly committed tokens from position ``first`` on, as in
-        ``HiddenRows``. With ``keeps_anchor`` those of the last tokens of blocks are kept under the
-        blocks' ids, too: what follows a cached prefix reads them."""
+    def take_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        """Takes the target's states of newly committed tokens. With ``keeps_anchor`` those of the last
+        tokens of blocks are kept under the blocks' ids, too: what follows a cached prefix reads them."""
 
     def known(self, request_id: str) -> range:
         """Returns the positions of the states that are kept for a request, without a gap."""

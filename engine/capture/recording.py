@@ -7,7 +7,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -22,7 +22,10 @@ from engine.kernels import Renewal, Renews, find_kernel, watch_kernels
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _ALIGNMENT = 64
 _ADD = torch.ops.aten.add.Tensor
+_CONCATENATE = torch.ops.aten.cat.default
+_EMBED = torch.ops.aten.embedding.default
 _INDEX = torch.ops.aten.index.Tensor
+_SELECT = torch.ops.aten.index_select.default
 
 
 class KernelCall(NamedTuple):
@@ -96,13 +99,19 @@ def _tensor_over(buffer: _Buffer, like: torch.Tensor) -> torch.Tensor:
 
 class Recorder(TorchDispatchMode):
     """``calls``, in their order. ``reason``: why they cannot be run again; None: they can. What they read
-    and write is kept; ``num_bytes``: what it takes."""
+    and write is kept; ``num_bytes``: what it takes.
+
+    Few kinds of torch's operations stand between a layer's kernels in most models: sums of residuals, and
+    rows that are chosen or put side by side. They are written down as kernels, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[KernelCall | TensorCall] = []
         self.reason: str | None = None
         self._memory = _Memory()
+        self._held: list[Any] = []
+        """What kernels point to that stand for operations."""
 
     @property
     def num_bytes(self) -> int:
@@ -126,10 +135,17 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **named)
         if func._schema.name.partition("::")[2] in _ALLOCATIONS:
             return self._memory.like(result)
-        if _is_sum(func, args, named, result):
-            left, right = args
-            return self._note_sum(left, right, result)
-        return self._note(func, args, named, result)
+        if isinstance(result, torch.Tensor) and result.numel() == 0:
+            return result  # nothing is to be made again
+        find = None if named else _STANDS_FOR.get(func)
+        kernels = None if find is None else find(args, result)
+        if kernels is None:
+            return self._note(func, args, named, result)
+        place = self._memory.filled(result)
+        self._held.append(tree_map(self._memory.seen, args))
+        for kernel, arguments, num_threads in kernels(place):
+            self.calls.append(KernelCall(kernel.address, arguments, num_threads, None))
+        return place
 
     def _note(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> Any:
         """Returns the result, in a place that a replay writes to."""
@@ -153,16 +169,6 @@ class Recorder(TorchDispatchMode):
         self.calls.append(TensorCall(func, tree_map(seen, args), tree_map(seen, named), results))
         return places
 
-    def _note_sum(
-        self, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
-    ) -> torch.Tensor:
-        """Sums of residuals are all that is left between a layer's kernels in most models."""
-        kernel = find_kernel("sums")
-        place = self._memory.filled(result)
-        add, arguments, num_threads = kernel.recorded_sum(left, right, place)
-        self.calls.append(KernelCall(add.address, arguments, num_threads, None))
-        return place
-
 
 def _storages(values: Any) -> set[int]:
     tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
@@ -179,11 +185,71 @@ def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
     return func is not _INDEX or any(each is not None and each.dtype in masks for each in args[1])
 
 
-def _is_sum(func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> bool:
-    if func is not _ADD or named or len(args) != 2:
-        return False
-    are_tensors = all(isinstance(each, torch.Tensor) for each in args)
-    return are_tensors and find_kernel("sums").can_add(*args) and result.is_contiguous()
+# --- operations that kernels stand for ---
+
+_Kernels_of = Callable[[torch.Tensor], list[Any]]
+"""Returns the kernels that write an operation's result to a place, each with what it is told and its
+threads."""
+
+
+def _sum(args: tuple[Any, ...], result: torch.Tensor) -> _Kernels_of | None:
+    sums = find_kernel("sums")
+    if len(args) != 2 or not all(isinstance(each, torch.Tensor) for each in args):
+        return None
+    if not sums.can_add(*args) or not result.is_contiguous():
+        return None
+    return lambda place: [sums.recorded_sum(*args, place)]
+
+
+def _selected_rows(args: tuple[Any, ...], _: torch.Tensor) -> _Kernels_of | None:
+    return _rows_of(*args)
+
+
+def _rows_of(source: torch.Tensor, dim: int, numbers: torch.Tensor) -> _Kernels_of | None:
+    """``source.index_select(dim, numbers)``, as far as nothing lies before ``dim``."""
+    rows = find_kernel("rows")
+    dim %= source.dim()
+    width = source.shape[dim + 1 :].numel()
+    if source.shape[:dim].numel() != 1 or not rows.can_copy(source, width, numbers):
+        return None
+    return lambda place: [rows.recorded_rows(source, numbers, width, place)]
+
+
+def _indexed_rows(args: tuple[Any, ...], _: torch.Tensor) -> _Kernels_of | None:
+    """``source[:, numbers]`` and the like."""
+    source, (*before, numbers) = args
+    if any(each is not None for each in before) or numbers is None or numbers.dim() != 1:
+        return None
+    return _rows_of(source, len(before), numbers)
+
+
+def _embedded_rows(args: tuple[Any, ...], _: torch.Tensor) -> _Kernels_of | None:
+    return _rows_of(args[0], 0, args[1])
+
+
+def _side_by_side(args: tuple[Any, ...], result: torch.Tensor) -> _Kernels_of | None:
+    """``cat(parts, -1)``."""
+    rows = find_kernel("rows")
+    parts, dim = args[0], args[1] if len(args) > 1 else 0
+    if result.dim() == 0 or dim not in (-1, result.dim() - 1) or not result.is_contiguous():
+        return None
+    if not all(
+        each.dtype == result.dtype and rows.can_copy(each, each.shape[-1]) for each in parts
+    ):
+        return None
+    starts = accumulate((each.shape[-1] for each in parts), initial=0)
+    return lambda place: [
+        rows.recorded_side(each, place, first) for each, first in zip(parts, starts, strict=False)
+    ]
+
+
+_STANDS_FOR: dict[Any, Callable[[tuple[Any, ...], torch.Tensor], _Kernels_of | None]] = {
+    _ADD: _sum,
+    _SELECT: _selected_rows,
+    _INDEX: _indexed_rows,
+    _EMBED: _embedded_rows,
+    _CONCATENATE: _side_by_side,
+}
 
 
 class CapturedForward:

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drafters.base import DraftRequest, DraftShape
+from drafters.base import DraftRequest, DraftShape, HiddenRows
 from drafters.model.protocol import DraftRows
 from engine.batch import NORMED, RequestRows, build_batch
 from engine.drafting.draft_model import LevelModel
@@ -130,17 +130,19 @@ class _Reading:
         """Returns the rows that are missing up to the anchor of a step, after telling the states before
         it."""
         text, anchor = self._text, self._anchor(step)
-        if isinstance(self._model, HeadModel):
-            hidden = [
-                text.states[layer][self._num_told : anchor] for layer in self._model.hidden_layers
-            ]
-            if anchor > self._num_told:
-                self._model.take_hidden(self._name, self._num_told, hidden, text.block_table)
-            self._num_told = anchor
+        if isinstance(self._model, HeadModel) and anchor > self._num_told:
+            self._tell(self._model, anchor)
         first = min(self._num_valid, anchor)
         self._num_valid = anchor + self._model.keeps_anchor
         ask = _ask(self._name, text, anchor)
         return DraftRows(ask, text.token_ids[first : anchor + 1], first, 1)
+
+    def _tell(self, head: HeadModel, end: int) -> None:
+        """Tells the head the states before position ``end``."""
+        text, first = self._text, self._num_told
+        hidden = tuple(text.states[layer][first:end] for layer in head.hidden_layers)
+        head.take_hidden([HiddenRows(self._name, first, text.token_ids, hidden, text.block_table)])
+        self._num_told = end
 
     def end(self) -> None:
         if isinstance(self._model, HeadModel):

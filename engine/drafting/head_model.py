@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from drafters.base import HiddenRows
 from drafters.model.protocol import DraftRows
 from drafters.tree import ROOT
 from engine.attention.backend import AttentionBackend, AttentionPlan
@@ -30,7 +31,7 @@ from engine.batch import (
 from engine.capture.replays import GraphSizes, make_replays
 from engine.drafting.draft_model import DraftLimits, LevelModel, request_rows
 from engine.drafting.published.networks import ChainNetwork, MaskedNetwork, Network
-from engine.drafting.states import BlockEnds, TextStates
+from engine.drafting.states import BlockEnds, StateMemory, Stretch, TextStates
 
 _FEATURES = (NORMED,)
 """All forwards hand out what their rows make for others."""
@@ -50,28 +51,39 @@ class HeadModel(LevelModel):
         self.hidden_layers = network.hidden_layers
         self.candidate_layers = network.candidate_layers
         self._texts: dict[str, TextStates] = {}
+        self._memory_of_states = StateMemory()
         self._ends: BlockEnds | None = None
 
     def read_layers(self, layers: tuple[int, ...]) -> None:
         """From now on it reads these, one of ``candidate_layers``."""
         self.hidden_layers = layers
 
-    def take_hidden(
-        self, request_id: str, first: int, hidden: Sequence[Tensor], block_table: Sequence[int]
-    ) -> None:
-        """Takes the target's states of newly committed tokens, one tensor ``[num_rows, hidden_size]``
-        for each of ``hidden_layers``."""
-        states = hidden[0] if len(hidden) == 1 else torch.cat(tuple(hidden), dim=-1)
-        self._texts.setdefault(request_id, TextStates()).add(first, states)
+    @torch.inference_mode()
+    def take_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        """Copies the target's states of newly committed tokens, of all requests in one go."""
+        by_layer = [torch.cat(parts) for parts in zip(*(each.hidden for each in rows), strict=True)]
+        states = by_layer[0] if len(by_layer) == 1 else torch.cat(by_layer, dim=-1)
+        places = self._memory_of_states.add(states)
+        stretches = [
+            Stretch(each.first_position, len(each.hidden[0]), each.block_table) for each in rows
+        ]
+        start = 0
+        for each, (first, count, _) in zip(rows, stretches, strict=True):
+            if each.request_id not in self._texts:
+                self._texts[each.request_id] = TextStates(self._memory_of_states)
+            self._texts[each.request_id].add(first, places[start : start + count])
+            start += count
         if self.state_offset:
-            self._kept_ends(states).keep(first, states, block_table)
+            self._kept_ends(states).keep(stretches, states)
 
     def known(self, request_id: str) -> range:
         text = self._texts.get(request_id)
         return range(0) if text is None else text.known
 
     def forget(self, request_id: str) -> None:
-        self._texts.pop(request_id, None)
+        text = self._texts.pop(request_id, None)
+        if text is not None:
+            text.clear()
 
     def _kept_ends(self, states: Tensor) -> BlockEnds:
         """Made when the first states come, whose width and type are the target's."""
@@ -82,12 +94,12 @@ class HeadModel(LevelModel):
     def _read(self, rows: DraftRows, count: int) -> Tensor:
         """Returns the states that the first ``count`` rows of known tokens read, ``[count, width]``."""
         text = self._texts[rows.ask.request_id]
-        assert text.parts, "no states are known of a text whose rows are to be run"
+        assert text.places, "no states are known of a text whose rows are to be run"
         read = text.before(rows.base + 1 - self.state_offset, count)
         if self.state_offset and rows.base == text.first:
-            kept = self._kept_ends(text.parts[0]).before(rows.base, rows.ask.block_table)
+            kept = self._kept_ends(read).before(rows.base, rows.ask.block_table)
             if kept is not None:
-                read[0] = kept  # it was unknown, so these are zeros in memory of their own
+                read[0] = kept
         text.drop(rows.base + count - self.state_offset)
         return read
 

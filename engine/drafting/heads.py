@@ -111,7 +111,7 @@ class DraftHeads:
             _quantize(network, self.dtype, rounds_inputs(runner.model))
         if can_pack(self.device, self.dtype):
             pack_linears(network, self.config.max_num_batched_tokens, exact=False)
-        fuse(network)
+        fuse(network, max_model_len)
         config = self.config
         attention = build_attention(
             self._needs(network), runner.store.num_blocks, config.attention_backend, strict=False

@@ -295,7 +295,7 @@ def _prepared(model: PreTrainedModel, owns_rows: bool) -> _Prepared:
     """``model``'s modules are its own; its weights may be the target's."""
     reference = reference_logits(model)
     shapes = attach_attention(model)
-    fuse(model)
+    fuse(model, max_position(model.config))
     return _Prepared(model, reference, shapes if owns_rows else None)
 
 

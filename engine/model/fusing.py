@@ -1,6 +1,6 @@
 """Gives a model fewer and longer passes over its rows, by compiled kernels.
 
-A module keeps its place and its parts and gets another forward. Three kinds are found, by what they do
+A module keeps its place and its parts and gets another forward. Four kinds are found, by what they do
 with random rows and not by what they are called:
 
 - root mean square norms, which transformers writes as seven operations; for a few rows these cost more
@@ -9,6 +9,7 @@ with random rows and not by what they are called:
 - attention modules whose rotary position embedding rotates by halves: some eighteen operations, half of
   a small model's step. Modules call it by a name of their file, and to give that another meaning would
   change models that are not the engine's: so they get their class's forward over a copy of the names.
+- rotary embeddings, whose cosines and sines of a position are the same in every step: they are looked up.
 - gated feed-forward networks, down(activation(gate(x)) * up(x)), of packed layers: two passes. In few
   bits gate and up are one product already, and activation and product of the halves are done where the
   second product's rows are quantised. Of packed floats gate and up become one product, which does both
@@ -41,17 +42,26 @@ class Fused:
     """Stands in the place of a module's forward."""
 
 
+_Find = Callable[[nn.Module], Fused | None]
+"""Returns what may stand in the place of the module's forward; None: it is of another kind."""
+
+
 @torch.inference_mode()
-def fuse(model: nn.Module) -> None:
+def fuse(model: nn.Module, num_positions: int | None = None) -> None:
     """Gives the model's modules their passes, in place, once its weights are packed; a second time it
-    finds nothing."""
+    finds nothing. ``num_positions``: rows stand at smaller ones; None: nobody knows."""
     devices = {each.device.type for each in model.parameters()}
     if not devices <= {"cpu"} and devices != {"cuda"}:
         return
-    counts = dict.fromkeys(_FINDERS if devices <= {"cpu"} else ("norms",), 0)
+    finders: dict[str, _Find] = dict(_FINDERS) if devices <= {"cpu"} else {"norms": _find_norm}
+    if devices <= {"cpu"} and num_positions is not None:
+        dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
+        angles = partial(_find_angles, num_positions=num_positions, dtype=dtype)
+        finders["cosines and sines"] = angles
+    counts = dict.fromkeys(finders, 0)
     for module in model.modules():
-        for kind in counts:
-            found = _FINDERS[kind](module) if fused_forward(module) is None else None
+        for kind, find in finders.items():
+            found = find(module) if fused_forward(module) is None else None
             if found is not None:
                 vars(module)["forward"] = found
                 counts[kind] += 1
@@ -65,8 +75,8 @@ def fused_forward(module: nn.Module) -> Fused | None:
     return forward if isinstance(forward, Fused) else None
 
 
-def _computed(function: Callable[..., Any], *given: torch.Tensor) -> Any:
-    """Returns what the function makes of the tensors; None: it takes something else."""
+def _computed(function: Callable[..., Any], *given: Any) -> Any:
+    """Returns what the function makes of what it is given; None: it takes something else."""
     try:
         return function(*given)
     except Exception:
@@ -227,6 +237,68 @@ def _is_same(got: torch.Tensor, expected: object) -> bool:
     )
 
 
+# --- cosines and sines ---
+
+_MOST_NUMBERS = 1 << 24
+"""In both tables of an embedding together: 32 MB in 16 bits."""
+_LEAST_POSITIONS = 1024
+"""More than checks at start use, however short requests are."""
+_ANGLE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""A step of the type: alone, a number may be computed by another instruction than beside others."""
+
+
+class LookedUpAngles(Fused):
+    """A rotary embedding whose cosines and sines lie in tables ``[num_positions, dim]``, of rows of
+    ``dtype``. What they do not have is still its own."""
+
+    def __init__(self, module: nn.Module, num_positions: int, dtype: torch.dtype) -> None:
+        self._own = type(module).forward.__get__(module)
+        like, positions = torch.zeros(1, 1, dtype=dtype), torch.arange(num_positions)[None]
+        self._cosines, self._sines = (each[0].contiguous() for each in self._own(like, positions))
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any
+    ) -> Any:
+        """``position_ids``: ``[1, num_rows]``, smaller than the number of positions. Returns cosines and
+        sines, ``[1, num_rows, dim]`` each."""
+        is_other = more or named or position_ids.shape[:-1] != (1,)
+        if is_other or x.dtype != self._cosines.dtype:
+            return self._own(x, position_ids, *more, **named)
+        tables = self._cosines, self._sines
+        return tuple(each.index_select(0, position_ids[0])[None] for each in tables)
+
+
+def _find_angles(
+    module: nn.Module, num_positions: int, dtype: torch.dtype
+) -> LookedUpAngles | None:
+    frequencies = dict(module.named_buffers()).get("inv_freq")
+    has_more = any(True for _ in module.children()) or any(True for _ in module.parameters())
+    if frequencies is None or frequencies.dim() != 1 or has_more or dtype not in KINDS:
+        return None
+    num_positions = max(num_positions, _LEAST_POSITIONS)
+    if 4 * len(frequencies) * num_positions > _MOST_NUMBERS:
+        return None
+    like, last = torch.zeros(1, 1, dtype=dtype), num_positions - 1
+    found: LookedUpAngles | None = _computed(LookedUpAngles, module, num_positions, dtype)
+    for position in (0, 1, last // 7, last // 2, last):
+        given = like, torch.tensor([[position]])
+        expected = _computed(module, *given)
+        if found is None or not isinstance(expected, tuple) or len(expected) != 2:
+            return None
+        if not all(map(_is_same_angle, found(*given), expected)):
+            return None
+    return found
+
+
+def _is_same_angle(got: torch.Tensor, expected: object) -> bool:
+    if not isinstance(expected, torch.Tensor) or expected.shape != got.shape:
+        return False
+    if expected.dtype != got.dtype:
+        return False
+    difference = (got.float() - expected.float()).abs().max()
+    return bool(difference <= _ANGLE_TOLERANCE[got.dtype])
+
+
 # --- gated feed-forward networks ---
 
 _LARGEST = (4.0, 100.0)
@@ -362,7 +434,7 @@ def is_near(got: torch.Tensor, expected: object) -> bool:
     return bool((error <= _TOLERANCE[got.dtype] * expected.float().norm(dim=-1)).all())
 
 
-_FINDERS: dict[str, Callable[[nn.Module], Fused | None]] = {
+_FINDERS: dict[str, _Find] = {
     "norms": _find_norm,
     "rotary embeddings": _find_rotation,
     "gated networks": _find_gating,

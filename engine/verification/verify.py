@@ -189,8 +189,8 @@ def hidden_rows(
     requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]
 ) -> list[HiddenRows]:
     """The states of newly committed tokens for the requests whose drafters read some. ``states``: those
-    of the step's rows, ``[num_rows, hidden_size]`` by layer. Every request gets memory of its own, which
-    it may keep."""
+    of the step's rows, ``[num_rows, hidden_size]`` by layer. Requests get parts of what is gathered once
+    for all of them."""
     wanted = [each for each in requests if each.hidden_layers]
     if not wanted:
         return []
@@ -200,15 +200,20 @@ def hidden_rows(
         kept.append([*range(first, anchor + 1), *(anchor + row for row in each.accepted_rows)])
     device = next(iter(states.values())).device
     index = upload([row for rows in kept for row in rows], device)
+    counts = [len(rows) for rows in kept]
+    parts = {
+        layer: states[layer].index_select(0, index).split(counts)
+        for layer in {layer for each in wanted for layer in each.hidden_layers}
+    }
     return [
         HiddenRows(
             each.request.request_id,
             each.base,
             each.request.token_ids,
-            tuple(states[layer].index_select(0, own) for layer in each.hidden_layers),
+            tuple(parts[layer][at] for layer in each.hidden_layers),
             each.rows.block_table,
         )
-        for each, own in zip(wanted, index.split([len(rows) for rows in kept]), strict=True)
+        for at, each in enumerate(wanted)
     ]
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-import torch
-
-from drafters.base import NORMED, DrafterInfo, DrafterNeeds
+from drafters.base import NORMED, DrafterInfo, DrafterNeeds, HiddenRows
 from drafters.model.feature_drafter import FeatureDrafter
 from drafters.model.model_drafter import OPTIONS, FirstRound
 from drafters.model.protocol import Candidates, DraftRows
@@ -48,24 +46,19 @@ class FakeFeatureModel(FakeDraftModel):
         self.dropped: set[int] = set()
         """Slots of rows that are of use to one draft alone."""
 
-    def take_hidden(
-        self,
-        request_id: str,
-        first: int,
-        hidden: Sequence[torch.Tensor],
-        block_table: Sequence[int],
-    ) -> None:
-        (newest,) = hidden
+    def take_hidden(self, rows: Sequence[HiddenRows]) -> None:
         for slot in self.dropped:
             self.rows.pop(slot, None)
         self.dropped.clear()
-        states = self.states.setdefault(request_id, {})
-        if first != self.known(request_id).stop:
-            states.clear()
-        for position, (state,) in enumerate(newest.tolist(), first):
-            states[position] = state
-            if (position + 1) % self.block_size == 0:
-                self.ends[block_table[position // self.block_size]] = state
+        for each in rows:
+            (newest,) = each.hidden
+            states = self.states.setdefault(each.request_id, {})
+            if each.first_position != self.known(each.request_id).stop:
+                states.clear()
+            for position, (state,) in enumerate(newest.tolist(), each.first_position):
+                states[position] = state
+                if (position + 1) % self.block_size == 0:
+                    self.ends[each.block_table[position // self.block_size]] = state
 
     def known(self, request_id: str) -> range:
         states = self.states.get(request_id)

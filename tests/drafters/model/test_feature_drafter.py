@@ -29,12 +29,10 @@ class FakeFeatures(Forwards):
         self.taken: list[tuple[str, int, Any]] = []
         self.forgotten: list[str] = []
 
-    def take_hidden(
-        self, request_id: str, first: int, hidden: Any, block_table: Sequence[int]
-    ) -> None:
-        del block_table
-        (states,) = hidden
-        self.taken.append((request_id, first, states))
+    def take_hidden(self, rows: Sequence[HiddenRows]) -> None:
+        for each in rows:
+            (states,) = each.hidden
+            self.taken.append((each.request_id, each.first_position, states))
 
     def known(self, request_id: str) -> range:
         return range(max((r + len(h) for n, r, h in self.taken if n == request_id), default=0))

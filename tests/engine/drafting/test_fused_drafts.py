@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from drafters.base import DraftRequest, DraftShape
+from drafters.base import DraftRequest, DraftShape, HiddenRows
 from drafters.model.protocol import Candidates, DraftRows
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import build_batch
@@ -101,7 +101,7 @@ def test_a_quantised_copy_is_fused_and_its_drafts_stay_the_same(
     assert counts(got._runner.model) == (5, 2, 2)
     assert counts(model) == (5, 2, 0)
 
-    monkeypatch.setattr(models, "fuse", lambda _: None)
+    monkeypatch.setattr(models, "fuse", lambda *_: None)
     plain = target()
     expected = attached(plain, prepared(plain, "quantized", **settings), "quantized")
     assert counts(expected._runner.model) == (0, 0, 0)
@@ -112,7 +112,7 @@ def test_so_is_a_small_model(folder: str, monkeypatch: pytest.MonkeyPatch) -> No
     model = target()
     got = attached(model, prepared(model, "small_model", draft=(folder,)), "small_model")
     assert counts(got._runner.model) == (5, 2, 0)
-    monkeypatch.setattr(models, "fuse", lambda _: None)
+    monkeypatch.setattr(models, "fuse", lambda *_: None)
     plain = target()
     drafts = prepared(plain, "small_model", draft=(folder,))
     check_same(drafted(got), drafted(attached(plain, drafts, "small_model")))
@@ -153,7 +153,7 @@ def test_layers_of_heads_are_fused_and_say_the_same(
 
     fused, got = states()
     assert counts(fused) == expected
-    monkeypatch.setattr(heads, "fuse", lambda _: None)
+    monkeypatch.setattr(heads, "fuse", lambda *_: None)
     plain, wanted = states()
     assert counts(plain) == (0, 0, 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
@@ -164,7 +164,8 @@ def logits_of(head: Any, network: Any) -> torch.Tensor:
     text = random_ids(3, 8, 60)
     ask = DraftRequest("r", text, 4, DraftShape(1, 4), block_table=range(8))
     states = target_states(text[:-1])
-    head.take_hidden("r", 0, [states[layer] for layer in network.hidden_layers], range(8))
+    hidden = tuple(states[layer] for layer in network.hidden_layers)
+    head.take_hidden([HiddenRows("r", 0, text, hidden, range(8))])
     rows = DraftRows(ask, text[head.first_row :], head.first_row, 1)
     batch = build_batch([head._rows_of(rows)], BLOCK_SIZE)
     logits: torch.Tensor = head._logits([rows], batch)

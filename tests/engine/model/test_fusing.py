@@ -28,6 +28,7 @@ from engine.model.fusing import (
     FusedRotation,
     GatedFloats,
     GatedGroups,
+    LookedUpAngles,
     fuse,
     fused_forward,
     is_near,
@@ -78,6 +79,64 @@ def said(caplog: pytest.LogCaptureFixture, model: nn.Module) -> list[str]:
     with caplog.at_level(logging.INFO, logger=fusing.__name__):
         fuse(model)
     return [each.getMessage() for each in caplog.records]
+
+
+# --- cosines and sines ---
+
+
+@every_dtype
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "llama3", "factor": 8.0}])
+def test_cosines_and_sines_are_looked_up(dtype: torch.dtype, rope: dict[str, Any]) -> None:
+    if rope:
+        rope |= {
+            "rope_theta": 10000.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+        rope = {"rope_parameters": rope}
+    model = tiny_model("llama", dtype, head_dim=32, **rope)
+    embedding: Any = model.get_decoder().rotary_emb
+    plain = copy.deepcopy(embedding)
+    with torch.inference_mode():
+        fuse(model, 2000)
+        assert [embedding.forward] == forwards(model, LookedUpAngles)
+        rows = torch.zeros(1, 70, 8, dtype=dtype)
+        positions = torch.randint(0, 2000, (1, 70), generator=torch.Generator().manual_seed(1))
+        for got, expected in zip(embedding(rows, positions), plain(rows, positions), strict=True):
+            assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+            assert (got.float() - expected.float()).abs().max() <= TOLERANCE[dtype]
+        # One and the same row, whoever is beside it.
+        alone = embedding(rows[:, :1], positions[:, 7:8])[0]
+        assert torch.equal(alone, embedding(rows, positions)[0][:, 7:8])
+
+
+def test_other_rows_and_positions_are_computed() -> None:
+    model = tiny_model("llama", head_dim=32)
+    embedding: Any = model.get_decoder().rotary_emb
+    plain = copy.deepcopy(embedding)
+    fuse(model, 64)
+    several = torch.arange(12).view(2, 6)
+    for rows, positions in (
+        (torch.zeros(2, 6, 8), several),
+        (torch.zeros(1, 6, 8, dtype=torch.bfloat16), several[:1]),
+    ):
+        for got, expected in zip(embedding(rows, positions), plain(rows, positions), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("num_positions", [None, 1 << 22])
+def test_nothing_is_looked_up_in_tables_without_an_end(num_positions: int | None) -> None:
+    model = tiny_model("llama", head_dim=32)
+    fuse(model, num_positions)
+    assert not forwards(model, LookedUpAngles)
+
+
+def test_frequencies_that_depend_on_the_call_are_not_looked_up() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = tiny_model("llama", head_dim=32, max_position_embeddings=64, rope_parameters=rope)
+    fuse(model, 64)
+    assert not forwards(model, LookedUpAngles)
 
 
 # --- whole models ---

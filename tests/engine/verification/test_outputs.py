@@ -85,13 +85,19 @@ def test_hidden_rows_are_known_and_accepted_ones(parts: list[ScheduledRequest]) 
     rows = torch.arange(22.0)[:, None].expand(22, 3)
     found = hidden_rows(parts, {layer: layer * rows for layer in (NORMED, 1, 3)})
     assert [each.request_id for each in found] == ["probs", "more"]
+    num_gathered = sum(len(each.hidden[0]) for each in found)
+    gathered: dict[int, int] = {}
     for each, own in zip(found, (parts[2], parts[3]), strict=True):
         first = own.rows.first_row
         kept = [*range(first, first + 4 + len(own.accepted_rows))]
         assert len(each.hidden) == len(own.hidden_layers)
         for layer, states in zip(own.hidden_layers, each.hidden, strict=True):
             assert states[:, 0].tolist() == [layer * row for row in kept]
-            assert states.untyped_storage().nbytes() == 4 * 3 * len(kept)
+            # What is gathered of a layer is gathered once for all.
+            assert states.untyped_storage().nbytes() == 4 * 3 * num_gathered
+            assert gathered.setdefault(layer, states.untyped_storage().data_ptr()) == (
+                states.untyped_storage().data_ptr()
+            )
     assert hidden_rows(parts[:2], {}) == []
 
 
