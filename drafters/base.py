@@ -238,8 +238,8 @@ class HiddenRows:
     token_ids: Sequence[int]
     hidden: tuple[Any, ...]
     """Tensors ``[num_rows, hidden_size]`` of the target's type and device, one for each of
-    ``Drafter.hidden_layers``, in their order. They are parts of the step's: who keeps some for longer
-    than to the next step copies them."""
+    ``Drafter.hidden_layers``, in their order. They are parts of larger ones: who keeps a few of the rows
+    copies them."""
     block_table: Sequence[int]
 
 
@@ -440,8 +440,9 @@ class Drafter:
                 state.observe(observation)
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
-        """Called after each step, before ``observe``, with every newly committed row, prompt chunks
-        included, for drafters that need ``hidden_rows``. The tensors are the drafter's to keep."""
+        """Gets every newly committed row, prompt chunks included, for drafters that need
+        ``hidden_rows``: of several steps at once, a request's together, before the drafter is asked or a
+        request leaves its blocks, whatever ``observe`` has told since."""
 
     def num_usable_tokens(
         self,

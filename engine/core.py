@@ -31,7 +31,7 @@ from engine.speculation.baseline import Baseline, EarlyFinishers, estimate_basel
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.transfer import Readback
-from engine.verification.verify import hidden_rows, read_step
+from engine.verification.verify import read_step
 from kvpool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class EngineCore:
         sampled = [each for each in done if each.outcome is not None]
         with clock.measure("draft"):
             states = dict(zip(batch.hidden_layers, output.hidden, strict=True))
-            self.speculation.observe_hidden(hidden_rows(done, states))
+            self.speculation.observe_hidden(done, states)
             self.speculation.observe(plan, sampled)
         clock.stop()
         self._report(plan, sampled, batch, clock)

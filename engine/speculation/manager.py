@@ -2,7 +2,8 @@
 
 A drafter that is not asked in a step, since its kind of traffic rests, is not told of the step either: it
 gets all it has missed at once when it is asked again, as one long draft that was accepted, or when its
-request ends. Those that keep the target's states or a window of their own are told at once.
+request ends. Those that keep the target's states or a window of their own are told at once, but for the
+states themselves, which wait until they are needed (``hidden.py``).
 
 Drafts yield before requests do. A draft that pays makes the queue shorter, and policies that weigh cost
 grant no others. Those that do not grant drafts whatever the rows cost, and so does a
@@ -44,9 +45,12 @@ from engine.speculation.gamma.policy import (
     grant_all,
     registered_policies,
 )
+from engine.speculation.hidden import WaitingStates
 from kvpool.block_pool import BlockPool
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.transfer import Readback
 
 NO_DRAFTER = "none"
@@ -83,6 +87,7 @@ class Speculation:
         self._drafting: dict[str, Drafting] = {}
         self._unread: dict[str, Drafting] = {}
         """Those whose drafter still reads their text, first come first."""
+        self._hidden = WaitingStates()
         self._unsettled: dict[str, Drafter] = {}
         """By name, those that may have something to write for requests that have left their blocks."""
 
@@ -123,6 +128,7 @@ class Speculation:
         name = params.speculative.draft_strategy
         if name == NO_DRAFTER or (drafting is not None and not drafting.is_asked):
             return all_of_them
+        self._tell_hidden()
 
         def ask() -> int:
             found = self.drafters[name].num_usable_tokens(
@@ -141,7 +147,9 @@ class Speculation:
         them what it still knows of the text, as far as somebody can find it there."""
         drafting = self._drafting.get(request.request_id)
         if drafting is None or not drafting.is_asked or not self._pool.enable_prefix_cache:
+            self._hidden.forget(request.request_id)
             return
+        self._tell_hidden()
         table = self._pool.block_table(request.request_id)
         leave = drafting.drafter.leave_blocks
         guarded([drafting], leave, request.request_id, request.token_ids, table)
@@ -164,6 +172,7 @@ class Speculation:
         """Forget a request; returns how often its drafter failed it, here included."""
         drafting = self._drafting.pop(request.request_id, None)
         self._unread.pop(request.request_id, None)
+        self._hidden.forget(request.request_id)
         if drafting is None:
             return 0
         drafting.policy.forget(request.request_id)
@@ -267,6 +276,8 @@ class Speculation:
             plan.num_rows, plan.num_context_tokens, len(plan.scheduled)
         )
         rate = plan.num_sampling / plain_seconds
+        if by_drafter:
+            self._tell_hidden()
         begun, waiting = [], []
         for name, group in by_drafter.items():
             for each in group:
@@ -415,10 +426,19 @@ class Speculation:
             num_asked = sum(each.num_asked > 0 for each, _ in told)
             self._cost.observe_draft(name, len(told), seconds, num_asked)
 
-    def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
-        """Hand newly committed rows' hidden states to the drafters that read them."""
+    def observe_hidden(
+        self, requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]
+    ) -> None:
+        """Keep the hidden states of newly committed tokens for the drafters that read them. ``states``:
+        those of the step's rows, ``[num_rows, hidden_size]`` by layer."""
+        self._hidden.add(requests, states)
+        if self._hidden.are_many:
+            self._tell_hidden()
+
+    def _tell_hidden(self) -> None:
+        """Hand the states that wait to the drafters."""
         by_drafter: dict[str, list[HiddenRows]] = {}
-        for each in rows:
+        for each in self._hidden.take():
             by_drafter.setdefault(self._drafting[each.request_id].name, []).append(each)
         for name, group in by_drafter.items():
             whose = [self._drafting[each.request_id] for each in group]

@@ -15,14 +15,13 @@ then their last tokens: two waits more for chains, at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from drafters.base import HiddenRows
 from engine.kernels import is_host
 from engine.request.outcome import Outcome
 from engine.request.params import VerificationName
@@ -32,7 +31,7 @@ from engine.sampling.noise import ACCEPT_STREAM, RESIDUAL_STREAM, step_key, unif
 from engine.sampling.sampler import choose_tokens, target_probs
 from engine.sampling.state import SampledRequest, SamplingState, rows_of
 from engine.schedule.request import ScheduledRequest
-from engine.transfer import Readback, read_now, upload
+from engine.transfer import Readback, read_now
 from engine.verification.match import trimmed, verify
 from engine.verification.probs import (
     Questions,
@@ -183,38 +182,6 @@ def begin_top_rows(
             first = own.stop
 
     return finish
-
-
-def hidden_rows(
-    requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]
-) -> list[HiddenRows]:
-    """The states of newly committed tokens for the requests whose drafters read some. ``states``: those
-    of the step's rows, ``[num_rows, hidden_size]`` by layer. Requests get parts of what is gathered once
-    for all of them."""
-    wanted = [each for each in requests if each.hidden_layers]
-    if not wanted:
-        return []
-    kept = []
-    for each in wanted:
-        first, anchor = each.rows.first_row, each.rows.first_row + each.num_known - 1
-        kept.append([*range(first, anchor + 1), *(anchor + row for row in each.accepted_rows)])
-    device = next(iter(states.values())).device
-    index = upload([row for rows in kept for row in rows], device)
-    counts = [len(rows) for rows in kept]
-    parts = {
-        layer: states[layer].index_select(0, index).split(counts)
-        for layer in {layer for each in wanted for layer in each.hidden_layers}
-    }
-    return [
-        HiddenRows(
-            each.request.request_id,
-            each.base,
-            each.request.token_ids,
-            tuple(parts[layer][at] for layer in each.hidden_layers),
-            each.rows.block_table,
-        )
-        for at, each in enumerate(wanted)
-    ]
 
 
 # --- for clients ---
