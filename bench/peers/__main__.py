@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from bench.peers.comparison import CellJobs, compare
 from bench.peers.llama_cpp import LlamaCpp
-from bench.peers.model_files import model_files
+from bench.peers.model_files import find_heads, model_files
 from bench.peers.openvino_genai import OpenVino
 from bench.peers.options import SAMPLINGS, Options, parse_options
 from bench.peers.place import Peer, PeerUnavailableError, Place
@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = ALL_PEE
         target, draft, gguf = model_files(
             options.model, options.draft_model, options.gguf, cache, options.num_threads
         )
-    except (OSError, UnsupportedModelError, PeerUnavailableError) as error:
+        heads = find_heads(options.model, options.heads)
+    except (OSError, ValueError, UnsupportedModelError, PeerUnavailableError) as error:
         sys.exit(str(error))
     cells = make_cells(options, str(target))
     longest = max(len(prompt) for _, jobs in cells for job in jobs for prompt in job.prompts)
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = ALL_PEE
         max_tokens=-(-(longest + options.num_new_tokens + _DRAFT_ROOM) // 128) * 128,
         gguf=None if gguf is None else gguf.resolve(),
         settings=options.engine,
+        heads=heads,
     )
     if options.list_only:
         for peer in wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from bench.models import OWN, SCALED, scaled_copy
 from bench.peers.gguf_writer import BLOCK_TYPES, write_gguf
 from bench.peers.llama_cpp import quantize
 from bench.peers.place import Place, distinct_name, once
+from engine.config import EngineConfig
+from engine.drafting.drafts import SMALL_MODEL, find_drafts, with_bundled_drafts
 from engine.gguf.file import find_gguf, needing_gguf
 from engine.model.gguf_weights import forget_quantization
 from engine.model.loader import bundled_path, load_tokenizer
@@ -27,6 +30,17 @@ class Models(NamedTuple):
     target: Path
     draft: Path | None
     gguf: Path | None
+
+
+def find_heads(model: str, given: Sequence[str]) -> dict[str, Path]:
+    """Returns the folders of trained heads that this server drafts with, by name: those ``given`` as
+    ``[NAME=]PATH`` and those that come with the model. Raises ValueError as ``find_drafts``."""
+    found = find_drafts(with_bundled_drafts(EngineConfig(model=model, draft=tuple(given))))
+    return {
+        name: Path(draft.path).resolve()
+        for name, draft in found.items()
+        if draft.method != SMALL_MODEL
+    }
 
 
 def model_files(

@@ -27,6 +27,7 @@ class Options:
     only: tuple[str, ...]
     model: str
     draft_model: str | None
+    heads: tuple[str, ...]
     gguf: str | None
     engine: Mapping[str, Any]
     workloads: tuple[str, ...]
@@ -62,6 +63,7 @@ def parse_options(arguments: Sequence[str] | None, peers: Sequence[str], about: 
         only=tuple(args.only),
         model=args.model,
         draft_model=args.draft_model,
+        heads=tuple(args.heads),
         gguf=args.gguf,
         engine=dict(args.engine),
         workloads=tuple(args.workload),
@@ -129,6 +131,13 @@ def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
         parser, "settings of this server that it is also measured with, in arms of their own"
     )
     parser.add_argument("--draft-model", help="folder; of models of ours the bundled draft")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]PATH",
+        help="trained heads that this server drafts with, besides those that come with a model",
+    )
     parser.add_argument("--workload", nargs="+", choices=workload_names(), default=["files"])
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument(

@@ -59,7 +59,8 @@ class PeerUnavailableError(Exception):
 class Place:
     """``num_threads``: what every peer is told to use; ``max_running``: most requests at once;
     ``draft``: None where there is no draft model for the target; ``gguf``: the file that ``target`` was
-    dequantised from, None where there is none; ``settings``: of this server, for arms of their own."""
+    dequantised from, None where there is none; ``settings``: of this server, for arms of their own;
+    ``heads``: its drafts that are trained heads, by name."""
 
     cache: Path
     target: Path
@@ -69,6 +70,7 @@ class Place:
     max_tokens: int
     gguf: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    heads: Mapping[str, Path] = field(default_factory=dict)
 
     def python(self, peer: str) -> Path:
         return self.folder(peer) / "venv" / "bin" / "python"

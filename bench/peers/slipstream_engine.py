@@ -102,13 +102,16 @@ def _common_settings(place: Place) -> dict[str, Any]:
         # A repeated prompt has to cost what a new one costs.
         "enable_prefix_cache": False,
     }
-    if place.draft is not None:
-        settings["draft"] = [f"{SMALL_MODEL}={place.draft}"]
+    drafts = {} if place.draft is None else {SMALL_MODEL: place.draft}
+    drafts |= place.heads
+    if drafts:
+        settings["draft"] = [f"{name}={path}" for name, path in drafts.items()]
     return settings
 
 
 def _drafters(place: Place) -> tuple[str, ...]:
-    return DRAFTERS if place.draft is None else (*DRAFTERS, SMALL_MODEL)
+    small = () if place.draft is None else (SMALL_MODEL,)
+    return (*DRAFTERS, *small, *place.heads)
 
 
 def _title(weights: str, drafter: str) -> str:
