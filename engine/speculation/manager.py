@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -277,7 +277,7 @@ class Speculation:
         )
         rate = plan.num_sampling / plain_seconds
         if by_drafter:
-            self._tell_hidden()
+            self._tell_hidden(plan)
         begun, waiting = [], []
         for name, group in by_drafter.items():
             for each in group:
@@ -435,14 +435,16 @@ class Speculation:
         if self._hidden.are_many:
             self._tell_hidden()
 
-    def _tell_hidden(self) -> None:
-        """Hand the states that wait to the drafters."""
+    def _tell_hidden(self, plan: Plan | None = None) -> None:
+        """Hand the states that wait to the drafters. ``plan``: of the step for whose drafts it is done,
+        and to whose price it belongs."""
         by_drafter: dict[str, list[HiddenRows]] = {}
         for each in self._hidden.take():
             by_drafter.setdefault(self._drafting[each.request_id].name, []).append(each)
         for name, group in by_drafter.items():
             whose = [self._drafting[each.request_id] for each in group]
-            guarded(whose, self.drafters[name].observe_hidden, group)
+            with nullcontext() if plan is None else _timed(plan, name):
+                guarded(whose, self.drafters[name].observe_hidden, group)
 
 
 @contextmanager

@@ -29,6 +29,9 @@ _MOST = 1.5
 _PROBE = 0.1
 """Most that may be lost after a rest."""
 _LONGEST_REST = 64
+"""In steps; more where a trial loses so much that a share of ``_TRIAL_SHARE`` allows no more of them."""
+_LONGEST_REST_OF_ALL = 1024
+_TRIAL_SHARE = 0.01
 _HOPED_GAIN = 1.0
 """Tokens per draft that an untried drafter is believed to gain, and that a trial may show."""
 _STRENGTH = 4.0
@@ -57,17 +60,22 @@ class Purse:
     def is_resting(self, step: int) -> bool:
         """Returns whether the kind rests, once what its drafts were charged and earned is settled."""
         if self.balance is not None:
-            self.money, self.balance = min(self.money + self.balance, _MOST), None
+            balance, self.balance = self.balance, None
+            self.money = min(self.money + balance, _MOST)
             if self.money < 0:
-                self._rest(step)
+                self._rest(step, lost=-balance)
             elif self.money >= 2 * _PROBE:
                 self.num_losses = 0
         return step < self.rests_until
 
-    def _rest(self, step: int) -> None:
+    def _rest(self, step: int, lost: float) -> None:
+        """``lost``: in the last step in which the kind drafted, in steps."""
         self.num_losses += 1
         self.money = _PROBE
-        rest = min(2**self.num_losses, _LONGEST_REST)
+        longest = _LONGEST_REST
+        while longest < min(lost / _TRIAL_SHARE, _LONGEST_REST_OF_ALL):
+            longest *= 2
+        rest = min(2**self.num_losses, longest)
         # Rests end together, whenever they began: a call that several share is cheaper.
         self.rests_until = ((step + rest // 2) // rest + 1) * rest
 

@@ -212,6 +212,15 @@ def test_a_costly_drafter_rests_longer_and_longer_while_it_does_not_pay(
     assert set(story[story.index("x") :]) == {"x"}
 
 
+@pytest.mark.parametrize(("price", "longest"), [(0.3, 64), (2.5, 256), (80.0, 1024)])
+def test_dear_trials_are_so_rare_that_they_cost_a_hundredth(price: float, longest: int) -> None:
+    """As those of a head are, which first has to read what its requests have written meanwhile."""
+    story = _run(GoodputPolicy(DictatedCost(flat, {"model": price})), 8000)
+    last = _rests(story)[-1]
+    assert longest // 2 <= last <= 2 * longest
+    assert price / last < 0.02 or longest == 1024
+
+
 def test_a_trial_is_paid_for_once_and_not_by_every_request() -> None:
     policy = GoodputPolicy(DictatedCost(flat, DEAR))
     kind = Traffic("model", "tenant")
