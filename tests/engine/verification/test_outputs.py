@@ -17,7 +17,7 @@ from engine.request.stats import StepClock
 from engine.sampling.state import SamplingState, rows_of
 from engine.schedule.request import Request, ScheduledRequest
 from engine.transfer import read_now
-from engine.verification.verify import begin_logprobs, begin_top_rows, hidden_rows, read_step
+from engine.verification.verify import begin_logprobs, begin_top_rows, read_step
 from worlds.device_world import no_host
 from worlds.sampled_rows import emitted_logprobs, top_probs, top_tokens, verify_step
 
@@ -79,26 +79,6 @@ def test_top_rows_are_those_of_each_request_alone(parts: list[ScheduledRequest])
     assert (parts[1].top_token_ids, parts[1].top_probs) == (None, None)
     for each, k in ((parts[2], 5), (parts[3], 9)):
         assert (each.top_token_ids, each.top_probs) == top_probs(logits, rows_of(each), k)
-
-
-def test_hidden_rows_are_known_and_accepted_ones(parts: list[ScheduledRequest]) -> None:
-    rows = torch.arange(22.0)[:, None].expand(22, 3)
-    found = hidden_rows(parts, {layer: layer * rows for layer in (NORMED, 1, 3)})
-    assert [each.request_id for each in found] == ["probs", "more"]
-    num_gathered = sum(len(each.hidden[0]) for each in found)
-    gathered: dict[int, int] = {}
-    for each, own in zip(found, (parts[2], parts[3]), strict=True):
-        first = own.rows.first_row
-        kept = [*range(first, first + 4 + len(own.accepted_rows))]
-        assert len(each.hidden) == len(own.hidden_layers)
-        for layer, states in zip(own.hidden_layers, each.hidden, strict=True):
-            assert states[:, 0].tolist() == [layer * row for row in kept]
-            # What is gathered of a layer is gathered once for all.
-            assert states.untyped_storage().nbytes() == 4 * 3 * num_gathered
-            assert gathered.setdefault(layer, states.untyped_storage().data_ptr()) == (
-                states.untyped_storage().data_ptr()
-            )
-    assert hidden_rows(parts[:2], {}) == []
 
 
 @WAYS
