@@ -19,7 +19,7 @@ SMALL_MODEL = "small_model"
 MTP = "mtp"
 """The path that means the target's own checkpoint, and the method of what is read there."""
 _BUNDLED_FOLDERS: Mapping[str, Mapping[str, str]] = {
-    BUNDLED_MODEL: {SMALL_MODEL: "draft", "medusa": "medusa", "eagle3": "eagle3"},
+    BUNDLED_MODEL: {SMALL_MODEL: "draft", "medusa": "medusa"},
     SMOLLM2: {"eagle3": "smollm2_eagle3"},
 }
 """By the names of models, the folders of the drafts that come for them, by their own names, which are

@@ -23,12 +23,8 @@ from worlds.gguf_files import write_gguf
 from worlds.plugin_site import SOUND, install
 from worlds.trained_heads import BLOCK_CONFIGS, EAGLE3_FORMS, write_heads
 
-FOLDERS = {
-    name: folder
-    for name, folder in {"small_model": "draft", "medusa": "medusa", "eagle3": "eagle3"}.items()
-    if (BUNDLED / folder).is_dir()
-}
-"""Of the bundled target's own drafts: it has the first two, and may have a head."""
+FOLDERS = {"small_model": "draft", "medusa": "medusa"}
+"""Of the bundled target's own drafts."""
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,6 @@ SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
     "sampled": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.95, seed=3),
 }
-BUNDLED_EAGLE3 = ["eagle3"] if (BUNDLED / "eagle3").is_dir() else []
-"""A head of the bundled target's own that may be there."""
 HEADS = [
     name
     for name in DRAFTERS
@@ -289,7 +287,7 @@ def test_the_bundled_heads_fit_the_bundled_target() -> None:
     heads = prepared(whole, with_bundled_drafts(EngineConfig()))
     assert heads.facts.num_layers == len(whole.model.layers)
     assert heads.reasons == {}
-    assert heads.networks.keys() == {"medusa", *BUNDLED_EAGLE3}
+    assert heads.networks.keys() == {"medusa"}
     assert heads.sizes.keys() == heads.networks.keys()
     for name in heads.networks:
         assert sum(file.stat().st_size for file in (BUNDLED / name).iterdir()) < 4_000_000
@@ -375,18 +373,16 @@ def test_a_target_in_8_bits_keeps_its_text_under_all_heads(tmp_path: Path) -> No
 
 def test_a_served_model_drafts_with_its_heads() -> None:
     """The bundled model as it is served: its own type, packed layers, exact mode."""
-    names = ("medusa", *BUNDLED_EAGLE3)
     engine, tokenizer = build_engine(
-        EngineConfig(drafters=("none", *names), num_blocks=64, max_num_batched_tokens=128)
+        EngineConfig(drafters=("none", "medusa"), num_blocks=64, max_num_batched_tokens=128)
     )
-    assert set(names) <= set(engine.info.drafters)
-    assert engine.info.drafts.keys() == {*names}
+    assert "medusa" in engine.info.drafters
+    assert engine.info.drafts.keys() == {"medusa"}
     assert engine.info.drafts["medusa"].hidden_layers == (NORMED,)
     prompt = tokenizer("def read_lines(path):\n    with open(path) as handle:\n")["input_ids"]
     sampling = SamplingParams(max_tokens=32, temperature=0.0)
     driver = Driver(engine.core).run(request("none", prompt, sampling, PLAIN))
-    for drafter in names:
-        driver.run(request(drafter, prompt, sampling, drafting(drafter, num_tokens=6, width=2)))
-        assert driver.token_ids[drafter] == driver.token_ids["none"]
-        assert driver.finishes[drafter].speculative.num_accepted_tokens > 0
-        assert (engine.info.drafts[drafter].agreement or 0) > 0
+    driver.run(request("heads", prompt, sampling, drafting("medusa", num_tokens=6, width=2)))
+    assert driver.token_ids["heads"] == driver.token_ids["none"]
+    assert driver.finishes["heads"].speculative.num_accepted_tokens > 0
+    assert (engine.info.drafts["medusa"].agreement or 0) > 0
