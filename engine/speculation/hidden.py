@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from drafters.base import HiddenRows
 from engine.schedule.request import ScheduledRequest
-from engine.transfer import upload
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST_STEPS = 32
 _MOST_ROWS = 512
@@ -65,7 +64,6 @@ class WaitingStates:
     def are_many(self) -> bool:
         return len(self._steps) >= _MOST_STEPS or self._num_rows >= _MOST_ROWS
 
-    @torch.inference_mode()
     def add(self, requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]) -> None:
         """Copies the states of tokens that a step committed, for those requests whose drafters read
         some. ``states``: of all the step's rows, ``[num_rows, hidden_size]`` by layer."""
@@ -84,7 +82,6 @@ class WaitingStates:
             self._steps.append(_Step(parts, copied, len(rows)))
             self._num_rows += len(rows)
 
-    @torch.inference_mode()
     def take(self) -> list[HiddenRows]:
         """Returns all that wait, each request's consecutive rows together; they wait no longer."""
         steps, self._steps, self._num_rows = self._steps, [], 0
@@ -96,10 +93,9 @@ class WaitingStates:
         num_rows = sum(step.num_rows for step in steps)
         parts: dict[int, Sequence[Tensor]] = {}
         for layer in steps[0].states:
-            whole = [step.states[layer] for step in steps]
-            together = whole[0] if len(whole) == 1 else torch.cat(whole)
+            together = _joined([step.states[layer] for step in steps])
             if order != list(range(num_rows)):
-                together = together.index_select(0, upload(order, together.device))
+                together = _chosen(together, order)
             parts[layer] = together.split(counts)
         return [
             HiddenRows(
@@ -123,7 +119,22 @@ def _picked(states: Tensor, rows: list[int]) -> Tensor:
     first = rows[0]
     if rows == list(range(first, first + len(rows))):
         return states[first : first + len(rows)].clone()
+    return _chosen(states, rows)
+
+
+# Where nothing drafts with states, as in a simulation, there may be no torch.
+
+
+def _chosen(states: Tensor, rows: list[int]) -> Tensor:
+    from engine.transfer import upload
+
     return states.index_select(0, upload(rows, states.device))
+
+
+def _joined(states: list[Tensor]) -> Tensor:
+    import torch
+
+    return states[0] if len(states) == 1 else torch.cat(states)
 
 
 def _stretches(steps: Sequence[_Step]) -> list[_Stretch]:

@@ -12,10 +12,11 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.peers.model_files import Models, model_files
+from bench.peers.model_files import Models, find_heads, model_files
 from bench.peers.place import PeerUnavailableError
 from engine.gguf.file import read_header
 from engine.model.loader import load_model
+from engine.names import BUNDLED
 from engine.request.errors import UnsupportedModelError
 from worlds.tiny_bench_model import save_tiny_model
 
@@ -104,3 +105,15 @@ def test_who_cannot_write_a_type_says_why(
     monkeypatch.setenv("PATH", str(programs))
     with pytest.raises(PeerUnavailableError, match="compiler"):
         made(folder, "q4_k_m", tmp_path)
+
+
+def test_heads_that_come_with_a_model_and_those_given_are_found_by_name(folder: Path) -> None:
+    own = BUNDLED / "smollm2_eagle3"
+    assert find_heads("smollm2", []) == {"eagle3": own}
+    assert find_heads("bundled", [f"second={own}"]) == {
+        "second": own,
+        "medusa": BUNDLED / "medusa",
+    }
+    assert find_heads(str(folder), [f"small={folder}"]) == {}, "that is a model"
+    with pytest.raises(ValueError, match="two are called second"):
+        find_heads("scaled", [f"second={own}"] * 2)

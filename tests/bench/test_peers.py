@@ -189,6 +189,23 @@ def test_without_a_draft_model_nobody_drafts_with_one(place: Place, name: str) -
     assert "'None'" not in repr([plan.load for plan in REAL_PEERS[name].plans(bare)])
 
 
+def test_trained_heads_are_arms_of_this_server_alone(place: Place) -> None:
+    def arms(name: str, place: Place) -> set[str]:
+        return {arm.name for plan in REAL_PEERS[name].plans(place) for arm in plan.arms}
+
+    given = replace(place, heads={"tuned": place.target / "head"})
+    more = arms("slipstream", given) - arms("slipstream", place)
+    assert more == {
+        f"slipstream {weights} tuned{way}"
+        for weights in ("bf16", "int8")
+        for way in ("", " (HTTP)")
+    }
+    for plan in REAL_PEERS["slipstream"].plans(given):
+        assert f"tuned={place.target / 'head'}" in repr(plan.load)
+    for name in REAL_PEERS.keys() - {"slipstream"}:
+        assert arms(name, given) == arms(name, place)
+
+
 @pytest.mark.parametrize("name", ["openvino", "llama.cpp"])
 def test_what_is_exported_of_one_model_is_not_taken_for_another(place: Place, name: str) -> None:
     def models(place: Place) -> set[str]:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from engine.attention import paged
 from engine.batch import NORMED, ForwardOutput, InputBatch, RequestRows, build_batch
 from engine.capture import captures
 from engine.capture.captures import Captures
+from engine.capture.recording import CapturedForward, KernelCall, Recorder, _Kernels
 from engine.model.fusing import fuse
 from engine.model.int8 import is_exact
 from engine.model.linear import pack_linears
@@ -155,6 +156,47 @@ def test_so_have_those_of_models_in_8_bits(name: str) -> None:
     recording = runner_of(model)
     check_same(recording, runner_of(model, is_open=False), LAYERS)
     assert trusted(recording) == 1
+
+
+@pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
+def test_nothing_stands_between_a_models_kernels() -> None:
+    """Between two sequences the interpreter and the end of a team cost what a kernel of few rows does."""
+    model = tiny_model("llama", torch.bfloat16, head_dim=32)
+    quantize_model(model)
+    fuse(model, 64)
+    recording = runner_of(model)
+    check_same(recording, runner_of(model, is_open=False), LAYERS)
+    graphs = [each.graph for each in recording._replays._captures.values() if each.graph]
+    assert graphs
+    for graph in graphs:
+        assert [type(part) for part in graph._parts] == [_Kernels]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_that_are_chosen_or_joined_are_kernels_and_the_same(dim: int) -> None:
+    """As far as they lie together; elsewhere torch does it again."""
+    table = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    numbers = torch.tensor([5, 0, 3])
+
+    def forward() -> ForwardOutput:
+        chosen = torch.nn.functional.embedding(numbers, table)
+        joined = torch.cat([chosen, table.index_select(0, numbers)], dim)
+        return ForwardOutput(joined[None][:, numbers % 2].index_select(-1, numbers), (joined[1:],))
+
+    recorder = Recorder()
+    with recorder.watch():
+        expected = forward()
+    assert recorder.reason is None
+    graph = CapturedForward(recorder, expected)
+    num_kernels = sum(isinstance(each, KernelCall) for each in recorder.calls)
+    # Two parts of a row are two kernels; what is joined below each other is one operation of torch's.
+    assert num_kernels == (5 if dim == 1 else 3)
+    numbers.copy_(torch.tensor([2, 2, 1]))
+    found = graph.replay(cast(Any, None), 1)
+    for got, wanted in zip(
+        (found.logits, *found.hidden), (forward().logits, *forward().hidden), strict=True
+    ):
+        assert torch.equal(got, wanted)
 
 
 PAIR = (steady_runner(), steady_runner(is_open=False))
