@@ -57,10 +57,17 @@ def _cgroup_left() -> int:
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether these are bf16 and a CPU that has instructions for it: there packed weights and attention
     written out are the fastest, whatever the determinism."""
-    is_bf16 = device.type == "cpu" and dtype == torch.bfloat16
-    return is_bf16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return device.type == "cpu" and dtype == torch.bfloat16 and onednn_packs(dtype)
 
 
 def has_tiles() -> bool:
     """Whether the CPU multiplies tiles of 16 bits (AMX)."""
     return bool(torch.cpu._is_amx_tile_supported())
+
+
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of a type of 16 bits. Settings of its own may keep it from using what
+    the CPU has."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

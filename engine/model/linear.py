@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from engine.kernels import KINDS
 from engine.kernels.triton import missing_for
 from engine.kernels.triton.row_ops import row_product
-from engine.machine import has_tiles
+from engine.machine import has_tiles, onednn_packs
 from engine.model.layers import PackedLinear, PackedWeight, as_linear, is_plain
 
 _CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def pack_weight(
     number of rows up to ``most_rows`` have to give a row the same bits."""
     if weight.device.type != "cpu":
         return DeviceWeight(weight, bias)
-    if weight.dtype.itemsize != 2 or not has_tiles():
+    if not has_tiles() or not onednn_packs(weight.dtype):
         return pack_floats(weight, bias)
     if not exact:
         return OneDnnWeight(weight, bias)

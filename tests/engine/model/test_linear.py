@@ -133,19 +133,27 @@ def test_a_layer_gives_a_row_the_same_bits_alone_and_among_600(
 
 @every_dtype
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("has_tiles", [False, True])
+@pytest.mark.parametrize(
+    ("has_tiles", "onednn_packs"), [(False, True), (True, True), (True, False)]
+)
 def test_what_a_layer_gets_is_a_rule(
-    dtype: torch.dtype, has_tiles: bool, exact: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    has_tiles: bool,
+    onednn_packs: bool,
+    exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With AMX types of 16 bits are oneDNN's; a vocabulary-sized head is probed for few rows alone, and
-    kept to them."""
+    """With AMX types of 16 bits are oneDNN's, where it may use it; a vocabulary-sized head is probed for
+    few rows alone, and kept to them."""
     monkeypatch.setattr(linear_module, "_LARGE_WEIGHT", 64 * 97)
     monkeypatch.setattr(linear_module, "has_tiles", lambda: has_tiles)
+    can_pack_floats = onednn_packs and dtype != torch.float32
+    monkeypatch.setattr(linear_module, "onednn_packs", lambda _: can_pack_floats)
     monkeypatch.setattr(linear_module, "OneDnnWeight", lambda *given: given)
     monkeypatch.setattr(linear_module, "onednn_keeps_bits", lambda *_: True)
     weight = torch.randn(97, 64).to(dtype)
     found = pack_weight(weight, None, 2000, exact)
-    if has_tiles and dtype != torch.float32:
+    if has_tiles and can_pack_floats:
         assert found == ((weight, None, 2, 1024) if exact else (weight, None))
         *_, most = pack_weight(torch.cat([weight, weight]), None, 2000, True)  # type: ignore[misc]
         assert most == 64
