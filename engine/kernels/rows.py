@@ -78,7 +78,8 @@ def can_copy(source: torch.Tensor, width: int, numbers: torch.Tensor = NOWHERE) 
 def recorded_rows(
     source: torch.Tensor, numbers: torch.Tensor, width: int, output: torch.Tensor
 ) -> Recorded:
-    """Returns what copies the rows that ``numbers`` names to ``output``."""
+    """Returns what copies the rows that ``numbers`` names to ``output``. It points to all three, which
+    have to outlive it."""
     num_words = width * source.itemsize // _WORD
     return _recorded(
         Arguments(
@@ -95,7 +96,7 @@ def recorded_rows(
 
 
 def recorded_side(source: torch.Tensor, output: torch.Tensor, first: int) -> Recorded:
-    """Returns what copies rows into longer ones, from their element ``first`` on."""
+    """Returns what copies rows into longer ones, from their element ``first`` on. It points to both."""
     width, wide = source.shape[-1], output.shape[-1]
     num_rows = source.numel() // width
     return _recorded(

@@ -27,16 +27,16 @@ def test_rows_that_numbers_name_are_copied(dtype: torch.dtype, width: int) -> No
 
 def test_what_bits_mean_does_not_matter() -> None:
     source = torch.tensor([[torch.nan, -0.0, torch.inf, 1e-42]])
-    output = torch.empty(1, 4)
-    run(recorded_rows(source, torch.tensor([0]), 4, output))
+    numbers, output = torch.tensor([0]), torch.empty(1, 4)
+    run(recorded_rows(source, numbers, 4, output))
     assert output.view(torch.int32).tolist() == source.view(torch.int32).tolist()
 
 
 def test_numbers_out_of_range_read_nothing_else() -> None:
     """A recording trusts the numbers that it is given later."""
     source = torch.arange(12.0).view(3, 4)
-    output = torch.empty(2, 4)
-    run(recorded_rows(source, torch.tensor([1 << 40, -(1 << 40)]), 4, output))
+    numbers, output = torch.tensor([1 << 40, -(1 << 40)]), torch.empty(2, 4)
+    run(recorded_rows(source, numbers, 4, output))
     assert output.tolist() == [source[2].tolist(), source[0].tolist()]
 
 
