@@ -16,6 +16,13 @@ from drafters.model.heads import DFlashDrafter, DSparkDrafter
 from worlds import published_blocks as blocks
 from worlds.engine_harness import Setup
 from worlds.head_runs import HeadWorld, prompt_of
+from worlds.head_schedules import (
+    a_long_text_is_run_before_it_drafts,
+    no_more_is_drafted_than_was_asked,
+    preempted_requests_draft_all_the_same,
+    rows_are_caught_up_after_a_rest,
+    what_rested_is_run_when_it_leaves,
+)
 from worlds.plain_heads import PlainBlock, Sizes
 from worlds.published_blocks import BLOCK, HIDDEN, LAYER_CONFIG, MASK, PLAIN, SPARK, SPECULATORS
 
@@ -148,49 +155,26 @@ def test_a_prefix_hit_drafts_as_often_as_a_miss(make_few: Make) -> None:
 def test_after_a_rest_rows_are_caught_up_with_the_states_that_came_meanwhile(
     make_few: Make,
 ) -> None:
-    world = make_few(rests=lambda name, known: name == "r" and known % 9 > 2)
-    resting, other = world.ask("r", prompt(1), max_tokens=30), world.ask("other", prompt(2))
-    world.finished(resting, other)
-    lengths = world.lengths["r"]
-    assert max(later - first for first, later in zip(lengths, lengths[1:], strict=False)) > 5
-    again = world.ask("again", [*world.text(resting), 1, 2])
-    world.finished(again)
-    assert world.num_cached("again") == (len(world.text(resting)) - 1) // 4 * 4
+    rows_are_caught_up_after_a_rest(make_few, prompt)
 
 
 def test_what_rested_to_its_end_is_run_when_it_leaves_its_blocks(make_few: Make) -> None:
-    world = make_few(rests=lambda name, _: name == "r")
-    resting = world.ask("r", prompt(1))
-    world.run(resting)
-    assert world.num_drafts["r"] == 0
-    assert world.num_idle_rows["r"] > 20
-    again = world.ask("again", [*world.text(resting), 1, 2])
-    world.finished(again)
-    assert world.num_cached("again") == (len(world.text(resting)) - 1) // 4 * 4
+    what_rested_is_run_when_it_leaves(make_few, prompt)
 
 
 def test_a_text_of_more_rows_than_wait_is_run_before_it_drafts(make_few: Make) -> None:
-    world = make_few(setup=Setup(max_model_len=700, num_blocks=512, prefill_chunk=64))
-    world.finished(world.ask("r", prompt(4, 600), max_tokens=20, num_tokens=4))
-    assert world.num_idle_rows["r"] > 500
-    assert world.num_drafts["r"] > 1
+    a_long_text_is_run_before_it_drafts(make_few, prompt)
 
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_preempted_requests_draft_as_if_they_had_not_been(make_few: Make, width: int) -> None:
-    world = make_few(setup=Setup(num_blocks=20, prefill_chunk=16))
-    requests = [world.ask(f"r{at}", prompt(20 + at, 20), width=width) for at in range(4)]
-    world.finished(*requests)
-    assert sum(stats.num_preemptions for stats in world.stats) > 0
+    preempted_requests_draft_all_the_same(make_few, prompt, width)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_fewer_tokens_than_a_block_has(make_few: Make, most: int) -> None:
     """The block is whole all the same: its rows see each other."""
-    world = make_few()
-    world.finished(world.ask("r", prompt(1), num_tokens=most, max_tokens=24))
-    assert world.num_drafts["r"] > 3
-    assert world.most_nodes <= most
+    no_more_is_drafted_than_was_asked(make_few, prompt, most)
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -21,6 +21,13 @@ from engine.drafting.published.mtp import read_mtp
 from engine.model.loader import load_model
 from worlds.engine_harness import Setup
 from worlds.head_runs import CPU, HeadWorld, prompt_of
+from worlds.head_schedules import (
+    a_long_text_is_run_before_it_drafts,
+    no_more_is_drafted_than_was_asked,
+    preempted_requests_draft_all_the_same,
+    rows_are_caught_up_after_a_rest,
+    what_rested_is_run_when_it_leaves,
+)
 from worlds.plain_heads import PlainEagle, PlainMtp, Sizes
 from worlds.published_eagle3 import FACTS, Form, written
 
@@ -183,49 +190,26 @@ def test_a_prefix_hit_drafts_as_often_as_a_miss(make: Make) -> None:
 
 def test_after_a_rest_rows_are_caught_up_with_the_states_that_came_meanwhile(make: Make) -> None:
     """Drafts at some lengths alone, of which the last come long after those before."""
-    world = make(rests=lambda name, known: name == "r" and known % 9 > 2)
-    resting, other = world.ask("r", prompt(1), max_tokens=30), world.ask("other", prompt(2))
-    world.finished(resting, other)
-    lengths = world.lengths["r"]
-    assert max(later - first for first, later in zip(lengths, lengths[1:], strict=False)) > 5
-    again = world.ask("again", [*world.text(resting), 1, 2])
-    world.finished(again)
-    assert world.num_cached("again") == (len(world.text(resting)) - 1) // 4 * 4
+    rows_are_caught_up_after_a_rest(make, prompt)
 
 
 def test_what_rested_to_its_end_is_run_when_it_leaves_its_blocks(make: Make) -> None:
-    world = make(rests=lambda name, _: name == "r")
-    resting = world.ask("r", prompt(1))
-    world.run(resting)
-    assert world.num_drafts["r"] == 0
-    assert world.num_idle_rows["r"] > 20
-    again = world.ask("again", [*world.text(resting), 1, 2])
-    world.finished(again)
-    assert world.num_cached("again") == (len(world.text(resting)) - 1) // 4 * 4
+    what_rested_is_run_when_it_leaves(make, prompt)
 
 
 def test_a_text_of_more_rows_than_wait_is_run_before_it_drafts(make: Make) -> None:
     """Its states are not all kept: rows are run while its prompt is read, and drafts read them."""
-    world = make(setup=Setup(max_model_len=700, num_blocks=512, prefill_chunk=64))
-    world.finished(world.ask("r", prompt(4, 600), max_tokens=20, num_tokens=4))
-    assert world.num_idle_rows["r"] > 500
-    assert world.num_drafts["r"] > 1
+    a_long_text_is_run_before_it_drafts(make, prompt)
 
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_preempted_requests_draft_as_if_they_had_not_been(make: Make, width: int) -> None:
-    world = make(setup=Setup(num_blocks=20, prefill_chunk=16))
-    requests = [world.ask(f"r{at}", prompt(20 + at, 20), width=width) for at in range(4)]
-    world.finished(*requests)
-    assert sum(stats.num_preemptions for stats in world.stats) > 0
+    preempted_requests_draft_all_the_same(make, prompt, width)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_fewer_tokens_than_a_pass_drafts(make: Make, most: int) -> None:
-    world = make()
-    world.finished(world.ask("r", prompt(1), num_tokens=most, max_tokens=24))
-    assert world.num_drafts["r"] > 3
-    assert world.most_nodes <= most
+    no_more_is_drafted_than_was_asked(make, prompt, most)
 
 
 def test_at_the_end_of_the_slots_there_are_fewer_masks(tmp_path: Path) -> None:
