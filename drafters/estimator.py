@@ -81,6 +81,11 @@ class RequestAcceptance:
         """Labels by feature and depth."""
         self._pending: _Followed | None = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a proposal waits for more text."""
+        return self._pending is not None
+
     def survivals(self, tree: DraftTree) -> list[float]:
         """Per node, the probability that it and all its ancestors are accepted.
 

@@ -221,6 +221,8 @@ class Plan:
     """Requests for which there was no place."""
     draft_seconds: dict[str, float] = field(default_factory=dict)
     """Spent on drafting, by drafter."""
+    speculation_seconds: float = 0.0
+    """Spent on asking drafters, granting and learning from it, beside what they took themselves."""
 
     @property
     def num_sampling(self) -> int:

@@ -25,6 +25,11 @@ class Acceptance:
         self._estimator = estimator
         self._estimates = estimator.for_request(drafter)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether steps without a proposal teach anything: a former one waits for more of the text."""
+        return self._estimates.is_waiting
+
     def granted_from(self, proposal: DraftTree, num_nodes: int) -> DraftTree:  # noqa: ARG002
         """The tree that a policy is shown for a proposal of which ``num_nodes`` were asked."""
         return proposal

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from drafters.base import Drafter, DraftRequest, Observation
@@ -37,6 +37,17 @@ class Drafting:
     """False: the drafter could not start the request."""
     num_missed: int = 0
     """Tokens at the end of the text that the drafter was not told of yet."""
+    keeps_more: bool = field(init=False)
+    """The drafter hears of every step, since it keeps more than the text."""
+
+    def __post_init__(self) -> None:
+        needs = self.drafter.info.needs
+        self.keeps_more = (
+            needs.hidden_rows
+            or needs.draft_slots
+            or needs.all_or_nothing
+            or bool(needs.draft_model)
+        )
 
     @property
     def name(self) -> str:
@@ -49,9 +60,7 @@ class Drafting:
     def is_told(self, num_asked: int) -> bool:
         """Returns whether the drafter hears of this step at once, not when it is asked again: it was
         asked, or keeps the target's states or a window of its own."""
-        needs = self.drafter.info.needs
-        keeps_more = needs.hidden_rows or needs.draft_slots or needs.all_or_nothing
-        return num_asked > 0 or keeps_more or bool(needs.draft_model)
+        return num_asked > 0 or self.keeps_more
 
     def catch_up(self, request_id: str, text: Sequence[int]) -> None:
         """Tells the drafter what it has missed, as one long draft that was accepted."""

@@ -32,6 +32,7 @@ from drafters.checks import count_of
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree
 from engine.config import ShedSpeculation
+from engine.request.outcome import Outcome
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import new_acceptance
 from engine.speculation.constrained import constrained, num_forced
@@ -199,13 +200,26 @@ class Speculation:
             self.open(request)
         if self._unread:
             self._read_prompts(max(_TOKENS_READ_PER_STEP, plan.num_rows))
-        drafting = [each for each in plan.scheduled if self._bound(each, plan.num_waiting)]
-        if drafting:
-            self._propose(drafting, plan, readback)
-            _constrain(drafting)
-            self._grant(drafting, plan)
-        for each in plan.scheduled:
-            self._want(each)
+        with self._weighed(plan):
+            drafting = [each for each in plan.scheduled if self._bound(each, plan.num_waiting)]
+            asked = {self._drafting[each.request.request_id].policy for each in drafting}
+            for policy in self._policies.values():
+                if policy not in asked:
+                    policy.pass_step()
+            if drafting:
+                self._propose(drafting, plan, readback)
+                _constrain(drafting)
+                self._grant(drafting, plan)
+            for each in plan.scheduled:
+                self._want(each)
+
+    @contextmanager
+    def _weighed(self, plan: Plan) -> Iterator[None]:
+        """What is done within takes the engine time, beside what drafters take."""
+        start = time.perf_counter() - sum(plan.draft_seconds.values())
+        yield
+        drafters = sum(plan.draft_seconds.values())
+        plan.speculation_seconds += time.perf_counter() - start - drafters
 
     def _read_prompts(self, num_tokens: int) -> None:
         """Let drafters take in ``num_tokens`` more tokens of the requests that they have not read yet."""
@@ -219,19 +233,25 @@ class Speculation:
 
     def _bound(self, each: ScheduledRequest, num_waiting: int) -> bool:
         """Say how many draft nodes make sense, and how many of them to ask the drafter for. False where
-        the request does not draft. The target writes the last token itself, so the depth stays below the
-        tokens left."""
+        nothing can come of it, so that a request that rests costs next to nothing. The target writes the
+        last token itself, so the depth stays below the tokens left."""
         request = each.request
         drafting = self._drafting.get(request.request_id)
         if not each.samples or drafting is None or not drafting.is_asked:
             return False
-        wanted, grammar = request.params.speculative, request.sampling.grammar
-        num_nodes = drafting.policy.num_to_propose(request.request_id, wanted)
+        wanted, policy = request.params.speculative, drafting.policy
+        num_nodes = policy.num_to_propose(request.request_id, wanted)
+        if num_nodes <= 0:
+            each.reason = policy.why_not_asked(request.request_id)
+        elif self._sheds(num_waiting, policy.weighs_cost):
+            each.reason, num_nodes = "shed", 0
+        grammar = request.sampling.grammar
+        if num_nodes <= 0 and grammar is None:
+            return False
         each.max_depth = min(wanted.shape.depth, request.num_tokens_left - 1)
         if each.max_depth <= 0:
-            return True
-        if num_nodes > 0 and self._sheds(num_waiting, drafting.policy.weighs_cost):
-            each.reason, num_nodes = "shed", 0
+            each.reason = each.reason or "client_cap"
+            return False
         each.max_nodes = each.num_asked = min(num_nodes, self.max_num_nodes)
         if grammar is not None:
             # What is forced is worth its rows whether or not the drafter rests or yields.
@@ -404,27 +424,34 @@ class Speculation:
         """Tell estimates, policies and drafters what the target said of requests that have sampled, and
         requests what their drafters took."""
         by_drafter: dict[str, list[tuple[ScheduledRequest, Observation]]] = {}
-        for each in requests:
-            drafting = self._drafting.get(each.request.request_id)
-            if drafting is None or not drafting.is_asked:
-                continue
-            seen = _observation(each)
-            drafting.acceptance.observe(each.proposal, seen)
-            drafting.policy.observe(seen.request_id, *_counts(each))
-            if drafting.is_told(each.num_asked):
-                by_drafter.setdefault(drafting.name, []).append((each, seen))
-            else:
-                drafting.num_missed += len(seen.emitted_token_ids)
+        with self._weighed(plan):
+            for each in requests:
+                drafting = self._drafting.get(each.request.request_id)
+                if drafting is not None and drafting.is_asked:
+                    seen = _learn(each, drafting)
+                    if seen is not None:
+                        by_drafter.setdefault(drafting.name, []).append((each, seen))
+            for name, told in by_drafter.items():
+                # Not retried one by one: a drafter may have learned from half of them already.
+                whose = [self._drafting[seen.request_id] for _, seen in told]
+                with _timed(plan, name):
+                    guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
+        self._account(plan, by_drafter)
+
+    def _account(
+        self, plan: Plan, by_drafter: Mapping[str, Sequence[tuple[ScheduledRequest, Observation]]]
+    ) -> None:
+        """Requests and the cost model hear what drafts took: their drafters' time and, of those who were
+        asked, the engine's."""
+        num_asked = {
+            name: sum(each.num_asked > 0 for each, _ in told) for name, told in by_drafter.items()
+        }
+        own = plan.speculation_seconds / max(1, sum(num_asked.values()))
         for name, told in by_drafter.items():
-            # Not retried one by one: a drafter may have learned from half of them already.
-            whose = [self._drafting[seen.request_id] for _, seen in told]
-            with _timed(plan, name):
-                guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
-            seconds = plan.draft_seconds[name]
+            seconds = plan.draft_seconds[name] + own * num_asked[name]
             for each, _ in told:
                 each.draft_seconds = seconds / len(told)
-            num_asked = sum(each.num_asked > 0 for each, _ in told)
-            self._cost.observe_draft(name, len(told), seconds, num_asked)
+            self._cost.observe_draft(name, len(told), seconds, num_asked[name])
 
     def observe_hidden(
         self, requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]
@@ -457,9 +484,23 @@ def _timed(plan: Plan, *names: str) -> Iterator[None]:
         plan.draft_seconds[name] = plan.draft_seconds.get(name, 0.0) + seconds
 
 
-def _observation(each: ScheduledRequest) -> Observation:
+def _learn(each: ScheduledRequest, drafting: Drafting) -> Observation | None:
+    """Policy and estimates learn from a request's step. Returns what its drafter is to hear of it at
+    once, if anything."""
     request, outcome = each.request, each.outcome
     assert outcome is not None
+    drafting.policy.observe(request.request_id, *_counts(each))
+    is_told = drafting.is_told(each.num_asked)
+    if not is_told:
+        drafting.num_missed += len(outcome.emitted_token_ids)
+        if not each.proposal.token_ids and not drafting.acceptance.is_waiting:
+            return None
+    seen = _observation(request, each, outcome)
+    drafting.acceptance.observe(each.proposal, seen)
+    return seen if is_told else None
+
+
+def _observation(request: Request, each: ScheduledRequest, outcome: Outcome) -> Observation:
     return Observation(
         request.request_id,
         request.token_ids,
@@ -478,6 +519,8 @@ def _counts(each: ScheduledRequest) -> tuple[int, int]:
     the drafter."""
     assert each.outcome is not None
     num_verified, num_accepted = len(each.draft), each.outcome.num_accepted
+    if not num_verified:
+        return 0, 0
     forced = num_forced(each.draft, range(num_verified))
     if forced:
         num_verified -= forced

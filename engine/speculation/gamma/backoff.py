@@ -2,10 +2,12 @@
 
 Granting decides after the draft is made, when its price is already paid. So each kind of traffic has a
 purse: what its drafts gain is put in, the time for making and verifying them is taken out, both in steps
-without drafts. New requests go on with the purse of their kind, so a trial is paid for once. When it is
-empty all requests of the kind rest, and then one step asks them all again, since a call of a drafter
-costs about as much for one request as for many; each loss in a row doubles the rest. Drafters that cost
-next to nothing never rest: their proposals are also what their acceptance is measured on.
+of the kind's own requests without drafts. New requests go on with the purse of their kind, so a trial is
+paid for once. When it is empty all requests of the kind rest, and then one step asks them all again,
+since a call of a drafter costs about as much for one request as for many. Each loss in a row doubles the
+rest, up to where trials take a small share of all time: so what is dear to try is tried rarely, and what
+costs little rests for a few steps only, since meanwhile it might miss something. Drafters that cost next
+to nothing never rest: their proposals are also what their acceptance is measured on.
 
 Some drafts have rows that are there for later steps (the window of Lookahead, the guesses of Jacobi).
 They are granted whole or not at all, and are worth what such drafts have gained lately, in accepted
@@ -28,10 +30,10 @@ _MOST = 1.5
 """Most that a kind which gained may lose, however much it gained: times change."""
 _PROBE = 0.1
 """Most that may be lost after a rest."""
-_LONGEST_REST = 64
-"""In steps; more where a trial loses so much that a share of ``_TRIAL_SHARE`` allows no more of them."""
-_LONGEST_REST_OF_ALL = 1024
 _TRIAL_SHARE = 0.01
+"""Of all time, at most, what trials may lose in the long run."""
+_LONGEST_REST = 1024
+"""In steps, whatever a trial loses."""
 _HOPED_GAIN = 1.0
 """Tokens per draft that an untried drafter is believed to gain, and that a trial may show."""
 _STRENGTH = 4.0
@@ -44,13 +46,16 @@ _LONGEST_TRIAL_REST = 32
 
 @dataclass(slots=True)
 class Purse:
-    """One kind of traffic: what it may still lose, in steps, and until which step it rests."""
+    """One kind of traffic: what it may still lose, in steps, and until which step it rests. ``stake``:
+    what it began with after its last rest."""
 
     money: float = _TRIAL
+    stake: float = _TRIAL
     num_losses: int = 0
     rests_until: int = 0
-    balance: float | None = None
-    """Earnings of drafts, less their price, since it was settled; None: nothing was charged."""
+    balance: float = 0.0
+    """Tokens that drafts earned, less their price, since it was settled; and of how many drafts."""
+    num_charged: int = 0
     whole_gain: DiscountedMean = field(default_factory=DiscountedMean)
     """Gain of drafts that are granted whole."""
     num_trials: int = 0
@@ -59,33 +64,34 @@ class Purse:
 
     def is_resting(self, step: int) -> bool:
         """Returns whether the kind rests, once what its drafts were charged and earned is settled."""
-        if self.balance is not None:
-            balance, self.balance = self.balance, None
-            self.money = min(self.money + balance, _MOST)
+        if self.num_charged:
+            self.money = min(self.money + self.balance / self.num_charged, _MOST)
+            self.balance, self.num_charged = 0.0, 0
             if self.money < 0:
-                self._rest(step, lost=-balance)
+                self._rest(step)
             elif self.money >= 2 * _PROBE:
                 self.num_losses = 0
         return step < self.rests_until
 
-    def _rest(self, step: int, lost: float) -> None:
-        """``lost``: in the last step in which the kind drafted, in steps."""
+    def _rest(self, step: int) -> None:
         self.num_losses += 1
-        self.money = _PROBE
-        longest = _LONGEST_REST
-        while longest < min(lost / _TRIAL_SHARE, _LONGEST_REST_OF_ALL):
+        lost, self.money, self.stake = self.stake - self.money, _PROBE, _PROBE
+        longest = 2
+        while longest < min(lost / _TRIAL_SHARE, _LONGEST_REST):
             longest *= 2
         rest = min(2**self.num_losses, longest)
         # Rests end together, whenever they began: a call that several share is cheaper.
         self.rests_until = ((step + rest // 2) // rest + 1) * rest
 
-    def charge(self, num_steps: float) -> None:
-        self.balance = (self.balance or 0.0) - num_steps
+    def charge(self, num_tokens: float) -> None:
+        """A request's draft took the time in which the batch writes so many tokens without drafts."""
+        self.balance -= num_tokens
+        self.num_charged += 1
 
-    def earn(self, num_steps: float) -> None:
-        """Drafts that were free to make earn nothing either."""
-        if self.balance is not None:
-            self.balance += num_steps
+    def earn(self, num_tokens: int) -> None:
+        """So many tokens were accepted. Drafts that were free to make earn nothing either."""
+        if self.num_charged:
+            self.balance += num_tokens
 
     def end_trial(self, step: int) -> None:
         """The trial did not pay; the rest is in proportion to its drafts."""

@@ -52,6 +52,9 @@ class _Offer(NamedTuple):
     num_certain: int = 0
 
 
+_NOTHING = _Offer(0)
+
+
 @gamma_policy(
     "goodput",
     "fastest for the batch",
@@ -84,8 +87,6 @@ class GoodputPolicy(GammaPolicy):
         """The one that was not opened for longest comes first."""
         self._accounts: dict[str, Account] = {}
         self._step = 0
-        self._plain_tokens = 1.0
-        """Tokens of the last step that was charged for, without drafts."""
 
     def open(self, request_id: str, traffic: Traffic) -> None:
         purse = self._purses[traffic] = self._purses.pop(traffic, Purse())
@@ -98,15 +99,24 @@ class GoodputPolicy(GammaPolicy):
         is_resting = account is not None and account.purse.is_resting(self._step)
         return 0 if is_resting else params.max_speculative_tokens
 
+    def why_not_asked(self, request_id: str) -> Reason:  # noqa: ARG002
+        """It rests."""
+        return "low_acceptance"
+
+    def pass_step(self) -> None:
+        self._step += 1
+
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         offers: list[_Offer] = []
         num_certain, gain = 0, 0.0
         for candidate in candidates:
-            offer = _offer(candidate, self._most(candidate), load.num_spare_rows - num_certain)
-            num_certain += offer.num_certain
-            gain += sum(offer.survivals[: offer.num_certain])
+            offer = self._offer(candidate, load.num_spare_rows - num_certain)
+            if offer.num_certain:
+                num_certain += offer.num_certain
+                gain += sum(offer.survivals[: offer.num_certain])
             offers.append(offer)
-        load = load.with_nodes(num_certain, gain)
+        if num_certain:
+            load = load.with_nodes(num_certain, gain)
         pool, ranks = _pooled(offers)
         num_nodes, plain_seconds, row_seconds = self._choose(pool, ranks, load)
         counts = [offer.num_certain for offer in offers]
@@ -121,8 +131,8 @@ class GoodputPolicy(GammaPolicy):
             else:
                 reason = self._why(candidate, offer, count, load)
                 grant = Grant(sorted(offer.nodes[:count]), reason)
-                self._charge(candidate, count * row_seconds, load.expected_tokens, plain_seconds)
             grants.append(grant)
+        self._charge(candidates, counts, row_seconds, plain_seconds / load.expected_tokens)
         self._step += 1
         return grants
 
@@ -131,7 +141,7 @@ class GoodputPolicy(GammaPolicy):
         news, and what drafts granted whole gained."""
         account = self._accounts.get(request_id)
         if account is not None and num_granted:
-            account.purse.earn(num_accepted / self._plain_tokens)
+            account.purse.earn(num_accepted)
             account.observe(num_accepted)
 
     def forget(self, request_id: str) -> None:
@@ -139,17 +149,21 @@ class GoodputPolicy(GammaPolicy):
         if account is not None and account.purse.trier == request_id:
             account.purse.trier = ""
 
-    def _most(self, candidate: DraftCandidate) -> int:
-        """Returns how many nodes the request may be granted. One that was never announced is of its
+    def _offer(self, candidate: DraftCandidate, num_spare: int) -> _Offer:
+        """Returns the nodes that the request may be granted. One that was never announced is of its
         drafter's kind."""
-        if candidate.request_id not in self._accounts:
+        account = self._accounts.get(candidate.request_id)
+        if account is None:
             self.open(candidate.request_id, Traffic(candidate.drafter))
+            account = self._accounts[candidate.request_id]
+        if not candidate.tree.token_ids:
+            return _NOTHING
         params = candidate.params
         wanted = params.max_speculative_tokens
-        if not self._accounts[candidate.request_id].has_verified:
+        if not account.has_verified:
             first = max(params.min_speculative_tokens, params.num_speculative_tokens)
             wanted = min(first, wanted)
-        return min(wanted, candidate.max_nodes)
+        return _offer(candidate, min(wanted, candidate.max_nodes), num_spare)
 
     def _choose(
         self, pool: Sequence[float], ranks: Sequence[int], load: Load
@@ -191,17 +205,24 @@ class GoodputPolicy(GammaPolicy):
         return best
 
     def _charge(
-        self, candidate: DraftCandidate, row_seconds: float, tokens: float, seconds: float
+        self,
+        candidates: Sequence[DraftCandidate],
+        counts: Sequence[int],
+        row_seconds: float,
+        token_seconds: float,
     ) -> None:
-        """The purse pays for a draft that was made, ``row_seconds`` for verifying it included. It counts
-        in steps without drafts, which write so many ``tokens`` in so many ``seconds``."""
-        price = self.cost.draft_seconds(candidate.drafter)
-        is_made = candidate.is_asked and candidate.max_nodes > 0
-        is_free = price * tokens <= _FREE_TOKENS * seconds
-        if is_made and not is_free and candidate.params.min_speculative_tokens == 0:
-            purse = self._accounts[candidate.request_id].purse
-            purse.charge((price + row_seconds) / seconds)
-            self._plain_tokens = tokens
+        """Purses pay for drafts that were made, and ``row_seconds`` for each node that is verified.
+        ``token_seconds``: what the batch takes to write a token without drafts."""
+        for candidate, count in zip(candidates, counts, strict=True):
+            if not candidate.is_asked or candidate.max_nodes <= 0:
+                continue
+            is_whole = candidate.all_or_nothing and candidate.tree.token_ids
+            if is_whole or candidate.params.min_speculative_tokens > 0:
+                continue
+            price = self.cost.draft_seconds(candidate.drafter)
+            if price > _FREE_TOKENS * token_seconds:
+                purse = self._accounts[candidate.request_id].purse
+                purse.charge((price + count * row_seconds) / token_seconds)
 
     def _why(self, candidate: DraftCandidate, offer: _Offer, count: int, load: Load) -> Reason:
         num_offered = len(candidate.tree.token_ids)
@@ -230,7 +251,7 @@ class GoodputPolicy(GammaPolicy):
 
 def _offer(candidate: DraftCandidate, most: int, num_spare: int) -> _Offer:
     tree, params = candidate.tree, candidate.params
-    if not tree.token_ids or candidate.all_or_nothing:
+    if candidate.all_or_nothing:
         return _Offer(most)
     nodes, survivals, depths = _in_order(tree, candidate.survivals)
     end = max(0, min(most, len(nodes)))

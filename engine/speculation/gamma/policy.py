@@ -135,7 +135,14 @@ class GammaPolicy(ABC):
             num_spare -= grants[-1].gamma
         return grants
 
+    def why_not_asked(self, request_id: str) -> Reason:  # noqa: ARG002
+        """Returns why ``num_to_propose`` was 0."""
+        return self.bound
+
     # A policy that learns nothing keeps nothing.
+
+    def pass_step(self) -> None:  # noqa: B027
+        """A step passes in which none of its requests is asked, and so nothing to grant."""
 
     def open(self, request_id: str, traffic: Traffic) -> None:  # noqa: B027
         """A request of this kind starts."""

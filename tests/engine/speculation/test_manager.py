@@ -234,7 +234,9 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     world.observe(first, second, third)
     ((name, num_requests, seconds),) = cost.draft_calls
     assert (name, num_requests) == ("fake", 2)
-    assert seconds == world.plan.draft_seconds["fake"] > 0
+    own = world.plan.draft_seconds["fake"]
+    assert seconds == pytest.approx(own + world.plan.speculation_seconds)
+    assert own > 0 < world.plan.speculation_seconds
     assert first.draft_seconds == second.draft_seconds == seconds / 2
     assert third.draft_seconds == 0.0
 

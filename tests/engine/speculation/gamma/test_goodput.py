@@ -198,9 +198,9 @@ def test_a_costly_drafter_rests_longer_and_longer_while_it_does_not_pay(
     assert 2 <= trial <= 5  # a step's worth of time is lost by then
     assert rests[:5] == sorted(rests[:5])
     assert rests[0] <= 3
-    assert 50 <= max(rests) <= 127
+    assert 24 <= max(rests) <= 63
     assert "x" in story[-130:]
-    assert story.count("x") < 20
+    assert story.count("x") < 30
     assert _run(policy, 130).count(".") > 100
     silent = replace(chain_candidate("r", [], drafter="model"), max_nodes=0)
     while policy.num_to_propose("r", SpeculativeParams()):
@@ -212,7 +212,7 @@ def test_a_costly_drafter_rests_longer_and_longer_while_it_does_not_pay(
     assert set(story[story.index("x") :]) == {"x"}
 
 
-@pytest.mark.parametrize(("price", "longest"), [(0.3, 64), (2.5, 256), (80.0, 1024)])
+@pytest.mark.parametrize(("price", "longest"), [(0.3, 32), (2.5, 256), (80.0, 1024)])
 def test_dear_trials_are_so_rare_that_they_cost_a_hundredth(price: float, longest: int) -> None:
     """As those of a head are, which first has to read what its requests have written meanwhile."""
     story = _run(GoodputPolicy(DictatedCost(flat, {"model": price})), 8000)
@@ -229,7 +229,7 @@ def test_a_trial_is_paid_for_once_and_not_by_every_request() -> None:
         policy.open(f"r{turn}", kind)
         num_asked += _run(policy, 10, request_ids=[f"r{turn}"]).count("x")
         policy.forget(f"r{turn}")
-    assert num_asked < 20
+    assert num_asked < 30
 
 
 def test_rests_of_different_kinds_end_in_the_same_steps() -> None:
