@@ -5,9 +5,10 @@ purse: what its drafts gain is put in, the time for making and verifying them is
 of the kind's own requests without drafts. New requests go on with the purse of their kind, so a trial is
 paid for once. When it is empty all requests of the kind rest, and then one step asks them all again,
 since a call of a drafter costs about as much for one request as for many. Each loss in a row doubles the
-rest, up to where trials take a small share of all time: so what is dear to try is tried rarely, and what
-costs little rests for a few steps only, since meanwhile it might miss something. Drafters that cost next
-to nothing never rest: their proposals are also what their acceptance is measured on.
+rest, up to where trials take a small share of all time, so that what is dear to try is tried rarely. But
+copying comes in runs, of each of which a rest misses half of itself: where a kind has earned something
+lately, it rests no longer than that loss is worth. Drafters that cost next to nothing never rest: their
+proposals are also what their acceptance is measured on.
 
 Some drafts have rows that are there for later steps (the window of Lookahead, the guesses of Jacobi).
 They are granted whole or not at all, and are worth what such drafts have gained lately, in accepted
@@ -34,6 +35,10 @@ _TRIAL_SHARE = 0.01
 """Of all time, at most, what trials may lose in the long run."""
 _LONGEST_REST = 1024
 """In steps, whatever a trial loses."""
+_RUN_STEPS = 8
+"""Steps that a run takes in which much is accepted, about."""
+_INCOME_STEPS = 512
+"""So many steps what was earned is remembered."""
 _HOPED_GAIN = 1.0
 """Tokens per draft that an untried drafter is believed to gain, and that a trial may show."""
 _STRENGTH = 4.0
@@ -53,9 +58,14 @@ class Purse:
     stake: float = _TRIAL
     num_losses: int = 0
     rests_until: int = 0
-    balance: float = 0.0
-    """Tokens that drafts earned, less their price, since it was settled; and of how many drafts."""
+    charged: float = 0.0
+    """Tokens that the batch could have written in the time of ``num_charged`` drafts, since it was settled;
+    and tokens that these ``earned``."""
+    earned: int = 0
     num_charged: int = 0
+    income: float = 0.0
+    """Tokens per request that were earned up to the step ``settled_at``, those long ago counting less."""
+    settled_at: int = 0
     whole_gain: DiscountedMean = field(default_factory=DiscountedMean)
     """Gain of drafts that are granted whole."""
     num_trials: int = 0
@@ -65,33 +75,45 @@ class Purse:
     def is_resting(self, step: int) -> bool:
         """Returns whether the kind rests, once what its drafts were charged and earned is settled."""
         if self.num_charged:
-            self.money = min(self.money + self.balance / self.num_charged, _MOST)
-            self.balance, self.num_charged = 0.0, 0
-            if self.money < 0:
-                self._rest(step)
-            elif self.money >= 2 * _PROBE:
-                self.num_losses = 0
+            self._settle(step)
         return step < self.rests_until
 
-    def _rest(self, step: int) -> None:
+    def _settle(self, step: int) -> None:
+        price, earned = self.charged / self.num_charged, self.earned / self.num_charged
+        self.charged, self.earned, self.num_charged = 0.0, 0, 0
+        self.income *= (1.0 - 1.0 / _INCOME_STEPS) ** (step - self.settled_at)
+        self.income += earned
+        self.settled_at = step
+        self.money = min(self.money + earned - price, _MOST)
+        if self.money < 0:
+            self._rest(step, price)
+        elif self.money >= 2 * _PROBE:
+            self.num_losses = 0
+
+    def _rest(self, step: int, price: float) -> None:
+        """``price``: of a draft, in tokens."""
         self.num_losses += 1
         lost, self.money, self.stake = self.stake - self.money, _PROBE, _PROBE
-        longest = 2
-        while longest < min(lost / _TRIAL_SHARE, _LONGEST_REST):
-            longest *= 2
-        rest = min(2**self.num_losses, longest)
+        longest = min(lost / _TRIAL_SHARE, _LONGEST_REST)
+        # A rest of R steps saves R prices, and loses the income of R / 2 steps in each run.
+        missed = self.income / _INCOME_STEPS / (2 * _RUN_STEPS)
+        if missed * longest > price:
+            longest = price / missed
+        rest = 2
+        while rest < min(2**self.num_losses, longest):
+            rest *= 2
         # Rests end together, whenever they began: a call that several share is cheaper.
         self.rests_until = ((step + rest // 2) // rest + 1) * rest
 
     def charge(self, num_tokens: float) -> None:
         """A request's draft took the time in which the batch writes so many tokens without drafts."""
-        self.balance -= num_tokens
+        self.charged += num_tokens
         self.num_charged += 1
 
     def earn(self, num_tokens: int) -> None:
         """So many tokens were accepted. Drafts that were free to make earn nothing either."""
         if self.num_charged:
-            self.balance += num_tokens
+            self.earned += num_tokens
 
     def end_trial(self, step: int) -> None:
         """The trial did not pay; the rest is in proportion to its drafts."""
