@@ -9,10 +9,13 @@ in HedgeSpec (Liu et al., arXiv 2510.20064). Members that proposed nothing keep 
 al., STOC 1997).
 
 The members' trees are laid over each other; a node's worth is the highest weighted survival that any of
-them gives it. For a tree all members propose. For a chain they are asked in the order of their weights,
-until one of them fills it with tokens that are as good as certain; a member that of late added nothing
-is left out. All are asked in every ``_ASKED_EVERY``-th step, so that a member whose time has come is
-noticed.
+them gives it. Members are asked in the order of their weights. Those that do not earn the time they take
+sleep (``standing.py``), all but the best: they are neither asked nor told, and hear of what they missed
+when they are tried, or when the request ends. For a chain nobody is asked any more once one of them fills
+it with tokens that are as good as certain.
+
+Where cost is not weighed nobody sleeps: for a tree all members propose, for a chain a member that of late
+added nothing is left out but in every ``_ASKED_EVERY``-th step.
 
 Besides, it takes one head, a drafter that reads the target's hidden states. It is the very drafter that
 requests may name: ``auto`` opens its own requests in it under their ids and hands on what it is to know
@@ -51,7 +54,8 @@ from drafters.checks import count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.last_top import LastTopDrafter
 from drafters.overlay import Overlay, alone
-from drafters.tree import EMPTY, DraftTree
+from drafters.standing import Gain, Standing, Trials
+from drafters.tree import EMPTY, DraftTree, chain
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +66,9 @@ _ASKED_EVERY = 8
 _CERTAIN = 0.8
 """Expected share of a chain that is accepted, from which nobody else is asked."""
 _LEAST_GAIN = 0.01
-"""Tokens per step that a member has to add to those asked before it."""
-_FIRST_GAIN = 0.5
-_GAIN_WEIGHT = 0.04
-"""The weight of the newest step in these averages."""
+"""Tokens per step that a member has to add to those asked before it, where cost is not weighed."""
+_MISSED_PER_STEP = 16
+"""Hearing of so many tokens later takes a member about as long as a step."""
 _RATE = 1.0
 _DECAY = 0.9
 """The decay of charges per step in which all were asked: about the last ten count."""
@@ -74,6 +77,8 @@ _LEAST_WEIGHT = 0.05
 _NEARLY_SAID = 0.1
 """The first belief in tokens that the target nearly said."""
 _NO_HEAD = "none"
+_FIRST = "suffix"
+"""The member that is asked before anything is known of any: it finds nearly all that others find, too."""
 
 _Begin: TypeAlias = Callable[[Sequence[DraftRequest]], Callable[[], list[DraftTree]]]
 """``Drafter.begin``, as far as its readback is known already."""
@@ -94,18 +99,23 @@ class AutoSettings:
 
 @dataclass(slots=True)
 class _Member:
-    """One member's part in one request."""
+    """One member's part in one request. ``is_trusted``: its trees need no check."""
 
     drafter: Drafter
     acceptance: RequestAcceptance
+    gain: Gain
+    is_trusted: bool = False
     tree: DraftTree = EMPTY
     num_failures: int = 0
+    is_awake: bool = True
     was_asked: bool = False
+    num_missed: int = 0
+    """Tokens at the end of the text that it was not told of, since it slept."""
+    seconds: float = 0.0
+    """What it took in this step."""
     charge: float = 0.0
     """Discounted sum of what it had accepted less than the best of those asked, as shares of a draft's
     depth."""
-    gain: float = _FIRST_GAIN
-    """Tokens per step that it got right, of late, and that members asked before it did not."""
 
     @property
     def weight(self) -> float:
@@ -118,11 +128,25 @@ class _Member:
 
     def count(self, num_added: int) -> None:
         """It was asked, and got so many tokens right that those asked before it did not."""
-        self.gain += _GAIN_WEIGHT * (num_added - self.gain)
+        self.gain.add(num_added)
+
+    def wake(self) -> None:
+        """Something is expected of it in this request."""
+        self.is_awake = True
+        self.gain.hope()
 
     def view(self, seen: Observation) -> Observation:
         """Returns what its drafter is told of a step."""
         return seen
+
+    def catch_up(self, request_id: str, text: Sequence[int]) -> None:
+        """Its drafter hears of what it missed, as one long draft that was accepted."""
+        num_missed, self.num_missed = self.num_missed, 0
+        if num_missed:
+            missed = text[-num_missed:]
+            path = range(num_missed)
+            seen = Observation(request_id, text, chain(missed[:-1]), missed, path, missed)
+            _tried((self,), self.drafter.observe, [seen])
 
 
 @dataclass(slots=True)
@@ -157,13 +181,15 @@ _Found: TypeAlias = list[tuple[_Member, list[float]]]
 
 @dataclass(slots=True)
 class _Members(RequestState):
-    """One request. ``members`` are in the order in which they are asked; ``depth`` is that of the draft
-    asked for last."""
+    """One request. ``members`` are in the order in which they are asked; ``depth`` and
+    ``tokens_per_second`` are those of the draft asked for last."""
 
     members: list[_Member]
+    token_ids: Sequence[int]
     head: _Head | None = None
     num_steps: int = 0
     depth: int = 1
+    tokens_per_second: float = 0.0
 
     @property
     def everyone(self) -> Sequence[_Member]:
@@ -207,6 +233,10 @@ class AutoDrafter(Drafter):
         self._wanted_head, self._clock = head, clock
         self._head: Drafter | None = None
         self._asking = Asking()
+        self._standings: dict[str, Standing] = {}
+        self._trials = Trials()
+        self._tokens_per_second = 0.0
+        """What was last said in a request for a draft."""
         self._last_top = LastTopDrafter()
         # Counts of hits and misses, no texts: they serve all requests and tenants.
         self.estimator = AcceptanceEstimator()
@@ -271,24 +301,39 @@ class AutoDrafter(Drafter):
 
     def start(self, request: NewRequest) -> _Members:
         request_id, token_ids = request.request_id, request.token_ids
-        prior = self.estimator.for_request
-        members = [_Member(each, prior(name)) for name, each in self._members.items()]
+        members = [
+            self._member(each, self.estimator.for_request(name))
+            for name, each in self._members.items()
+        ]
         nearly_said = self._nearly_said.for_request(self._last_top.info.name)
-        members.append(_Member(self._last_top, nearly_said))
-        state = _Members(members)
+        members.append(self._member(self._last_top, nearly_said))
+        members.sort(key=lambda each: -each.gain.tokens)  # stable: those that nobody has met stay in order
+        state = _Members(members, token_ids)
+        self._send_to_sleep(state, self._tokens_per_second)
         if self._head is not None:
-            its = prior(self._head.info.name)
-            state.head = _Head(self._head, its, added=self._asking.gain())
+            name = self._head.info.name
+            its = self.estimator.for_request(name)
+            gain = Gain(Standing.first(False), 0.0)  # it has a count of its own
+            state.head = _Head(self._head, its, gain, added=self._asking.gain())
         for member in state.everyone:
             options, begin = member.drafter.info.defaults(), member.drafter.open
             if not _tried((member,), begin, request_id, token_ids, options, request.cache_salt):
                 member.num_failures = _FAILURES_BEFORE_SILENCE
         return state
 
+    def _member(self, drafter: Drafter, acceptance: RequestAcceptance) -> _Member:
+        name = drafter.info.name
+        standing = self._standings.get(name)
+        if standing is None:
+            standing = self._standings[name] = Standing.first(name == _FIRST)
+        is_own = drafter is self._last_top or type(drafter) is REGISTERED.get(name)
+        return _Member(drafter, acceptance, Gain(standing, standing.gain), is_own)
+
     def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
         """Raises KeyError for a request that is not open."""
         for member in self._states[request_id].members:
             if member.drafter.info.takes_prediction:
+                member.wake()
                 _tried((member,), member.drafter.predict, request_id, prediction_token_ids)
 
     def read_prompt(self, request_id: str, num_tokens: int) -> int:
@@ -343,22 +388,57 @@ class AutoDrafter(Drafter):
     def _ask_members(self, request: DraftRequest) -> _Found:
         state, depth = self._states[request.request_id], request.depth
         is_chain = request.shape.width == 1
-        asks_all = not is_chain or state.num_steps % _ASKED_EVERY == 0
-        state.num_steps += 1
         state.depth = depth
+        state.tokens_per_second = self._tokens_per_second = request.tokens_per_second
+        weighs_cost = request.tokens_per_second > 0
+        if weighs_cost:
+            self._try_sleeper(state)
+        asks_all = not weighs_cost and (not is_chain or state.num_steps % _ASKED_EVERY == 0)
+        state.num_steps += 1
         found: _Found = []
         is_certain = False
         for member in state.members:
-            member.tree = EMPTY
-            wanted = asks_all or (not is_certain and member.gain >= _LEAST_GAIN)
-            member.was_asked = wanted and member.is_asked
-            if member.was_asked:
-                _tried((member,), self._ask, member, request)
+            if weighs_cost:
+                wanted = member.is_awake and not is_certain
+            else:
+                member.is_awake = True
+                wanted = asks_all or (not is_certain and member.gain.tokens >= _LEAST_GAIN)
+            if not wanted or not member.is_asked:
+                continue
+            member.was_asked = True
+            started = self._clock()
+            if member.num_missed:
+                member.catch_up(request.request_id, request.token_ids)
+            _tried((member,), self._ask, member, request)
+            member.seconds = self._clock() - started
             if member.tree.token_ids:
                 survivals = member.acceptance.survivals(member.tree)
                 found.append((member, survivals))
                 is_certain |= is_chain and sum(survivals) >= _CERTAIN * depth
         return found
+
+    def _try_sleeper(self, state: _Members) -> None:
+        """Wakes the one who has slept longest, where a trial is due."""
+        for at, member in enumerate(state.members):
+            if not member.is_awake and member.is_asked:
+                price = member.gain.standing.price(state.tokens_per_second)
+                if self._trials.allow(price * (1 + member.num_missed / _MISSED_PER_STEP)):
+                    member.is_awake = True
+                    # The last to be asked, and of those who sleep the last to be tried again.
+                    state.members.append(state.members.pop(at))
+                return
+
+    @staticmethod
+    def _send_to_sleep(state: _Members, tokens_per_second: float) -> None:
+        """Those who do not earn their time go to sleep, all but the best of those who are awake."""
+        awake = [each for each in state.members if each.is_awake]
+        if len(awake) < 2:
+            return
+        best = max(awake, key=lambda each: each.gain.tokens)
+        for member in awake:
+            gain = member.gain
+            if member is not best and gain.tokens < gain.standing.price(tokens_per_second):
+                member.is_awake = False
 
     def _lay(self, request: DraftRequest, found: _Found) -> DraftTree:
         """Returns the draft of all that were found."""
@@ -375,13 +455,17 @@ class AutoDrafter(Drafter):
         return overlay.tree(request.max_nodes, width, depth)
 
     def _ask(self, member: _Member, request: DraftRequest) -> None:
-        self._take((member,), member.drafter.propose([request]))
+        (tree,) = member.drafter.propose([request])
+        if not member.is_trusted:
+            tree.validate(self._vocab_size)
+        member.tree = tree
 
     def _take(self, members: Sequence[_Member], trees: Sequence[DraftTree]) -> None:
         taken = list(zip(members, trees, strict=True))
         # Here it costs this member's draft; found in what all have drafted it would cost everybody's.
-        for _, tree in taken:
-            tree.validate(self._vocab_size)
+        for member, tree in taken:
+            if not member.is_trusted:
+                tree.validate(self._vocab_size)
         for member, tree in taken:
             member.tree = tree
 
@@ -467,25 +551,44 @@ class AutoDrafter(Drafter):
         """Raises KeyError for a request that is not open."""
         for seen in observations:
             state = self._states[seen.request_id]
-            _rate(state.asked, seen.emitted_token_ids, state.depth)
+            emitted = seen.emitted_token_ids
+            has_rated = _rate(state.asked, emitted, state.depth)
             for member in state.everyone:
-                member.acceptance.label_against(member.tree, seen.emitted_token_ids)
-                told, member.tree = member.view(seen), EMPTY
-                if member.is_asked:
-                    _tried((member,), member.drafter.observe, [told])
-            state.members.sort(key=_charge)
-            self._asking.wrote(len(seen.emitted_token_ids))
+                if member.tree.token_ids or member.acceptance.is_waiting:
+                    member.acceptance.label_against(member.tree, emitted)
+                if member.is_awake:
+                    self._tell(member, seen)
+                else:
+                    member.num_missed += len(emitted)
+            if has_rated:
+                state.members.sort(key=_charge)
+            if state.tokens_per_second > 0:
+                self._send_to_sleep(state, state.tokens_per_second)
+                self._trials.wrote(len(emitted))
+            self._asking.wrote(len(emitted))
+
+    def _tell(self, member: _Member, seen: Observation) -> None:
+        told, member.tree = member.view(seen), EMPTY
+        if not member.is_asked:
+            return
+        started = self._clock()
+        _tried((member,), member.drafter.observe, [told])
+        if member.seconds:
+            member.gain.standing.took(member.seconds + self._clock() - started)
+            member.seconds = 0.0
 
     def num_top_tokens(self, request_id: str) -> int:
         """As many as the member that wants most. Raises KeyError for a request that is not open."""
         most = 0
         for each in self._states[request_id].members:
-            if each.is_asked:
+            if each.is_awake and each.is_asked:
                 most = max(most, _counted((each,), None, each.drafter.num_top_tokens, request_id))
         return most
 
     def finish(self, request_id: str, state: _Members) -> None:
         for member in state.everyone:
+            if member.is_asked:
+                member.catch_up(request_id, state.token_ids)
             _tried((member,), member.drafter.close, request_id)
 
 
@@ -532,20 +635,23 @@ def is_head(info: DrafterInfo) -> bool:
     return info.needs.hidden_rows and not info.needs.all_or_nothing and info.name not in _NO_MEMBERS
 
 
-def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: int) -> None:
-    """Counts what those asked added to those asked before them; where all were asked, charges those that
-    proposed something for what the best of them had accepted and they had not."""
+def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: int) -> bool:
+    """Counts what those asked added to those asked before them, and charges those that proposed something
+    for what the best of them had accepted and they had not. Returns whether there were two of these: of
+    those who were not asked nobody knows how they would have done."""
     right: list[tuple[_Member, int]] = []
-    knows_all = all(member.was_asked for member in members if member.is_asked)
     most = 0
     for member in members:
         if member.was_asked:
-            num_right = len(member.tree.follow(emitted_token_ids))
+            member.was_asked = False
+            num_right = 0
+            if member.tree.token_ids:
+                num_right = len(member.tree.follow(emitted_token_ids))
+                right.append((member, num_right))
             member.count(max(0, num_right - most))
             most = max(most, num_right)
-            member.was_asked = False
-            if member.tree.token_ids:
-                right.append((member, num_right))
-    if knows_all:
-        for member, num_right in right:
-            member.charge = _DECAY * member.charge + (most - num_right) / max(1, depth)
+    if len(right) < 2:
+        return False
+    for member, num_right in right:
+        member.charge = _DECAY * member.charge + (most - num_right) / max(1, depth)
+    return True

@@ -6,8 +6,8 @@ of the kind's own requests without drafts. New requests go on with the purse of 
 paid for once. When it is empty all requests of the kind rest, and then one step asks them all again,
 since a call of a drafter costs about as much for one request as for many. Each loss in a row doubles the
 rest, up to where trials take a small share of all time, so that what is dear to try is tried rarely. But
-copying comes in runs, of each of which a rest misses half of itself: where a kind has earned something
-lately, it rests no longer than that loss is worth. Drafters that cost next to nothing never rest: their
+copying comes in runs, of each of which a rest misses half of itself: a kind rests no longer than that
+loss is worth, by what it earns where it is asked. Drafters that cost next to nothing never rest: their
 proposals are also what their acceptance is measured on.
 
 Some drafts have rows that are there for later steps (the window of Lookahead, the guesses of Jacobi).
@@ -37,8 +37,10 @@ _LONGEST_REST = 1024
 """In steps, whatever a trial loses."""
 _RUN_STEPS = 8
 """Steps that a run takes in which much is accepted, about."""
-_INCOME_STEPS = 512
-"""So many steps what was earned is remembered."""
+_HOPED_INCOME = 0.4
+"""Tokens that a step brings in which an untried kind is asked."""
+_INCOME_STRENGTH = 8.0
+_INCOME_DECAY = 0.995
 _HOPED_GAIN = 1.0
 """Tokens per draft that an untried drafter is believed to gain, and that a trial may show."""
 _STRENGTH = 4.0
@@ -63,9 +65,8 @@ class Purse:
     and tokens that these ``earned``."""
     earned: int = 0
     num_charged: int = 0
-    income: float = 0.0
-    """Tokens per request that were earned up to the step ``settled_at``, those long ago counting less."""
-    settled_at: int = 0
+    income: DiscountedMean = field(default_factory=DiscountedMean)
+    """Tokens per request that were earned in steps in which the kind was asked."""
     whole_gain: DiscountedMean = field(default_factory=DiscountedMean)
     """Gain of drafts that are granted whole."""
     num_trials: int = 0
@@ -81,9 +82,7 @@ class Purse:
     def _settle(self, step: int) -> None:
         price, earned = self.charged / self.num_charged, self.earned / self.num_charged
         self.charged, self.earned, self.num_charged = 0.0, 0, 0
-        self.income *= (1.0 - 1.0 / _INCOME_STEPS) ** (step - self.settled_at)
-        self.income += earned
-        self.settled_at = step
+        self.income.add(earned, _INCOME_DECAY)
         self.money = min(self.money + earned - price, _MOST)
         if self.money < 0:
             self._rest(step, price)
@@ -96,7 +95,7 @@ class Purse:
         lost, self.money, self.stake = self.stake - self.money, _PROBE, _PROBE
         longest = min(lost / _TRIAL_SHARE, _LONGEST_REST)
         # A rest of R steps saves R prices, and loses the income of R / 2 steps in each run.
-        missed = self.income / _INCOME_STEPS / (2 * _RUN_STEPS)
+        missed = self.income.over(_HOPED_INCOME, _INCOME_STRENGTH) / (2 * _RUN_STEPS)
         if missed * longest > price:
             longest = price / missed
         rest = 2
