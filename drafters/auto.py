@@ -31,11 +31,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import exp
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from drafters.asking import Asking, HeadGain, Hope, expected_tokens
+from drafters.asking import Asking, Hope, expected_tokens
 from drafters.base import (
     REGISTERED,
     Drafter,
@@ -47,33 +46,32 @@ from drafters.base import (
     HiddenRows,
     NewRequest,
     Observation,
-    RequestState,
     drafter,
 )
-from drafters.checks import count_of, is_interrupt
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.last_top import LastTopDrafter
+from drafters.members import (
+    FAILURES_BEFORE_SILENCE,
+    HeadMember,
+    Member,
+    MemberStates,
+    counted,
+    rate,
+    tried,
+)
 from drafters.overlay import Overlay, alone
 from drafters.standing import Gain, Standing, Trials
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import EMPTY, DraftTree
 
 logger = logging.getLogger(__name__)
 
 _NO_MEMBERS = ("none", "grammar", "auto")
 """Two propose nothing, one asks all others."""
-_FAILURES_BEFORE_SILENCE = 4
 _ASKED_EVERY = 8
 _CERTAIN = 0.8
 """Expected share of a chain that is accepted, from which nobody else is asked."""
 _LEAST_GAIN = 0.01
 """Tokens per step that a member has to add to those asked before it, where cost is not weighed."""
-_MISSED_PER_STEP = 16
-"""Hearing of so many tokens later takes a member about as long as a step."""
-_RATE = 1.0
-_DECAY = 0.9
-"""The decay of charges per step in which all were asked: about the last ten count."""
-_LEAST_WEIGHT = 0.05
-"""Nobody counts less: what it says of its own nodes is calibrated."""
 _NEARLY_SAID = 0.1
 """The first belief in tokens that the target nearly said."""
 _NO_HEAD = "none"
@@ -97,108 +95,8 @@ class AutoSettings:
     )
 
 
-@dataclass(slots=True)
-class _Member:
-    """One member's part in one request. ``is_trusted``: its trees need no check."""
-
-    drafter: Drafter
-    acceptance: RequestAcceptance
-    gain: Gain
-    is_trusted: bool = False
-    tree: DraftTree = EMPTY
-    num_failures: int = 0
-    is_awake: bool = True
-    was_asked: bool = False
-    num_missed: int = 0
-    """Tokens at the end of the text that it was not told of, since it slept."""
-    seconds: float = 0.0
-    """What it took in this step."""
-    charge: float = 0.0
-    """Discounted sum of what it had accepted less than the best of those asked, as shares of a draft's
-    depth."""
-
-    @property
-    def weight(self) -> float:
-        """1 for one that was never behind the best."""
-        return max(_LEAST_WEIGHT, exp(-_RATE * self.charge))
-
-    @property
-    def is_asked(self) -> bool:
-        return self.num_failures < _FAILURES_BEFORE_SILENCE
-
-    def count(self, num_added: int) -> None:
-        """It was asked, and got so many tokens right that those asked before it did not."""
-        self.gain.add(num_added)
-
-    def wake(self) -> None:
-        """Something is expected of it in this request."""
-        self.is_awake = True
-        self.gain.hope()
-
-    def view(self, seen: Observation) -> Observation:
-        """Returns what its drafter is told of a step."""
-        return seen
-
-    def catch_up(self, request_id: str, text: Sequence[int]) -> None:
-        """Its drafter hears of what it missed, as one long draft that was accepted."""
-        num_missed, self.num_missed = self.num_missed, 0
-        if num_missed:
-            missed = text[-num_missed:]
-            path = range(num_missed)
-            seen = Observation(request_id, text, chain(missed[:-1]), missed, path, missed)
-            _tried((self,), self.drafter.observe, [seen])
-
-
-@dataclass(slots=True)
-class _Head(_Member):
-    """The head's part in one request. ``num_free``: the tokens that free drafts were expected to bring
-    in this step."""
-
-    added: HeadGain = field(kw_only=True)
-    num_free: float = 0.0
-
-    def count(self, num_added: int) -> None:
-        """Drafts that it could not make say nothing of those that it can."""
-        if self.tree.token_ids:
-            self.added.observe(self.num_free, num_added)
-
-    def view(self, seen: Observation) -> Observation:
-        """Of its own draft what the text has reached, as if that had been verified: it learns by features
-        of its own."""
-        emitted = seen.emitted_token_ids
-        depths = self.tree.depths()
-        tree = self.tree.subtree([at for at, depth in enumerate(depths) if depth <= len(emitted)])
-        path = [0, *(node + 1 for node in tree.follow(emitted))]
-        said = [-1] * (len(tree) + 1)
-        for row, token_id in zip(path, emitted, strict=False):
-            said[row] = token_id
-        return Observation(seen.request_id, seen.token_ids, tree, said, path, emitted)
-
-
-_Found: TypeAlias = list[tuple[_Member, list[float]]]
+_Found: TypeAlias = list[tuple[Member, list[float]]]
 """Those that have drafted for a request, with the survivals of their nodes."""
-
-
-@dataclass(slots=True)
-class _Members(RequestState):
-    """One request. ``members`` are in the order in which they are asked; ``depth`` and
-    ``tokens_per_second`` are those of the draft asked for last."""
-
-    members: list[_Member]
-    token_ids: Sequence[int]
-    head: _Head | None = None
-    num_steps: int = 0
-    depth: int = 1
-    tokens_per_second: float = 0.0
-
-    @property
-    def everyone(self) -> Sequence[_Member]:
-        return self.members if self.head is None else [*self.members, self.head]
-
-    @property
-    def asked(self) -> Sequence[_Member]:
-        """The members, and the head where it was asked in this step."""
-        return self.everyone if self.head is not None and self.head.was_asked else self.members
 
 
 @drafter
@@ -299,7 +197,7 @@ class AutoDrafter(Drafter):
             )
         return heads[wanted]
 
-    def start(self, request: NewRequest) -> _Members:
+    def start(self, request: NewRequest) -> MemberStates:
         request_id, token_ids = request.request_id, request.token_ids
         members = [
             self._member(each, self.estimator.for_request(name))
@@ -307,34 +205,34 @@ class AutoDrafter(Drafter):
         ]
         nearly_said = self._nearly_said.for_request(self._last_top.info.name)
         members.append(self._member(self._last_top, nearly_said))
-        members.sort(key=lambda each: -each.gain.tokens)  # stable: those that nobody has met stay in order
-        state = _Members(members, token_ids)
-        self._send_to_sleep(state, self._tokens_per_second)
+        members.sort(key=lambda each: -each.gain.tokens)  # stable among those nobody has met
+        state = MemberStates(members, token_ids)
+        state.send_to_sleep(self._tokens_per_second)
         if self._head is not None:
             name = self._head.info.name
             its = self.estimator.for_request(name)
             gain = Gain(Standing.first(False), 0.0)  # it has a count of its own
-            state.head = _Head(self._head, its, gain, added=self._asking.gain())
+            state.head = HeadMember(self._head, its, gain, added=self._asking.gain())
         for member in state.everyone:
             options, begin = member.drafter.info.defaults(), member.drafter.open
-            if not _tried((member,), begin, request_id, token_ids, options, request.cache_salt):
-                member.num_failures = _FAILURES_BEFORE_SILENCE
+            if not tried((member,), begin, request_id, token_ids, options, request.cache_salt):
+                member.num_failures = FAILURES_BEFORE_SILENCE
         return state
 
-    def _member(self, drafter: Drafter, acceptance: RequestAcceptance) -> _Member:
+    def _member(self, drafter: Drafter, acceptance: RequestAcceptance) -> Member:
         name = drafter.info.name
         standing = self._standings.get(name)
         if standing is None:
             standing = self._standings[name] = Standing.first(name == _FIRST)
         is_own = drafter is self._last_top or type(drafter) is REGISTERED.get(name)
-        return _Member(drafter, acceptance, Gain(standing, standing.gain), is_own)
+        return Member(drafter, acceptance, Gain(standing, standing.gain), is_own)
 
     def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
         """Raises KeyError for a request that is not open."""
         for member in self._states[request_id].members:
             if member.drafter.info.takes_prediction:
                 member.wake()
-                _tried((member,), member.drafter.predict, request_id, prediction_token_ids)
+                tried((member,), member.drafter.predict, request_id, prediction_token_ids)
 
     def read_prompt(self, request_id: str, num_tokens: int) -> int:
         """One member after the other; those that have read all are asked already."""
@@ -342,7 +240,7 @@ class AutoDrafter(Drafter):
         for member in self._states[request_id].everyone:
             if member.is_asked and (num_read < num_tokens or not num_tokens):
                 left, read = num_tokens - num_read, member.drafter.read_prompt
-                num_read += _counted((member,), left, read, request_id, left)
+                num_read += counted((member,), left, read, request_id, left)
         return num_read
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -391,15 +289,14 @@ class AutoDrafter(Drafter):
         state.depth = depth
         state.tokens_per_second = self._tokens_per_second = request.tokens_per_second
         weighs_cost = request.tokens_per_second > 0
-        if weighs_cost:
-            self._try_sleeper(state)
+        woken = state.woken(self._trials) if weighs_cost else None
         asks_all = not weighs_cost and (not is_chain or state.num_steps % _ASKED_EVERY == 0)
         state.num_steps += 1
         found: _Found = []
         is_certain = False
         for member in state.members:
             if weighs_cost:
-                wanted = member.is_awake and not is_certain
+                wanted = member is woken or (member.is_awake and not is_certain)
             else:
                 member.is_awake = True
                 wanted = asks_all or (not is_certain and member.gain.tokens >= _LEAST_GAIN)
@@ -409,36 +306,13 @@ class AutoDrafter(Drafter):
             started = self._clock()
             if member.num_missed:
                 member.catch_up(request.request_id, request.token_ids)
-            _tried((member,), self._ask, member, request)
+            tried((member,), self._ask, member, request)
             member.seconds = self._clock() - started
             if member.tree.token_ids:
                 survivals = member.acceptance.survivals(member.tree)
                 found.append((member, survivals))
                 is_certain |= is_chain and sum(survivals) >= _CERTAIN * depth
         return found
-
-    def _try_sleeper(self, state: _Members) -> None:
-        """Wakes the one who has slept longest, where a trial is due."""
-        for at, member in enumerate(state.members):
-            if not member.is_awake and member.is_asked:
-                price = member.gain.standing.price(state.tokens_per_second)
-                if self._trials.allow(price * (1 + member.num_missed / _MISSED_PER_STEP)):
-                    member.is_awake = True
-                    # The last to be asked, and of those who sleep the last to be tried again.
-                    state.members.append(state.members.pop(at))
-                return
-
-    @staticmethod
-    def _send_to_sleep(state: _Members, tokens_per_second: float) -> None:
-        """Those who do not earn their time go to sleep, all but the best of those who are awake."""
-        awake = [each for each in state.members if each.is_awake]
-        if len(awake) < 2:
-            return
-        best = max(awake, key=lambda each: each.gain.tokens)
-        for member in awake:
-            gain = member.gain
-            if member is not best and gain.tokens < gain.standing.price(tokens_per_second):
-                member.is_awake = False
 
     def _lay(self, request: DraftRequest, found: _Found) -> DraftTree:
         """Returns the draft of all that were found."""
@@ -454,13 +328,13 @@ class AutoDrafter(Drafter):
             return overlay.chain(depth)
         return overlay.tree(request.max_nodes, width, depth)
 
-    def _ask(self, member: _Member, request: DraftRequest) -> None:
+    def _ask(self, member: Member, request: DraftRequest) -> None:
         (tree,) = member.drafter.propose([request])
         if not member.is_trusted:
             tree.validate(self._vocab_size)
         member.tree = tree
 
-    def _take(self, members: Sequence[_Member], trees: Sequence[DraftTree]) -> None:
+    def _take(self, members: Sequence[Member], trees: Sequence[DraftTree]) -> None:
         taken = list(zip(members, trees, strict=True))
         # Here it costs this member's draft; found in what all have drafted it would cost everybody's.
         for member, tree in taken:
@@ -471,18 +345,18 @@ class AutoDrafter(Drafter):
 
     # The head
 
-    def _head_in(self, request_id: str) -> _Head | None:
+    def _head_in(self, request_id: str) -> HeadMember | None:
         """Returns the head's part in a request, if there is one and it did not fail too often. Raises
         KeyError for a request that is not open."""
-        head: _Head | None = self._states[request_id].head
+        head: HeadMember | None = self._states[request_id].head
         return head if head is not None and head.is_asked else None
 
     def _choose(
         self, requests: Sequence[DraftRequest], found: Sequence[_Found]
-    ) -> dict[int, _Head]:
+    ) -> dict[int, HeadMember]:
         """Returns the indices of the requests that the head is asked for, and its parts in them; none for
         which free drafts are as good as certain."""
-        able: list[tuple[int, _Head]] = []
+        able: list[tuple[int, HeadMember]] = []
         hopes: list[Hope] = []
         for at, (request, each) in enumerate(zip(requests, found, strict=True)):
             head = self._head_in(request.request_id)
@@ -496,7 +370,7 @@ class AutoDrafter(Drafter):
         return dict(able[index] for index in self._asking.choose(hopes))
 
     def _ask_head(
-        self, asks: Sequence[DraftRequest], heads: Sequence[_Head], begin: _Begin
+        self, asks: Sequence[DraftRequest], heads: Sequence[HeadMember], begin: _Begin
     ) -> Callable[[], None]:
         """Begins the drafts of one batch. What is returned takes them, of each request alone where that
         goes wrong."""
@@ -505,15 +379,15 @@ class AutoDrafter(Drafter):
             head.tree, head.was_asked = EMPTY, True
         blamed = heads if len(heads) == 1 else ()
         begun: list[Callable[[], list[DraftTree]]] = []
-        _tried(blamed, lambda: begun.append(begin(asks)))
+        tried(blamed, lambda: begun.append(begin(asks)))
 
         def finish() -> None:
-            if begun and _tried(blamed, lambda: self._take(heads, begun[0]())):
+            if begun and tried(blamed, lambda: self._take(heads, begun[0]())):
                 if any(head.tree.token_ids for head in heads):
                     self._asking.took(len(heads), self._clock() - started)
             elif len(heads) > 1:
                 for head, ask in zip(heads, asks, strict=True):
-                    _tried((head,), self._ask, head, ask)
+                    tried((head,), self._ask, head, ask)
 
         return finish
 
@@ -522,7 +396,7 @@ class AutoDrafter(Drafter):
         told = [(head, each) for each in rows if (head := self._head_in(each.request_id))]
         if told and self._head is not None:
             heads = [head for head, _ in told]
-            _tried(heads, self._head.observe_hidden, [each for _, each in told])
+            tried(heads, self._head.observe_hidden, [each for _, each in told])
 
     def num_usable_tokens(
         self, token_ids: Sequence[int], block_ids: Sequence[int], cache_salt: str
@@ -531,7 +405,7 @@ class AutoDrafter(Drafter):
         if self._head is None:
             return len(token_ids)
         ask, most = self._head.num_usable_tokens, len(token_ids)
-        return _counted((), most, ask, token_ids, block_ids, cache_salt, otherwise=most)
+        return counted((), most, ask, token_ids, block_ids, cache_salt, otherwise=most)
 
     def leave_blocks(
         self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int]
@@ -539,11 +413,11 @@ class AutoDrafter(Drafter):
         """Raises KeyError for a request that is not open."""
         head = self._head_in(request_id)
         if head is not None:
-            _tried((head,), head.drafter.leave_blocks, request_id, token_ids, block_ids)
+            tried((head,), head.drafter.leave_blocks, request_id, token_ids, block_ids)
 
     def settle(self) -> None:
         if self._head is not None:
-            _tried((), self._head.settle)
+            tried((), self._head.settle)
 
     # What all are told
 
@@ -552,27 +426,27 @@ class AutoDrafter(Drafter):
         for seen in observations:
             state = self._states[seen.request_id]
             emitted = seen.emitted_token_ids
-            has_rated = _rate(state.asked, emitted, state.depth)
+            has_rated = rate(state.asked, emitted, state.depth)
             for member in state.everyone:
                 if member.tree.token_ids or member.acceptance.is_waiting:
                     member.acceptance.label_against(member.tree, emitted)
-                if member.is_awake:
+                if member.is_awake and not member.num_missed:
                     self._tell(member, seen)
                 else:
                     member.num_missed += len(emitted)
             if has_rated:
                 state.members.sort(key=_charge)
             if state.tokens_per_second > 0:
-                self._send_to_sleep(state, state.tokens_per_second)
+                state.send_to_sleep(state.tokens_per_second)
                 self._trials.wrote(len(emitted))
             self._asking.wrote(len(emitted))
 
-    def _tell(self, member: _Member, seen: Observation) -> None:
+    def _tell(self, member: Member, seen: Observation) -> None:
         told, member.tree = member.view(seen), EMPTY
         if not member.is_asked:
             return
         started = self._clock()
-        _tried((member,), member.drafter.observe, [told])
+        tried((member,), member.drafter.observe, [told])
         if member.seconds:
             member.gain.standing.took(member.seconds + self._clock() - started)
             member.seconds = 0.0
@@ -582,42 +456,14 @@ class AutoDrafter(Drafter):
         most = 0
         for each in self._states[request_id].members:
             if each.is_awake and each.is_asked:
-                most = max(most, _counted((each,), None, each.drafter.num_top_tokens, request_id))
+                most = max(most, counted((each,), None, each.drafter.num_top_tokens, request_id))
         return most
 
-    def finish(self, request_id: str, state: _Members) -> None:
+    def finish(self, request_id: str, state: MemberStates) -> None:
         for member in state.everyone:
             if member.is_asked:
                 member.catch_up(request_id, state.token_ids)
-            _tried((member,), member.drafter.close, request_id)
-
-
-def _tried(blamed: Sequence[_Member], call: Callable[..., object], *args: object) -> bool:
-    """Returns whether the call came back; where it raised, these have failed."""
-    try:
-        call(*args)
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        for member in blamed:
-            member.num_failures += 1
-        name = blamed[0].drafter.info.name if blamed else "of several requests"
-        logger.exception("auto: drafter %s failed", name)
-        return False
-    return True
-
-
-def _counted(
-    blamed: Sequence[_Member],
-    most: int | None,
-    call: Callable[..., object],
-    *args: object,
-    otherwise: int = 0,
-) -> int:
-    """Returns the result of ``call`` if it is a number up to ``most``; otherwise these have failed."""
-    found = [otherwise]
-    _tried(blamed, lambda: found.append(count_of(call(*args), most)))
-    return found[-1]
+            tried((member,), member.drafter.close, request_id)
 
 
 _charge = attrgetter("charge")
@@ -633,25 +479,3 @@ def can_join(info: DrafterInfo) -> bool:
 def is_head(info: DrafterInfo) -> bool:
     """Whether a drafter may be the head of ``auto``: it reads the target's hidden states."""
     return info.needs.hidden_rows and not info.needs.all_or_nothing and info.name not in _NO_MEMBERS
-
-
-def _rate(members: Sequence[_Member], emitted_token_ids: Sequence[int], depth: int) -> bool:
-    """Counts what those asked added to those asked before them, and charges those that proposed something
-    for what the best of them had accepted and they had not. Returns whether there were two of these: of
-    those who were not asked nobody knows how they would have done."""
-    right: list[tuple[_Member, int]] = []
-    most = 0
-    for member in members:
-        if member.was_asked:
-            member.was_asked = False
-            num_right = 0
-            if member.tree.token_ids:
-                num_right = len(member.tree.follow(emitted_token_ids))
-                right.append((member, num_right))
-            member.count(max(0, num_right - most))
-            most = max(most, num_right)
-    if len(right) < 2:
-        return False
-    for member, num_right in right:
-        member.charge = _DECAY * member.charge + (most - num_right) / max(1, depth)
-    return True

@@ -17,6 +17,7 @@ from drafters.base import (
     DraftRequest,
     DraftShape,
     NewRequest,
+    Observation,
     RequestState,
 )
 from drafters.copying.ngram import NgramDrafter
@@ -28,11 +29,23 @@ from worlds.simulated_target import ask, decode, node_paths, tell
 Guess = Callable[[Sequence[int]], list[int]]
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Guesser(Drafter):
     """Drafts what a function of the text says; fails where the function does."""
 
+    clock: Clock | None = None
+    seconds = 0.0
+    """What it takes to propose, on this clock."""
+
     def __init__(self, name: str, guess: Guess, needs: DrafterNeeds | None = None) -> None:
         super().__init__()
+        self.heard: list[int] = []
         self.info = DrafterInfo(name, "guesses", drafts_trees=False, needs=needs or DrafterNeeds())
         self.guess = guess
         self.num_asked = 0
@@ -48,8 +61,13 @@ class _Guesses(RequestState):
     def __init__(self, owner: Guesser) -> None:
         self._owner = owner
 
+    def observe(self, observation: Observation) -> None:
+        self._owner.heard += observation.emitted_token_ids
+
     def propose(self, request: DraftRequest) -> DraftTree:
         self._owner.num_asked += 1
+        if self._owner.clock is not None:
+            self._owner.clock.now += self._owner.seconds
         return chain(self._owner.guess(request.token_ids)[: request.max_nodes])
 
 
@@ -173,6 +191,89 @@ def test_a_member_whose_time_comes_is_noticed() -> None:
     run = decode(AutoDrafter({"early": early, "late": late}), [1], target, 1_500, max_nodes=8)
     assert run.num_emitted[-50:] == [9] * 50
     assert late.num_asked < len(run.num_emitted)
+
+
+RATE = 100.0
+"""Tokens per second of a batch in which cost is weighed."""
+
+
+def timed_auto(**members: tuple[Guess, float]) -> tuple[AutoDrafter, dict[str, Guesser]]:
+    """Members with what they take to propose, in tokens of the batch."""
+    clock = Clock()
+    guessers = {}
+    for name, (guess, price) in members.items():
+        each = guessers[name] = Guesser(name, guess)
+        each.clock, each.seconds = clock, price / RATE
+    return AutoDrafter(guessers, clock=clock), guessers
+
+
+@pytest.mark.parametrize("shape", [DraftShape(1, 8), DraftShape(2, 8)])
+def test_who_does_not_earn_its_time_sleeps_and_is_seldom_tried(shape: DraftShape) -> None:
+    """In trees as well; where cost is not weighed a tree asks everybody in every step."""
+
+    def half(text: Sequence[int]) -> list[int]:
+        return right(text)[:4]
+
+    auto, members = timed_auto(half=(half, 0.02), idle=(lambda _: [], 0.02), late=(half, 0.02))
+    told = {"shape": shape, "tokens_per_second": RATE}
+    run = decode(auto, [1], target, 4_000, max_nodes=8, **told)  # type: ignore[arg-type]
+    num_steps = len(run.num_emitted)
+    assert run.num_emitted[20:] == [5] * (num_steps - 20)
+    num_tried = members["idle"].num_asked + members["late"].num_asked
+    assert num_tried > 10
+    assert num_tried * 0.02 < 0.004 * len(run.token_ids)
+    before = num_tried
+    auto.open("second", [1], {}, "")  # it starts from what is known
+    for _ in range(50):
+        ask(auto, [1], 8, shape, request_id="second", tokens_per_second=RATE)
+    assert members["idle"].num_asked + members["late"].num_asked == before
+
+
+def test_a_sleeper_is_found_when_it_has_become_the_best() -> None:
+    auto, members = timed_auto(
+        early=(lambda text: right(text) if len(text) < 2_000 else [], 0.02),
+        late=(lambda text: right(text) if len(text) >= 2_000 else wrong(text), 0.02),
+    )
+    run = decode(auto, [1], target, 9_000, max_nodes=8, tokens_per_second=RATE)
+    assert run.num_emitted[-50:] == [9] * 50
+    assert members["late"].num_asked < len(run.num_emitted)
+
+
+def test_who_slept_hears_all_it_missed_when_it_is_tried_and_at_the_end() -> None:
+    auto, members = timed_auto(good=(right, 0.01), bad=(wrong, 0.01))
+    run = decode(auto, [1], target, 2_000, max_nodes=8, tokens_per_second=RATE)
+    slept = list(members["bad"].heard)
+    assert slept == run.token_ids[1 : 1 + len(slept)]
+    assert members["good"].heard == run.token_ids[1:]
+    assert members["bad"].num_asked * 0.01 < 0.004 * len(run.token_ids)
+    auto.close("r")
+    assert members["bad"].heard == run.token_ids[1:]
+
+
+def test_who_sleeps_wants_to_see_no_top_tokens() -> None:
+    auto, members = timed_auto(good=(right, 0.01), bad=(wrong, 0.01))
+    members["bad"].start = lambda _: _wanting(members["bad"], 9)  # type: ignore[method-assign]
+    auto.open("r", [1], {}, "")
+    assert auto.num_top_tokens("r") == 9
+    auto.close("r")
+    decode(auto, [1], target, 2_000, max_nodes=8, tokens_per_second=RATE)
+    assert auto.num_top_tokens("r") == 3
+
+
+def _wanting(owner: Guesser, num_top_tokens: int) -> RequestState:
+    state = _Guesses(owner)
+    state.num_top_tokens = num_top_tokens
+    return state
+
+
+def test_what_a_client_foresees_is_asked_for_from_the_first_step_on() -> None:
+    """Though nothing is known of the member that copies it."""
+    auto = AutoDrafter(build_drafters(["ngram", "suffix", "prediction"]))
+    decode(auto, [5, 6], target, 900, tokens_per_second=RATE, request_id="before")
+    auto.open("r", [1, 2, 3], {}, "")
+    auto.predict("r", [7, 8, 9, 10])
+    tree = ask(auto, [1, 2, 3], 3, request_id="r", tokens_per_second=RATE)
+    assert list(tree.token_ids) == [7, 8, 9]
 
 
 def weights(auto: AutoDrafter) -> dict[str, float]:

@@ -76,13 +76,21 @@ def decode(
     options: Mapping[str, OptionValue] | None = None,
     request_id: str = "r",
     top_tokens: Callable[[Sequence[int]], list[int]] | None = None,
+    tokens_per_second: float = 0.0,
 ) -> Run:
     """Decode at least ``num_tokens`` tokens, checking every proposal; the request stays open."""
     shape = shape or DraftShape()
     run = Run(list(prompt))
     drafter.open(request_id, run.token_ids, options or {}, "")
     while sum(run.num_emitted) < num_tokens:
-        tree = ask(drafter, run.token_ids, max_nodes, shape, request_id=request_id)
+        tree = ask(
+            drafter,
+            run.token_ids,
+            max_nodes,
+            shape,
+            request_id=request_id,
+            tokens_per_second=tokens_per_second,
+        )
         path, emitted = verify_step(tree, run.token_ids, target)
         contexts = [[*run.token_ids, *path] for path in ((), *node_paths(tree))]
         row_token_ids = [target(context) for context in contexts]
@@ -104,9 +112,13 @@ def ask(
     shape: DraftShape = CHAIN,
     sampling: DraftSampling = GREEDY,
     request_id: str = "r",
+    tokens_per_second: float = 0.0,
 ) -> DraftTree:
     """What an open request is offered."""
-    (tree,) = drafter.propose([DraftRequest(request_id, token_ids, max_nodes, shape, sampling)])
+    request = DraftRequest(
+        request_id, token_ids, max_nodes, shape, sampling, tokens_per_second=tokens_per_second
+    )
+    (tree,) = drafter.propose([request])
     check_tree(tree, max_nodes, shape)
     return tree
 

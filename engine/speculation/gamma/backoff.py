@@ -61,8 +61,8 @@ class Purse:
     num_losses: int = 0
     rests_until: int = 0
     charged: float = 0.0
-    """Tokens that the batch could have written in the time of ``num_charged`` drafts, since it was settled;
-    and tokens that these ``earned``."""
+    """Tokens that the batch could have written in the time of ``num_charged`` drafts, since it was
+    settled, and tokens that these ``earned``."""
     earned: int = 0
     num_charged: int = 0
     income: DiscountedMean = field(default_factory=DiscountedMean)

@@ -273,6 +273,20 @@ def written(world: World, request: Request, *token_ids: int) -> None:
         world.speculation.observe(world.plan, [scheduled])
 
 
+def test_who_rests_costs_its_drafter_nothing_and_is_told_why() -> None:
+    """Nor the price of asking: a step in which nobody is asked teaches the cost model nothing."""
+    cost, drafter = TimedCost(), fake()
+    world = World(drafter, cost=cost)
+    off = replace(FIXED, num_speculative_tokens=0, max_speculative_tokens=0)
+    resting, last = world.open("rests", off), world.open("last", max_tokens=1)
+    for _ in range(3):
+        scheduled = world.draft(resting, last)
+        assert [each.reason for each in scheduled] == ["client_cap", "client_cap"]
+        assert [len(each.draft) for each in scheduled] == [0, 0]
+        world.observe(*scheduled)
+    assert (drafter.asks, drafter.observed, cost.draft_calls) == ([], [], [])
+
+
 def test_who_is_not_asked_hears_of_it_when_asked_again() -> None:
     drafter = fake(num_top=3)
     world = World(drafter, max_num_nodes=0)

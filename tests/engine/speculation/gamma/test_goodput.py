@@ -319,3 +319,55 @@ def test_a_target_rate_is_the_least_that_is_expected_of_a_grant() -> None:
         )[0]
         assert grant.gamma == gamma
         assert grant.reason == ("" if gamma == 5 else "policy")
+
+
+def test_what_costs_little_rests_for_a_few_steps_at_a_time() -> None:
+    """A copy may begin at any time; asking in some of the steps costs a hundredth of the time."""
+    story = _run(GoodputPolicy(DictatedCost(flat, {"model": 0.06})), 3000)
+    rests = _rests(story[1000:])
+    assert 8 <= max(rests) <= 32
+    assert story[1000:].count("x") * 0.06 < 0.02 * 2000
+
+
+def test_a_kind_that_earns_in_runs_is_asked_again_the_sooner() -> None:
+    """For the same price, and with as many steps in which nothing is accepted."""
+    story = {}
+    for accepted in (0, 4):
+        policy = GoodputPolicy(DictatedCost(flat, {"model": 0.1}))
+        story[accepted] = ""
+        for _ in range(8):
+            _run(policy, 20, accepted=accepted, survivals=GOOD)
+            story[accepted] += _run(policy, 100)
+    assert max(_rests(story[4])) <= 4 < max(_rests(story[0]))
+
+
+def test_purses_count_in_tokens_of_their_own_requests() -> None:
+    """The same time of drafting in a batch of eight is dear where it is for one request, which has to
+    earn it alone, and cheap where all eight may gain by it."""
+    alone = Traffic("model", "alone")
+    tried = []
+    for num_drafting in (1, 8):
+        policy = GoodputPolicy(DictatedCost(flat, {"model": 0.05 / num_drafting}))
+        request_ids = [f"r{rank}" for rank in range(num_drafting)]
+        for request_id in request_ids:
+            policy.open(request_id, alone)
+        num_steps = 0
+        while policy.num_to_propose("r0", SpeculativeParams()) > 0:
+            candidates = [chain_candidate(each, BAD, drafter="model") for each in request_ids]
+            policy.grant(candidates, load_of(8))
+            num_steps += 1
+        tried.append(num_steps)
+    assert tried[1] == pytest.approx(8 * tried[0], rel=0.3)
+
+
+def test_steps_pass_in_which_it_has_nobody_to_ask() -> None:
+    policy = GoodputPolicy(DictatedCost(flat, DEAR))
+    _run(policy, 400)
+    while policy.num_to_propose("r", SpeculativeParams()) > 0:
+        _run(policy, 1)
+    assert policy.why_not_asked("r") == "low_acceptance"
+    num_steps = 0
+    while policy.num_to_propose("r", SpeculativeParams()) == 0:
+        policy.pass_step()
+        num_steps += 1
+    assert 2 <= num_steps <= 64
