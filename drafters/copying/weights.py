@@ -11,10 +11,9 @@ of their package (tokens of the bundled model), smoothed so that longer matches 
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
 from enum import IntEnum
-
-from drafters.copying.suffix_index import MAX_MATCH_LENGTH
 
 
 class Place(IntEnum):
@@ -38,6 +37,8 @@ class Place(IntEnum):
     """In a finished request of the same tenant."""
 
 
+MAX_MATCH_LENGTH = 48
+NUM_LENGTHS = MAX_MATCH_LENGTH + 1
 NEAR_TOKENS = 4
 AHEAD_TOKENS = 32
 FAR_AHEAD_TOKENS = 256
@@ -57,8 +58,7 @@ _LOG_WEIGHTS = {
     Place.HISTORY: (-3.8, -2.3, -1.5, -0.8, -0.3, 0.1, 0.1, 0.3, 0.6, 1.3, 1.3),
 }
 _UNMATCHED_LOG_WEIGHTS = (-3.7, -5.2)
-_UNMATCHED_WEIGHTS = tuple(map(math.exp, _UNMATCHED_LOG_WEIGHTS))
-_UNMATCHED_SINCE = 4
+UNMATCHED_SINCE = 4
 
 
 def _table(log_weights: tuple[float, ...]) -> tuple[float, ...]:
@@ -69,14 +69,29 @@ def _table(log_weights: tuple[float, ...]) -> tuple[float, ...]:
 WEIGHTS = tuple(_table(_LOG_WEIGHTS[place]) for place in Place)
 """``WEIGHTS[place][match_length]``, lengths 0..``MAX_MATCH_LENGTH``; 0 where nothing matches."""
 
-NOTHING_COPYING = 0.4
-NOTHING_LOST = 0.3
-LEADING_FACTOR = 0.3
-"""Inside a draft, the place with the longest match weighs this much of what it would if it had been
-copied from so far."""
+CHAIN_CORRECTION = 0.5
+TREE_CORRECTION = 0.3
+"""The least likelihood at which a correction is drafted, in place of the original or beside it."""
 
+UNMATCHED = NUM_LENGTHS * len(Place)
+NOTHING, LEADING, CORRECTION, JOINING = UNMATCHED + 2, UNMATCHED + 4, UNMATCHED + 5, UNMATCHED + 7
+"""Where in ``WORTH`` they are: the weights of places right where copying broke off, if the last token is
+not before them, up to ``UNMATCHED_SINCE`` tokens later and afterwards; that of no place at all, while
+copying and otherwise; the share of its weight that a place with the longest match has inside a draft,
+of what it would have if it had been copied from so far; ``CHAIN_CORRECTION`` and ``TREE_CORRECTION``;
+the least survival at which a draft is looked up anew."""
 
-def unmatched_weight(num_lost_tokens: int) -> float:
-    """Returns the weight of places right where copying broke off, if the last token is not before them:
-    that token may have been put in or put instead."""
-    return _UNMATCHED_WEIGHTS[num_lost_tokens > _UNMATCHED_SINCE]
+WORTH = array(
+    "d",
+    [
+        *(weight for table in WEIGHTS for weight in table),
+        *map(math.exp, _UNMATCHED_LOG_WEIGHTS),
+        0.4,
+        0.3,
+        0.3,
+        CHAIN_CORRECTION,
+        TREE_CORRECTION,
+        0.1,
+    ],
+)
+"""All of them, as compiled loops read them: ``NUM_LENGTHS`` for each ``Place``, then the others."""
