@@ -4,7 +4,7 @@ Owned by the ``suffix`` drafter. An edit is a copy with interruptions: after the
 goes on near where it broke off, so places there are tried first, and on little evidence, while
 a place anywhere else has to show a longer match. What came in place of what is remembered: an edit that
 renames something does so at every place of the name. The loops are compiled
-(``alignment_loops.py``, ``draft_loops.py``).
+(``records.py``, and the files that end in ``_loops``).
 """
 
 from __future__ import annotations
@@ -13,29 +13,25 @@ from array import array
 from collections.abc import Sequence
 
 from drafters.compiled import Memory, address_of
-from drafters.copying import alignment_loops, draft_loops
-from drafters.copying.alignment_loops import (
-    MAX_CORRECTIONS,
-    MAX_ENDS,
+from drafters.copying.alignment_loops import extend_alignment
+from drafters.copying.candidate_loops import MAX_ENDS, ROOM_FOR_CANDIDATES
+from drafters.copying.correction_loops import MAX_CORRECTIONS
+from drafters.copying.draft_loops import write_draft
+from drafters.copying.records import (
     NO_TEXT,
     OWN_TEXT,
-    ROOM_FOR_CANDIDATES,
+    Branch,
     Candidate,
+    Child,
     Correction,
     End,
-    State,
-)
-from drafters.copying.draft_loops import (
-    LISTS_OF_NODE,
-    MOST_VOTING,
-    ROOM_FOR_JOINING,
-    Branch,
-    Child,
     Node,
+    State,
     Voter,
 )
-from drafters.copying.draft_loops import Desk as DeskFields
+from drafters.copying.records import Desk as DeskFields
 from drafters.copying.suffix_index import IndexedText, TenantHistory
+from drafters.copying.vote_loops import LISTS_OF_NODE, MOST_VOTING, ROOM_FOR_JOINING
 from drafters.copying.weights import MAX_MATCH_LENGTH, WORTH
 from drafters.tree import EMPTY, DraftTree, chain
 
@@ -48,8 +44,8 @@ class Desk:
     """Room to draft in, for one request after the other; it grows with what is asked for."""
 
     def __init__(self) -> None:
-        self._extend = alignment_loops.extend_alignment.compile()
-        self._draft = draft_loops.write_draft.compile()
+        self._extend = extend_alignment.compile()
+        self._draft = write_draft.compile()
         self._num_nodes, self._width = 0, 0
         self.candidates = Memory(Candidate, ROOM_FOR_CANDIDATES)
         self._make_room(_NODES, _WIDTH)
@@ -74,7 +70,7 @@ class Desk:
         self._num_nodes, self._width = num_nodes, width
         num_branches = (num_nodes + 1) * width
         self._records = {
-            "voters": Memory(Voter, ROOM_FOR_CANDIDATES + num_nodes * (ROOM_FOR_JOINING + 1)),
+            "voters": Memory(Voter, ROOM_FOR_CANDIDATES + 1 + num_nodes * (ROOM_FOR_JOINING + 1)),
             "children": Memory(Child, MOST_VOTING + 1),
             "branches": Memory(Branch, num_branches),
             "nodes": Memory(Node, num_nodes),
@@ -115,10 +111,13 @@ class Alignment:
         state["worth"] = address_of(WORTH)
         state["ends"], state["corrections"] = self._ends.address, self._corrections.address
         state["candidates"] = desk.candidates.address
-        state["source"], state["open_correction"] = NO_TEXT, -1
+        state["source"] = NO_TEXT
+        state["open_correction"] = state["open_general"] = state["correcting"] = -1
         state["num_prompt_tokens"], state["max_indexed"] = len(token_ids), MAX_INDEXED_TOKENS
         self._num_tokens = 0
         self._take(token_ids)
+        if history is not None:
+            self._expect(history.beginning(token_ids))
         self._text.told["num_tokens"] = self._num_tokens
 
     @property
@@ -166,7 +165,16 @@ class Alignment:
     def finish(self) -> None:
         """Hands the text to the tenant's history."""
         if self._history is not None:
-            self._history.add(self._text.token_ids)
+            token_ids, first = self._text.token_ids, self._state["copied_from"]
+            self._history.add(token_ids)
+            self._history.note_beginning(token_ids[first - 1] if first > 0 else None)
+
+    def _expect(self, position: int | None) -> None:
+        """Expects the output to begin as a copy of what stands at ``position``, as if a copy had broken
+        off there."""
+        if position is not None:
+            self._ends["position"] = position
+            self._ends["text"], self._state["num_ends"] = OWN_TEXT, 1
 
     def _take(self, token_ids: Sequence[int]) -> bool:
         """Whether there was something new."""

@@ -10,30 +10,16 @@ A place is a position in a text, always behind the context.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from numba import njit
 
 from drafters.compiled import Loop, Tokens
+from drafters.copying.records import Text
 
 NUM_LEVELS = 3
 """Contexts have 1, 2 and 4 tokens: ``1 << level``."""
 _LEVEL_BITS, _LEVEL_MASK = 2, 3
-
-
-class Text(Protocol):
-    """A text that is indexed. ``table_size`` is a power of two, at least twice ``num_contexts``; the
-    first token that is not indexed is ``num_indexed``, of those before it some may be left out;
-    ``serial`` tells texts apart."""
-
-    tokens: Tokens
-    links: Tokens
-    table: Tokens
-    table_size: int
-    num_tokens: int
-    num_indexed: int
-    num_contexts: int
-    serial: int
 
 
 @njit

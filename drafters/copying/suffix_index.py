@@ -6,13 +6,14 @@ Owned by the ``suffix`` drafter. The loops over tokens are compiled (``index_loo
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from itertools import count
 
 from drafters.compiled import Memory, address_of
 from drafters.copying import index_loops
-from drafters.copying.index_loops import NUM_LEVELS, Text
+from drafters.copying.index_loops import NUM_LEVELS
+from drafters.copying.records import Text
 
 MAX_TENANTS = 64
 MAX_HISTORY_TOKENS = 65_536
@@ -21,6 +22,7 @@ _INDEXED_PER_STEP = 96
 SEPARATOR = -1
 """Stands after every text, so that nothing is copied across; no context has one."""
 _SMALLEST_TABLE = 256
+_REMEMBERED_BEGINNINGS = 64
 _serials = count(1)
 
 
@@ -120,6 +122,7 @@ class TenantHistory:
         self.young, self.old = IndexedText(), IndexedText()
         self._waiting: deque[Sequence[int]] = deque()
         self._num_waiting = 0
+        self._beginnings: Counter[int | None] = Counter()
 
     def __len__(self) -> int:
         """Returns how many tokens are held, those that wait included."""
@@ -132,6 +135,22 @@ class TenantHistory:
         self._num_waiting += len(kept)
         while self._num_waiting > self._generation_tokens:
             self._num_waiting -= len(self._waiting.popleft())
+
+    def note_beginning(self, token_id: int | None) -> None:
+        """Learns from a finished request: its output began as a copy of what follows this token in its
+        prompt, or as no copy."""
+        self._beginnings[token_id] += 1
+        if self._beginnings.total() > _REMEMBERED_BEGINNINGS:
+            kept = {each: count // 2 for each, count in self._beginnings.items() if count > 1}
+            self._beginnings = Counter(kept)
+
+    def beginning(self, token_ids: Sequence[int]) -> int | None:
+        """Returns the place in a prompt where the output is likely to begin to copy: after the first
+        token that most outputs began after. None: most began as no copy, or nobody knows."""
+        for token_id, _ in self._beginnings.most_common(1):
+            if token_id is not None and token_id in token_ids:
+                return token_ids.index(token_id) + 1
+        return None
 
     def advance(self, num_tokens: int) -> int:
         """Indexes up to ``num_tokens`` tokens of the texts that wait, and returns how many it was."""

@@ -35,11 +35,16 @@ class Place(IntEnum):
     OUTPUT = 7
     HISTORY = 8
     """In a finished request of the same tenant."""
+    INSTRUCTION = 9
+    """In the prompt, at most 96 tokens before the first place that was ever copied from."""
+    BESIDE = 10
+    """In a finished request of the same tenant, while the output copies its prompt from the start."""
 
 
 MAX_MATCH_LENGTH = 48
 NUM_LENGTHS = MAX_MATCH_LENGTH + 1
 NEAR_TOKENS = 4
+INSTRUCTION_TOKENS = 96
 AHEAD_TOKENS = 32
 FAR_AHEAD_TOKENS = 256
 BEHIND_TOKENS = 64
@@ -55,7 +60,9 @@ _LOG_WEIGHTS = {
     Place.EARLIER: (-2.9, -1.2, -0.3, 0.0, 0.9, 1.7, 2.8, 3.0, 3.2, 3.2, 3.2),
     Place.PROMPT: (-3.8, -2.3, -1.5, -0.8, -0.3, 0.1, 0.1, 0.1, 0.6, 1.3, 1.3),
     Place.OUTPUT: (-3.2, -2.2, -1.4, -1.1, -0.6, -0.1, 0.1, 0.3, 1.5, 1.5, 1.5),
-    Place.HISTORY: (-3.8, -2.3, -1.5, -0.8, -0.3, 0.1, 0.1, 0.3, 0.6, 1.3, 1.3),
+    Place.INSTRUCTION: (-0.5, 0.8, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5),
+    Place.HISTORY: (-4.3, -2.8, -2.0, -1.3, -0.8, -0.4, -0.4, -0.2, 0.1, 0.8, 0.8),
+    Place.BESIDE: (-5.8, -4.3, -3.5, -2.8, -2.3, -1.9, -1.9, -1.7, -1.4, -0.7, -0.7),
 }
 _UNMATCHED_LOG_WEIGHTS = (-3.7, -5.2)
 UNMATCHED_SINCE = 4
@@ -74,7 +81,16 @@ TREE_CORRECTION = 0.3
 """The least likelihood at which a correction is drafted, in place of the original or beside it."""
 
 UNMATCHED = NUM_LENGTHS * len(Place)
-NOTHING, LEADING, CORRECTION, JOINING = UNMATCHED + 2, UNMATCHED + 4, UNMATCHED + 5, UNMATCHED + 7
+NUM_LOST_BUCKETS = 6
+NOTHING = UNMATCHED + NUM_LOST_BUCKETS * (NEAR_TOKENS + 1)
+LEADING, CORRECTION, JOINING, DOUBT, TRUST = (
+    NOTHING + 2,
+    NOTHING + 3,
+    NOTHING + 5,
+    NOTHING + 6,
+    NOTHING + 8,
+)
+UNMATCHED_EARLIER, RESUMING, BEGINNING = NOTHING + 9, NOTHING + 10, NOTHING + 13
 """Where in ``WORTH`` they are: the weights of places right where copying broke off, if the last token is
 not before them, up to ``UNMATCHED_SINCE`` tokens later and afterwards; that of no place at all, while
 copying and otherwise; the share of its weight that a place with the longest match has inside a draft,
@@ -85,13 +101,22 @@ WORTH = array(
     "d",
     [
         *(weight for table in WEIGHTS for weight in table),
-        *map(math.exp, _UNMATCHED_LOG_WEIGHTS),
+        *([math.exp(-3.7)] * 20),
+        *([math.exp(-5.2)] * 10),
         0.4,
         0.3,
         0.3,
         CHAIN_CORRECTION,
         TREE_CORRECTION,
         0.1,
+        1.0,
+        2.0,
+        6.0,
+        math.exp(-3.7),
+        0.01,
+        0.1,
+        0.03,
+        0.3,
     ],
 )
 """All of them, as compiled loops read them: ``NUM_LENGTHS`` for each ``Place``, then the others."""
