@@ -68,6 +68,12 @@ def place_of(s: State, serial: int, position: int) -> int:
 
 
 @njit
+def lost_bucket(num_lost: int) -> int:
+    """Returns 0..3 for so many tokens since a copy broke off, 4 for up to 8, 5 for more."""
+    return num_lost if num_lost < 4 else (4 if num_lost <= 8 else 5)
+
+
+@njit
 def unmatched_weight(s: State, text: int, position: int, num_lost: int) -> float:
     """Returns the weight of a place right where copying broke off, if the last token is not before it:
     that token may have been put in or put instead."""
@@ -76,8 +82,7 @@ def unmatched_weight(s: State, text: int, position: int, num_lost: int) -> float
         return s.worth[UNMATCHED_EARLIER]
     if not s.has_copied and offset == 0:
         return s.worth[BEGINNING]
-    bucket = min(num_lost, 4) if num_lost < 5 else (4 if num_lost < 9 else 5)
-    return s.worth[UNMATCHED + bucket * (NEAR_TOKENS + 1) + offset]
+    return s.worth[UNMATCHED + lost_bucket(num_lost) * (NEAR_TOKENS + 1) + offset]
 
 
 @njit

@@ -40,10 +40,11 @@ from drafters.copying.vote_loops import (
     join,
 )
 from drafters.copying.weights import (
-    CORRECTION,
+    CHAIN_CORRECTION,
     JOINING,
     MAX_MATCH_LENGTH,
     NUM_LENGTHS,
+    TREE_CORRECTION,
 )
 
 NUM_SHARES, NUM_RANKS = 5, 3
@@ -112,7 +113,7 @@ def _chain(s: State, desk: Desk, count: int, max_depth: int) -> int:
     first, depth, best = 0, 0, desk.children[0]
     while depth < max_depth:
         num_children, total = find_children(
-            s, desk, first, count, depth, previous, s.worth[CORRECTION]
+            s, desk, first, count, depth, previous, s.worth[CHAIN_CORRECTION]
         )
         if num_children == 0:
             break
@@ -177,7 +178,7 @@ def _branch(
     many."""
     previous = s.own.tokens[s.own.num_tokens - 1] if node < 0 else desk.nodes[node].token
     num_children, total = find_children(
-        s, desk, voters[0], voters[1], depth, previous, s.worth[CORRECTION + 1]
+        s, desk, voters[0], voters[1], depth, previous, s.worth[TREE_CORRECTION]
     )
     for rank in range(min(width, num_children)):
         c, b = desk.children[rank], desk.branches[desk.num_branches]

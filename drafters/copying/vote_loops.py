@@ -8,6 +8,7 @@ from __future__ import annotations
 from numba import njit
 
 from drafters.compiled import is_nowhere
+from drafters.copying.alignment_loops import TRUSTED_LENGTH
 from drafters.copying.candidate_loops import (
     CURRENT,
     INSTRUCTION,
@@ -39,16 +40,16 @@ from drafters.copying.weights import (
     FAR_AHEAD_TOKENS,
     LEADING,
     MAX_MATCH_LENGTH,
-    NOTHING,
+    NOTHING_COPYING,
+    NOTHING_LOST,
     NUM_LENGTHS,
+    RESUMED,
     RESUMING,
-    TRUST,
 )
 
 _MAX_AFTER_PATH = 8
 _MAX_AHEAD_AFTER_PATH = 2
 _MAX_ENDS_AFTER_PATH = 2
-RESUMED = 3
 ROOM_FOR_JOINING = RESUMED + 3 * _MAX_AFTER_PATH + _MAX_ENDS_AFTER_PATH * _MAX_AHEAD_AFTER_PATH
 MOST_VOTING = 128
 """At one node."""
@@ -156,7 +157,7 @@ def _correct(s: State, desk: Desk, count: int, depth: int, previous: int, least:
     children = desk.children
     leader = desk.lists[children[0].first]
     v = desk.voters[leader]
-    if v.match + depth < s.worth[TRUST] or depth < v.switch < _NEVER:
+    if v.match + depth < TRUSTED_LENGTH or depth < v.switch < _NEVER:
         return count
     voter, share = -1, 0.0
     for is_general in range(2):
@@ -191,7 +192,7 @@ def _vote(s: State, desk: Desk, first: int, count: int, depth: int) -> tuple[int
     are and the sum of all weights."""
     lists, children = desk.lists, desk.children
     is_copying = s.num_lost == 0 and s.has_copied != 0
-    total = s.worth[NOTHING + (0 if is_copying else 1)]
+    total = s.worth[NOTHING_COPYING if is_copying else NOTHING_LOST]
     num_children, leads = 0, True
     # Behind the lists is noted which child each voter is for.
     chosen = desk.num_listed

@@ -68,14 +68,7 @@ def drafts_of(original: list[int], actual: list[int], shape: DraftShape) -> set[
         5,
     ]
     text = [*between[0], *actual, *between[1], *actual, *between[2]]
-    drafter = SuffixDrafter()
-    drafter.open("r", prompt, {}, "")
-    known = list(prompt)
-    for token_id in text:
-        ask(drafter, known, 8, shape)
-        known.append(token_id)
-        tell(drafter, known)
-    return set(node_paths(ask(drafter, known, 8, shape)))
+    return paths_after(prompt, text, shape)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
@@ -90,3 +83,38 @@ def test_all_tokens_of_a_name_are_changed_at_once(
     # What comes in between differs at all three places: the changed tokens are known by themselves.
     paths = drafts_of([9, *original], [9, *actual], shape)
     assert (9, *actual, 400, 401) in {path[: len(actual) + 3] for path in paths}
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_a_name_is_known_after_other_tokens_too(shape: DraftShape) -> None:
+    name, new = [OLD, 9], [NEW, 10, 11]
+    parts = [list(range(start, start + 30)) for start in range(100, 700, 100)]
+    prompt = [token_id for part in parts for token_id in (*part, *name)]
+    text = [token_id for part in parts[:4] for token_id in (*part, *new)] + parts[4]
+    paths = paths_after([*prompt, 5], text, shape)
+    assert (*new, 600) in {path[:4] for path in paths}
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_a_change_that_was_begun_is_gone_through_with(shape: DraftShape) -> None:
+    name, new = [OLD, 9], [NEW, 10, 11]
+    parts = [list(range(start, start + 30)) for start in (100, 200, 300)]
+    prompt = [token_id for part in parts for token_id in (*part, *name)]
+    before = [*parts[0], *new, *parts[1]]
+    for num_written in range(1, len(new) + 1):
+        paths = paths_after([*prompt, 5], [*before, *new[:num_written]], shape)
+        assert (*new[num_written:], 300, 301) in {
+            path[: len(new) - num_written + 2] for path in paths
+        }
+
+
+def paths_after(prompt: list[int], text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
+    """What is drafted after ``text`` has been written, a token at a time."""
+    drafter = SuffixDrafter()
+    drafter.open("r", prompt, {}, "")
+    known = list(prompt)
+    for token_id in text:
+        ask(drafter, known, 8, shape)
+        known.append(token_id)
+        tell(drafter, known)
+    return set(node_paths(ask(drafter, known, 8, shape)))

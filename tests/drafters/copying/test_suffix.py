@@ -14,7 +14,7 @@ from drafters.copying.alignment import Alignment, Desk
 from drafters.copying.suffix import SuffixDrafter
 from drafters.copying.suffix_index import Histories, TenantHistory
 from drafters.copying.weights import MAX_MATCH_LENGTH, WEIGHTS, Place
-from worlds.simulated_target import ask, children_of, decode, propose_once, tell
+from worlds.simulated_target import ask, check_tree, children_of, decode, propose_once, tell
 
 CHAIN = DraftShape(1, 64)
 TREE = DraftShape(4, 64)
@@ -41,18 +41,18 @@ def steps_for(output, prompt):
 # --- the alignment ---
 
 
-@given(SMALL_TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=60))
-def test_what_is_copied_agrees_with_the_text(prompt, output):
+@given(SMALL_TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 9))
+def test_any_text_is_followed_in_any_pieces(prompt, output, size):
     alignment = Alignment(list(prompt), None, Desk())
     text = list(prompt)
-    for token_id in output:
-        text.append(token_id)
+    for start in range(0, len(output), size):
+        text += output[start : start + size]
         alignment.extend(text)
+        tree = alignment.draft(9, 3, 5)
+        check_tree(tree, 9, DraftShape(3, 5))
+        assert set(tree.token_ids) <= set(text)
         copied = alignment.position
-        if copied is not None:
-            length = min(alignment.length, copied)
-            assert length > 0
-            assert text[copied - length : copied] == text[len(text) - length :]
+        assert copied is None or 0 <= copied <= len(text)
     assert alignment.token_ids == text
 
 
@@ -147,6 +147,56 @@ def test_copying_returns_to_where_it_left_for_another_place():
     prompt = [*first, *second, 5]
     text = [*prompt, *first[:30], *second, 1]
     assert 130 in children_of(propose_after(prompt, text, DraftShape(8, 64), 24))
+
+
+BLANK, ROLE = 7, 8
+
+
+def edit_of(first, tag):
+    """(prompt, output) of an edit whose instruction is ``tag``; the output is the text itself."""
+    text = list(range(first, first + 40))
+    return [9, tag, tag + 1, BLANK, *text, ROLE], text
+
+
+def begin(drafter, prompt, output, cache_salt="a", options=None):
+    """Writes ``output`` in one step, and returns what was drafted before."""
+    drafter.open("r", prompt, options or {}, cache_salt)
+    known = list(prompt)
+    tree = ask(drafter, known, 4, CHAIN)
+    known += output
+    tell(drafter, known, len(output))
+    drafter.close("r")
+    return list(tree.token_ids)
+
+
+def test_an_output_is_expected_to_begin_where_others_of_the_tenant_began():
+    drafter = SuffixDrafter()
+    assert begin(drafter, *edit_of(1_000, 20)) == []
+    assert begin(drafter, *edit_of(2_000, 30)) == [2_000, 2_001, 2_002, 2_003]
+    assert begin(drafter, *edit_of(3_000, 40), cache_salt="b") == []
+    assert begin(drafter, *edit_of(4_000, 50), options={"use_history": False}) == []
+
+
+def test_where_most_outputs_begin_with_something_new_nothing_is_expected():
+    history = TenantHistory()
+    history.note_beginning(BLANK)
+    assert history.beginning([1, BLANK, 2]) == 2
+    assert history.beginning([1, 2]) is None
+    for _ in range(2):
+        history.note_beginning(None)
+    assert history.beginning([1, BLANK, 2]) is None
+    for token_id in range(1_000):
+        history.note_beginning(token_id)
+    assert len(history._beginnings) < 100
+
+
+def test_a_new_name_is_looked_for_in_the_instruction():
+    # Its first token, 50, has newer occurrences, all with another one after it.
+    text = [*range(100, 130), 60, *range(130, 160)]
+    elsewhere = [token for at in range(12) for token in (50, 1_000 + at)]
+    prompt = [60, 40, 50, 51, 52, 41, BLANK, *text, *range(5_000, 5_300), *elsewhere, ROLE]
+    tree = propose_after(prompt, [*prompt, *range(100, 130), 50], TREE, 8)
+    assert list(tree.token_ids)[:2] == [51, 52]
 
 
 # --- chains and trees ---
