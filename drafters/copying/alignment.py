@@ -165,14 +165,14 @@ class Alignment:
     def finish(self) -> None:
         """Hands the text to the tenant's history."""
         if self._history is not None:
-            token_ids, first = self._text.token_ids, self._state["copied_from"]
+            token_ids, num_prompt = self._text.token_ids, self._state["num_prompt_tokens"]
             self._history.add(token_ids)
-            self._history.note_beginning(token_ids[first - 1] if first > 0 else None)
+            self._history.note_beginning(token_ids[:num_prompt], self._state["copied_from"])
 
-    def _expect(self, position: int | None) -> None:
+    def _expect(self, position: int) -> None:
         """Expects the output to begin as a copy of what stands at ``position``, as if a copy had broken
         off there."""
-        if position is not None:
+        if position > 0:
             self._ends["position"] = position
             self._ends["text"], self._state["num_ends"] = OWN_TEXT, 1
 

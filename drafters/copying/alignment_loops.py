@@ -25,6 +25,8 @@ _FOLLOWED_TOKENS = 16
 copied now shows in those."""
 _FIRST_TOKENS = 8
 """An output that copies before it has more tokens began as a copy."""
+_TOKENS_BEFORE = 3
+"""A copy that more tokens of the prompt's end belong to goes on with the prompt."""
 
 
 @njit
@@ -78,8 +80,8 @@ def _remember(s: State, end: int) -> None:
     s.ends[0].text, s.ends[0].position = s.source, s.position
     num_written = end - s.length - s.num_prompt_tokens
     is_first = s.copied_from == 0 and s.source == OWN_TEXT
-    if is_first and 0 <= num_written <= _FIRST_TOKENS:
-        s.copied_from = s.position - s.length
+    if is_first and -_TOKENS_BEFORE <= num_written <= _FIRST_TOKENS:
+        s.copied_from = s.position - s.length - min(num_written, 0)
 
 
 @njit

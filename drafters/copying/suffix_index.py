@@ -23,6 +23,8 @@ SEPARATOR = -1
 """Stands after every text, so that nothing is copied across; no context has one."""
 _SMALLEST_TABLE = 256
 _REMEMBERED_BEGINNINGS = 64
+_TRIED_BEGINNINGS = 4
+_LONGEST_BEGINNING = 4
 _serials = count(1)
 
 
@@ -122,7 +124,7 @@ class TenantHistory:
         self.young, self.old = IndexedText(), IndexedText()
         self._waiting: deque[Sequence[int]] = deque()
         self._num_waiting = 0
-        self._beginnings: Counter[int | None] = Counter()
+        self._beginnings: Counter[tuple[int, ...]] = Counter()
 
     def __len__(self) -> int:
         """Returns how many tokens are held, those that wait included."""
@@ -136,21 +138,22 @@ class TenantHistory:
         while self._num_waiting > self._generation_tokens:
             self._num_waiting -= len(self._waiting.popleft())
 
-    def note_beginning(self, token_id: int | None) -> None:
-        """Learns from a finished request: its output began as a copy of what follows this token in its
-        prompt, or as no copy."""
-        self._beginnings[token_id] += 1
+    def note_beginning(self, token_ids: Sequence[int], position: int) -> None:
+        """Learns from a finished request: its output began as a copy of what stands at ``position`` in
+        its prompt, or, where that is 0, as no copy."""
+        self._beginnings[_leading_there(token_ids, position)] += 1
         if self._beginnings.total() > _REMEMBERED_BEGINNINGS:
             kept = {each: count // 2 for each, count in self._beginnings.items() if count > 1}
             self._beginnings = Counter(kept)
 
-    def beginning(self, token_ids: Sequence[int]) -> int | None:
-        """Returns the place in a prompt where the output is likely to begin to copy: after the first
-        token that most outputs began after. None: most began as no copy, or nobody knows."""
-        for token_id, _ in self._beginnings.most_common(1):
-            if token_id is not None and token_id in token_ids:
-                return token_ids.index(token_id) + 1
-        return None
+    def beginning(self, token_ids: Sequence[int]) -> int:
+        """Returns the place in a prompt where the output is likely to begin to copy: behind what most
+        outputs began behind. 0: most began as no copy, or nobody knows."""
+        for context, _ in self._beginnings.most_common(_TRIED_BEGINNINGS):
+            found = _first_after(token_ids, context) if context else 0
+            if found or not context:
+                return found
+        return 0
 
     def advance(self, num_tokens: int) -> int:
         """Indexes up to ``num_tokens`` tokens of the texts that wait, and returns how many it was."""
@@ -170,6 +173,25 @@ class TenantHistory:
             self.young, self.old = IndexedText(), self.young
         self.young.append(token_ids)
         self.young.index(len(self.young))
+
+
+def _first_after(token_ids: Sequence[int], context: Sequence[int]) -> int:
+    """Returns the first place after these tokens; 0: there is none."""
+    text, wanted = array("i", token_ids).tobytes(), array("i", context).tobytes()
+    size = len(wanted) // len(context)
+    found = text.find(wanted)
+    while found > 0 and found % size:  # it begins within a token
+        found = text.find(wanted, found + 1)
+    return found // size + len(context) if found >= 0 else 0
+
+
+def _leading_there(token_ids: Sequence[int], position: int) -> tuple[int, ...]:
+    """Returns the fewest tokens before a place that stand nowhere before it; none where many do."""
+    for length in range(1, min(_LONGEST_BEGINNING, position) + 1):
+        context = token_ids[position - length : position]
+        if _first_after(token_ids, context) == position:
+            return tuple(context)
+    return ()
 
 
 class Histories:

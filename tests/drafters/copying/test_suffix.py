@@ -179,15 +179,29 @@ def test_an_output_is_expected_to_begin_where_others_of_the_tenant_began():
 
 def test_where_most_outputs_begin_with_something_new_nothing_is_expected():
     history = TenantHistory()
-    history.note_beginning(BLANK)
+    history.note_beginning([3, BLANK, 4], 2)
     assert history.beginning([1, BLANK, 2]) == 2
-    assert history.beginning([1, 2]) is None
+    assert history.beginning([1, 2]) == 0
     for _ in range(2):
-        history.note_beginning(None)
-    assert history.beginning([1, BLANK, 2]) is None
+        history.note_beginning([3, BLANK, 4], 0)
+    assert history.beginning([1, BLANK, 2]) == 0
     for token_id in range(1_000):
-        history.note_beginning(token_id)
+        history.note_beginning([token_id, 5_000], 1)
     assert len(history._beginnings) < 100
+
+
+def test_as_many_tokens_lead_to_a_beginning_as_nothing_before_it_has():
+    history = TenantHistory()
+    history.note_beginning([BLANK, 1, BLANK, BLANK, 2, BLANK, BLANK], 4)
+    assert history.beginning([BLANK, 5, BLANK, 5, BLANK, BLANK, 6]) == 6
+    history = TenantHistory()
+    history.note_beginning([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], 9)  # what is before it came before
+    assert history.beginning([1, 2, 3, 4, 5]) == 0
+    # Bytes of several tokens are not taken for one.
+    history.note_beginning([256, 9], 1)
+    history.note_beginning([256, 9], 1)
+    assert history.beginning([1, 65_536, 1]) == 0
+    assert history.beginning([1, 65_536, 256, 1]) == 3
 
 
 def test_a_new_name_is_looked_for_in_the_instruction():
