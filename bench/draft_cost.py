@@ -4,7 +4,7 @@ Held-out texts (``bench/data``), behind other held-out files that fill the promp
 tokens, are replayed through every drafter that needs no model. The part of the target is played from
 the text: what was written is accepted, and the tokens it might have written instead are made up, the
 same ones after the same token, so that drafters which learn from them have as much to do as they
-have when serving. CPU time; plain Python on one core.
+have when serving. CPU time on one core; memory is that of requests after their prompts, without text.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import mean, median
 from time import thread_time
@@ -54,22 +56,26 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """``width`` 1 is a chain of ``num_nodes``. ``keep_finished``: one drafter for all texts."""
+    """``width`` 1 is a chain of ``num_nodes``. ``keep_finished``: one drafter for all texts. ``at_once``:
+    so many are open at a time and take their steps in turn."""
 
     num_nodes: int = 8
     width: int = 1
     keep_finished: bool = False
+    at_once: int = 1
 
 
 @dataclass(slots=True)
 class DraftCost:
-    """Microseconds of each step of all texts."""
+    """Microseconds of each step of all texts; bytes that the process grew by with each request that was
+    opened and had its prompt read."""
 
     drafter: str
     workload: str
     num_tokens: int = 0
     draft: list[float] = field(default_factory=list)
     observe: list[float] = field(default_factory=list)
+    opened_bytes: list[int] = field(default_factory=list)
 
     @property
     def both(self) -> list[float]:
@@ -124,46 +130,79 @@ class PlayedTarget:
 
 
 def measure(name: str, workload: str, texts: Sequence[Text], setting: Setting) -> DraftCost:
-    """Replay ``texts`` in turn. Raises ValueError for an unknown drafter."""
+    """Replay ``texts`` in turn, or several at once. Raises ValueError for an unknown drafter."""
     cost = DraftCost(name, workload)
     target = PlayedTarget(sorted({each for text in texts for each in text.prompt}))
+    waiting = deque(enumerate(texts))
+    open_requests: deque[_Request] = deque()
     drafter = None
-    for number, text in enumerate(texts):
-        if drafter is None or not setting.keep_finished:
+    while waiting or open_requests:
+        if drafter is None or not (setting.keep_finished or open_requests):
             drafter = build_drafters([name])[name]
-        _measure_text(drafter, f"text {number}", text, target, setting, cost)
+        while waiting and len(open_requests) < setting.at_once:
+            number, text = waiting.popleft()
+            before = resident_bytes()
+            open_requests.append(_Request(drafter, f"text {number}", text, target, setting, cost))
+            cost.opened_bytes.append(resident_bytes() - before)
+        request = open_requests.popleft()
+        request.step()
+        if request.is_over:
+            drafter.close(request.request_id)
+        else:
+            open_requests.append(request)
     return cost
 
 
-def _measure_text(
-    drafter: Drafter,
-    request_id: str,
-    text: Text,
-    target: PlayedTarget,
-    setting: Setting,
-    cost: DraftCost,
-) -> None:
-    token_ids, whole = list(text.prompt), [*text.prompt, *text.completion]
-    num_nodes = WHOLE_TREE_NODES if drafter.info.needs.all_or_nothing else setting.num_nodes
-    drafter.open(request_id, token_ids, {}, "")
-    drafter.predict(request_id, text.reference)
-    drafter.read_prompt(request_id, len(token_ids) + 1)
-    while len(token_ids) < len(whole):
-        left = min(num_nodes, len(whole) - len(token_ids) - 1)
-        request = DraftRequest(request_id, token_ids, left, DraftShape(setting.width, left))
+def resident_bytes() -> int:
+    """Returns how much memory this process has."""
+    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Request:
+    """One text that is being written."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        request_id: str,
+        text: Text,
+        target: PlayedTarget,
+        setting: Setting,
+        cost: DraftCost,
+    ) -> None:
+        self.request_id = request_id
+        self._drafter, self._target, self._cost = drafter, target, cost
+        self._width = setting.width
+        self._token_ids, self._whole = list(text.prompt), [*text.prompt, *text.completion]
+        is_whole = drafter.info.needs.all_or_nothing
+        self._num_nodes = WHOLE_TREE_NODES if is_whole else setting.num_nodes
+        drafter.open(request_id, self._token_ids, {}, "")
+        drafter.predict(request_id, text.reference)
+        drafter.read_prompt(request_id, len(self._token_ids) + 1)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._token_ids) >= len(self._whole)
+
+    def step(self) -> None:
+        token_ids, whole, cost = self._token_ids, self._whole, self._cost
+        left = min(self._num_nodes, len(whole) - len(token_ids) - 1)
+        request = DraftRequest(self.request_id, token_ids, left, DraftShape(self._width, left))
         start = thread_time()
-        (tree,) = drafter.propose([request])
+        (tree,) = self._drafter.propose([request])
         cost.draft.append((thread_time() - start) * 1e6)
         path = accepted_path(tree, whole, len(token_ids))
         emitted = whole[len(token_ids) : len(token_ids) + len(path)]
         token_ids += emitted
-        num_top_tokens = drafter.num_top_tokens(request_id)
-        seen = target.observation(request_id, token_ids, tree, path, emitted, num_top_tokens)
+        num_top_tokens = self._drafter.num_top_tokens(self.request_id)
+        seen = self._target.observation(
+            self.request_id, token_ids, tree, path, emitted, num_top_tokens
+        )
         start = thread_time()
-        drafter.observe([seen])
+        self._drafter.observe([seen])
         cost.observe.append((thread_time() - start) * 1e6)
         cost.num_tokens += len(emitted)
-    drafter.close(request_id)
 
 
 class HeldOut:
@@ -174,11 +213,12 @@ class HeldOut:
         self._data = data
 
     def texts(self, workload: str, num_texts: int, num_context: int, first: int) -> list[Text]:
-        """Completions keep their ``first`` tokens; prompts have ``num_context`` of them. Raises
+        """The file's first texts, again from the first where it has fewer. Completions keep their
+        ``first`` tokens; prompts have ``num_context`` of them. Raises
         KeyError for an unknown workload."""
         texts = []
         filler = cycle(self._filler)
-        for line in self._lines(FILES[workload])[:num_texts]:
+        for line in islice(cycle(self._lines(FILES[workload])), num_texts):
             asked = line["prompt"] if "prompt" in line else line["messages"][-1]["content"]
             prompt, completion = self._encoded(asked), self._encoded(line["completion"])
             reference = self._encoded(asked.partition("\n\n")[2])
@@ -217,11 +257,22 @@ def summary(cost: DraftCost) -> dict[str, Any]:
         "p95": both[min(len(both) - 1, int(0.95 * len(both)))],
         "num_steps": len(both),
         "tokens_per_step": cost.tokens_per_step,
+        "opened_kilobytes": mean(cost.opened_bytes) / 1e3,
     }
 
 
 def markdown(summaries: Sequence[dict[str, Any]]) -> str:
-    header = ("drafter", "text", "draft", "observe", "both", "mean", "p95", "tokens/step")
+    header = (
+        "drafter",
+        "text",
+        "draft",
+        "observe",
+        "both",
+        "mean",
+        "p95",
+        "tokens/step",
+        "kB/request",
+    )
     keys = ("draft_median", "observe_median", "median", "mean", "p95")
     rows = [
         [
@@ -229,6 +280,7 @@ def markdown(summaries: Sequence[dict[str, Any]]) -> str:
             each["workload"],
             *(f"{each[key]:.0f}" for key in keys),
             f"{each['tokens_per_step']:.2f}",
+            f"{each['opened_kilobytes']:.0f}",
         ]
         for each in summaries
     ]
@@ -255,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--keep-finished", action="store_true", help="texts as one tenant's, one after the other"
     )
+    parser.add_argument("--at-once", type=int, default=1, help="requests that are open at a time")
     parser.add_argument("--model", help="whose tokenizer reads texts; default: the bundled model")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(arguments)
@@ -265,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     gc.collect()
     gc.freeze()  # as the server does: what is loaded by now is not looked through again
-    setting = Setting(options.nodes, options.width, options.keep_finished)
+    setting = Setting(options.nodes, options.width, options.keep_finished, options.at_once)
     summaries = list(run(options.drafters, texts, setting))
     print(
         "Median microseconds of CPU time per request and step; mean and 95th percentile of both.\n"

@@ -1,111 +1,112 @@
 """Earlier occurrences of a text's last tokens, in the text and in the same tenant's finished requests.
 
-Owned by the ``suffix`` drafter. Contexts are packed windows (see ``drafters.contexts``), so one
-dictionary holds all lengths.
+Owned by the ``suffix`` drafter. The loops over tokens are compiled (``index_loops.py``).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from array import array
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
+from itertools import count
 
-from drafters.contexts import levels, pack, windows
+from drafters.compiled import Memory, address_of
+from drafters.copying import index_loops
+from drafters.copying.index_loops import NUM_LEVELS
+from drafters.copying.records import Text
 
-CONTEXT_LENGTHS = (1, 2, 4)
-MAX_OCCURRENCES = 8
-MAX_MATCH_LENGTH = 48
 MAX_TENANTS = 64
 MAX_HISTORY_TOKENS = 65_536
 MAX_TOKENS_OF_ALL = 524_288
 _INDEXED_PER_STEP = 96
 SEPARATOR = -1
-"""Stands after every text, so that nothing is copied across; no context ends with it."""
+"""Stands after every text, so that nothing is copied across; no context has one."""
+_SMALLEST_TABLE = 256
+_REMEMBERED_BEGINNINGS = 64
+_TRIED_BEGINNINGS = 4
+_LONGEST_BEGINNING = 4
+_serials = count(1)
 
-_LEVELS = levels(CONTEXT_LENGTHS)
-_LONGEST = _LEVELS[-1]
 
+class IndexedText:
+    """A text that grows, and the places after the contexts of it, or of the parts of it that are told.
 
-class SuffixIndex:
-    """Newest occurrences of the contexts of a text that grows, or of the parts of it that are told.
+    ``serial``: its number; those that are not given are all different, and more than 0. ``told``: what
+    compiled loops know of it.
 
-    Three dictionary operations per indexed token. An occurrence is the position after the context,
-    where its continuation stands. A context keeps its ``MAX_OCCURRENCES`` newest ones (up to twice
-    as many before the older half is dropped).
-
-    Memory: about 150 bytes per token of code, 310 where nothing repeats.
+    Memory: 16 bytes per token, and 8 to 32 bytes per different context of 1, 2 or 4 tokens that is
+    indexed: some 40 bytes per token of code in all, up to 112 where nothing repeats.
     """
 
-    __slots__ = ("_occurrences", "num_indexed")
+    __slots__ = ("_links", "_table", "_tokens", "told")
 
-    def __init__(self) -> None:
-        self._occurrences: dict[int, int | list[int]] = {}
-        self.num_indexed = 0
+    def __init__(self, serial: int | None = None) -> None:
+        self.told = Memory(Text)
+        self.told["serial"] = next(_serials) if serial is None else serial
+        self._tokens = array("i")
+        self._links = array("i", bytes(4 * NUM_LEVELS))
+        self._table = array("i", bytes(4 * _SMALLEST_TABLE))
+        self._tell()
 
     def __len__(self) -> int:
-        """Returns how many contexts are held."""
-        return len(self._occurrences)
+        return len(self._tokens)
 
-    def clear(self) -> None:
-        self._occurrences.clear()
-        self.num_indexed = 0
+    @property
+    def token_ids(self) -> list[int]:
+        """A copy of all that was appended."""
+        return self._tokens.tolist()
 
-    def extend(self, token_ids: Sequence[int], start: int, end: int) -> None:
-        """Indexes the contexts that end at the tokens ``start`` .. ``end - 1`` of the text."""
-        occurrences = self._occurrences
-        context_levels = _LEVELS
-        rolled = windows(_window(token_ids, start), token_ids[start:end], _LONGEST.mask)
-        for after, window in enumerate(rolled, start + 1):
-            for _, mask, smallest in context_levels:
-                key = window & mask
-                if key < smallest:
-                    break  # the text has fewer tokens than the context
-                known = occurrences.setdefault(key, after)
-                if known is after:  # it is new
-                    continue
-                if isinstance(known, int):
-                    occurrences[key] = [known, after]
-                else:
-                    known.append(after)
-                    if len(known) > 2 * MAX_OCCURRENCES:
-                        del known[:-MAX_OCCURRENCES]
-        self.num_indexed = end
+    @property
+    def num_indexed(self) -> int:
+        """The first token that is not indexed; of those before it some may be left out."""
+        return self.told["num_indexed"]
 
-    def find(self, token_ids: Sequence[int], end: int, limit: int) -> list[int]:
-        """Returns up to ``limit`` positions that follow an occurrence of a context of
-        ``token_ids[:end]``, those of the longest context first, newest first.
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Makes room for these tokens, too, and for their contexts. They are part of the text once a
+        loop has taken them in: ``index`` here, another for a request's own text."""
+        self._tokens.extend(token_ids)
+        self._links.frombytes(bytes(4 * NUM_LEVELS * len(token_ids)))
+        num_contexts = NUM_LEVELS * (len(self._tokens) - self.told["num_indexed"])
+        if 2 * (self.told["num_contexts"] + num_contexts) > len(self._table):
+            self._enlarge(2 * (self.told["num_contexts"] + num_contexts))
+        self._tell()
 
-        ``token_ids`` need not be the indexed text. Where it is, ``end`` itself may be among them.
+    def index(self, end: int) -> None:
+        """Indexes the tokens before ``end`` that are not."""
+        self.told["num_tokens"] = len(self._tokens)
+        index_loops.index_text.compile()(self.told.address, self.told["num_indexed"], end)
+
+    def forget(self, start: int) -> None:
+        """Empties the index; the first token that is indexed from now on is ``start``."""
+        index_loops.forget_index.compile()(self.told.address, start)
+
+    def find(self, token_ids: Sequence[int], most: int, limit: int) -> list[int]:
+        """Returns up to ``limit`` places that follow an occurrence of the last 4, 2 or 1 of these tokens,
+        those of the longest context first, newest first, ``most`` of each.
+
+        Where this is the text itself, its end may be among them.
         """
-        window = _window(token_ids, end)
-        found: dict[int, None] = {}
-        for _, mask, smallest in reversed(_LEVELS):
-            key = window & mask
-            known = self._occurrences.get(key) if key >= smallest else None
-            if known is None:
-                continue
-            if isinstance(known, int):
-                found[known] = None
-            else:
-                found.update(dict.fromkeys(known[: -MAX_OCCURRENCES - 1 : -1]))
-            if len(found) >= limit:
-                return list(found)[:limit]
-        return list(found)
+        ending, places = array("i", token_ids), array("i", bytes(4 * limit))
+        find = index_loops.find_places.compile()
+        found = find(
+            self.told.address, address_of(ending), len(ending), most, limit, address_of(places)
+        )
+        return places[:found].tolist()
 
+    def _enlarge(self, least: int) -> None:
+        size = len(self._table)
+        while size < least:
+            size *= 2
+        table = array("i", bytes(4 * size))
+        index_loops.move_index.compile()(self.told.address, address_of(table), size)
+        self._table = table
 
-def _window(token_ids: Sequence[int], end: int) -> int:
-    return pack(token_ids[max(0, end - _LONGEST.num_tokens) : end])
-
-
-class _Generation:
-    """Texts one after the other, and the index over them."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.index = SuffixIndex()
-
-    def clear(self) -> None:
-        self.token_ids.clear()
-        self.index.clear()
+    def _tell(self) -> None:
+        told = self.told
+        told["tokens"] = address_of(self._tokens)
+        told["links"] = address_of(self._links)
+        told["table"] = address_of(self._table)
+        told["table_size"] = len(self._table)
 
 
 class TenantHistory:
@@ -115,27 +116,44 @@ class TenantHistory:
     Texts wait until ``advance`` has the time to index them, a little per step, so that no step
     stalls. A text longer than a generation keeps its end.
 
-    Memory: about 150 bytes per token of code, 310 where nothing repeats: 10 to 20 MB for a tenant who
-    filled ``max_tokens``.
+    Memory: that of two ``IndexedText``, 2.6 to 7 MB for a tenant who filled ``max_tokens``.
     """
 
     def __init__(self, max_tokens: int = MAX_HISTORY_TOKENS) -> None:
         self._generation_tokens = max(2, max_tokens // 2)
-        self._young, self._old = _Generation(), _Generation()
+        self.young, self.old = IndexedText(), IndexedText()
         self._waiting: deque[Sequence[int]] = deque()
         self._num_waiting = 0
+        self._beginnings: Counter[tuple[int, ...]] = Counter()
 
     def __len__(self) -> int:
         """Returns how many tokens are held, those that wait included."""
-        return len(self._young.token_ids) + len(self._old.token_ids) + self._num_waiting
+        return len(self.young) + len(self.old) + self._num_waiting
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Takes in a finished request's text; texts that waited longest make room."""
-        kept = [*token_ids[1 - self._generation_tokens :], SEPARATOR]
+        kept = array("i", [*token_ids[1 - self._generation_tokens :], SEPARATOR])
         self._waiting.append(kept)
         self._num_waiting += len(kept)
         while self._num_waiting > self._generation_tokens:
             self._num_waiting -= len(self._waiting.popleft())
+
+    def note_beginning(self, token_ids: Sequence[int], position: int) -> None:
+        """Learns from a finished request: its output began as a copy of what stands at ``position`` in
+        its prompt, or, where that is 0, as no copy."""
+        self._beginnings[_leading_there(token_ids, position)] += 1
+        if self._beginnings.total() > _REMEMBERED_BEGINNINGS:
+            kept = {each: count // 2 for each, count in self._beginnings.items() if count > 1}
+            self._beginnings = Counter(kept)
+
+    def beginning(self, token_ids: Sequence[int]) -> int:
+        """Returns the place in a prompt where the output is likely to begin to copy: behind what most
+        outputs began behind. 0: most began as no copy, or nobody knows."""
+        for context, _ in self._beginnings.most_common(_TRIED_BEGINNINGS):
+            found = _first_after(token_ids, context) if context else 0
+            if found or not context:
+                return found
+        return 0
 
     def advance(self, num_tokens: int) -> int:
         """Indexes up to ``num_tokens`` tokens of the texts that wait, and returns how many it was."""
@@ -150,31 +168,35 @@ class TenantHistory:
                 self._waiting.appendleft(rest)
         return num_tokens - left
 
-    def find(self, token_ids: Sequence[int], end: int, limit: int) -> list[tuple[list[int], int]]:
-        """Returns up to ``limit`` (text, position) that continue a context of ``token_ids[:end]``."""
-        found: list[tuple[list[int], int]] = []
-        for generation in (self._young, self._old):
-            text = generation.token_ids
-            if not text:
-                continue
-            for position in generation.index.find(token_ids, end, limit - len(found)):
-                if position < len(text) and text[position] != SEPARATOR:
-                    found.append((text, position))
-        return found[:limit]
-
     def _append(self, token_ids: Sequence[int]) -> None:
-        if len(self._young.token_ids) + len(token_ids) > self._generation_tokens:
-            self._old.clear()  # who copies from it finds it empty
-            self._young, self._old = _Generation(), self._young
-        text = self._young.token_ids
-        start = len(text)
-        text.extend(token_ids)
-        self._young.index.extend(text, start, len(text))
+        if len(self.young) + len(token_ids) > self._generation_tokens:
+            self.young, self.old = IndexedText(), self.young
+        self.young.append(token_ids)
+        self.young.index(len(self.young))
+
+
+def _first_after(token_ids: Sequence[int], context: Sequence[int]) -> int:
+    """Returns the first place after these tokens; 0: there is none."""
+    text, wanted = array("i", token_ids).tobytes(), array("i", context).tobytes()
+    size = len(wanted) // len(context)
+    found = text.find(wanted)
+    while found > 0 and found % size:  # it begins within a token
+        found = text.find(wanted, found + 1)
+    return found // size + len(context) if found >= 0 else 0
+
+
+def _leading_there(token_ids: Sequence[int], position: int) -> tuple[int, ...]:
+    """Returns the fewest tokens before a place that stand nowhere before it; none where many do."""
+    for length in range(1, min(_LONGEST_BEGINNING, position) + 1):
+        context = token_ids[position - length : position]
+        if _first_after(token_ids, context) == position:
+            return tuple(context)
+    return ()
 
 
 class Histories:
-    """One ``TenantHistory`` per cache_salt: at most ``max_tenants``, and ``max_tokens`` in all (80 to
-    160 MB); the tenants used longest ago are forgotten."""
+    """One ``TenantHistory`` per cache_salt: at most ``max_tenants``, and ``max_tokens`` in all (21 to
+    59 MB); the tenants used longest ago are forgotten."""
 
     def __init__(self, max_tenants: int = MAX_TENANTS, max_tokens: int = MAX_TOKENS_OF_ALL) -> None:
         self._max_tenants = max_tenants

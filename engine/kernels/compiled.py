@@ -10,22 +10,17 @@ further threads of our own would find torch's still spinning on their cores.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import shutil
-import time
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 from numba import cfunc, types
 
+from drafters.compiled import kept, version_of
 from engine import noise_numbers
 from engine.kernels import Renewal, watched
 from engine.kernels.records import Dtypes, Record, layout_of
@@ -48,7 +43,7 @@ class Kernel:
         """Raises what numba raises."""
         if self._code is not None:
             return
-        with _kept() as keep:
+        with kept(_version()) as keep:
             self._code = cfunc(types.void(self._argument), cache=keep)(self._body)
         self._call = self._kind(None, ctypes.c_void_p)(self._code.address)
 
@@ -113,47 +108,7 @@ def _team() -> Any:
 
 @cache
 def _version() -> str:
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(noise_numbers.__file__)]
-    text = b"".join(path.read_bytes() for path in sources)
-    return hashlib.sha256(text + numba.__version__.encode()).hexdigest()[:16]
-
-
-_DAYS_KEPT = 30
-
-
-@contextmanager
-def _kept() -> Iterator[bool]:
-    """Within it, machine code goes to a folder that is named after the text of all that kernels are made
-    of: numba itself looks at the one file that a kernel is in. False: there is no place for it."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "slipstream" / "kernels" / _version()
-    try:
-        is_new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        can_write = os.access(folder, os.W_OK)
-        if can_write:
-            os.utime(folder)  # somebody uses it
-        if is_new:
-            _remove_unused(folder.parent)
-    except (OSError, RuntimeError):
-        can_write = False
-    before = numba.config.CACHE_DIR
-    if can_write:
-        numba.config.CACHE_DIR = str(folder)
-    try:
-        yield can_write
-    finally:
-        numba.config.CACHE_DIR = before
-
-
-def _remove_unused(folder: Path) -> None:
-    """Removes what no process has taken kernels from for a month: a version of before. One that still
-    runs makes its folder again when it compiles another."""
-    oldest = time.time() - _DAYS_KEPT * 24 * 3600
-    for version in folder.iterdir():
-        with suppress(OSError):
-            if version.stat().st_mtime < oldest:
-                shutil.rmtree(version, ignore_errors=True)
+    return version_of([*sorted(Path(__file__).parent.glob("*.py")), Path(noise_numbers.__file__)])
 
 
 _NUMBERS_FOR_A_TEAM = 1 << 16

@@ -33,7 +33,7 @@ def held_out(tmp_path: Path) -> HeldOut:
 
 @pytest.mark.parametrize("name", MODEL_FREE)
 def test_every_drafter_without_a_model_is_measured_to_the_end_of_the_text(name: str) -> None:
-    for setting in (Setting(), Setting(16, 4, keep_finished=True)):
+    for setting in (Setting(), Setting(16, 4, keep_finished=True), Setting(at_once=2)):
         cost = measure(name, "periods", [TEXT, TEXT], setting)
         assert cost.num_tokens == 2 * len(TEXT.completion)
         assert len(cost.draft) == len(cost.observe) <= cost.num_tokens
@@ -53,7 +53,8 @@ def test_the_target_says_what_was_written_and_else_the_same_after_the_same_token
 
 
 def test_texts_stand_behind_others_that_fill_the_context(held_out: HeldOut) -> None:
-    (text,) = held_out.texts("edit", 5, 100, 4)
+    text, again = held_out.texts("edit", 2, 100, 4)
+    assert again.completion == text.completion
     prompt, completion, reference = (
         "".join(map(chr, each)) for each in (text.prompt, text.completion, text.reference)
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from drafters.base import DraftShape
-from drafters.copying import alignment as suffix_corrections
-from drafters.copying.alignment import Corrections
 from drafters.copying.suffix import SuffixDrafter
 from worlds.simulated_target import ask, decode, node_paths, tell
 
@@ -20,41 +18,6 @@ def code(name: int) -> list[int]:
     for part in range(6):
         text += [*range(100 + 20 * part, 119 + 20 * part), 6, name]
     return text
-
-
-def test_shares_follow_what_happened() -> None:
-    corrections = Corrections()
-    assert corrections.find(6, OLD, 0.0) is None
-    corrections.learn(6, OLD, NEW)
-    assert corrections.find(6, OLD, 0.0) == (NEW, 1 / 2)
-    corrections.learn(6, OLD, NEW)
-    assert corrections.find(6, OLD, 0.0) == (NEW, 2 / 3)
-    corrections.confirm(6, [OLD, 6, OLD, 9])
-    assert corrections.find(6, OLD, 0.0) == (NEW, 2 / 5)
-    assert corrections.find(6, OLD, 0.41) is None
-    assert corrections.find(5, OLD, 0.0) is None
-    corrections.learn(6, OLD, 9)
-    assert corrections.find(6, OLD, 0.0) == (9, 3 / 6)
-
-
-def test_what_was_learnt_is_found_in_a_run() -> None:
-    corrections = Corrections()
-    assert not corrections.any_in(6, [OLD], 0.0)
-    corrections.learn(6, OLD, NEW)
-    assert corrections.any_in(6, [OLD, 1], 0.5)
-    assert corrections.any_in(5, [6, OLD], 0.5)
-    assert not corrections.any_in(5, [6, OLD], 0.6)
-    assert not corrections.any_in(5, [OLD, 6], 0.5)
-
-
-def test_the_oldest_corrections_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_corrections, "MAX_CORRECTIONS", 2)
-    corrections = Corrections()
-    for original in (1, 2, 1, 3):
-        corrections.learn(6, original, NEW)
-    assert len(corrections) == 2
-    assert corrections.find(6, 2, 0.0) is None
-    assert corrections.find(6, 1, 0.0) == (NEW, 2 / 3)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
@@ -89,3 +52,69 @@ def test_a_tree_has_the_original_and_the_correction() -> None:
         tell(drafter, known)
     paths = {(known[-1], *path)[-2:] for path in node_paths(ask(drafter, known, 24, TREE))}
     assert {(6, OLD), (6, NEW)} <= paths
+
+
+def drafts_of(original: list[int], actual: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
+    """What is drafted for a third place, after ``original`` became ``actual`` at two others."""
+    between = [list(range(start, start + 30)) for start in (100, 200, 300, 400)]
+    prompt = [
+        *between[0],
+        *original,
+        *between[1],
+        *original,
+        *between[2],
+        *original,
+        *between[3],
+        5,
+    ]
+    text = [*between[0], *actual, *between[1], *actual, *between[2]]
+    return paths_after(prompt, text, shape)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+@pytest.mark.parametrize(
+    ("original", "actual"),
+    [([1, 6, 2], [3, 6, 4]), ([1], [3, 7, 4]), ([1, 2, 3], [4])],
+    ids=["both", "longer", "shorter"],
+)
+def test_all_tokens_of_a_name_are_changed_at_once(
+    original: list[int], actual: list[int], shape: DraftShape
+) -> None:
+    # What comes in between differs at all three places: the changed tokens are known by themselves.
+    paths = drafts_of([9, *original], [9, *actual], shape)
+    assert (9, *actual, 400, 401) in {path[: len(actual) + 3] for path in paths}
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_a_name_is_known_after_other_tokens_too(shape: DraftShape) -> None:
+    name, new = [OLD, 9], [NEW, 10, 11]
+    parts = [list(range(start, start + 30)) for start in range(100, 700, 100)]
+    prompt = [token_id for part in parts for token_id in (*part, *name)]
+    text = [token_id for part in parts[:4] for token_id in (*part, *new)] + parts[4]
+    paths = paths_after([*prompt, 5], text, shape)
+    assert (*new, 600) in {path[:4] for path in paths}
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_a_change_that_was_begun_is_gone_through_with(shape: DraftShape) -> None:
+    name, new = [OLD, 9], [NEW, 10, 11]
+    parts = [list(range(start, start + 30)) for start in (100, 200, 300)]
+    prompt = [token_id for part in parts for token_id in (*part, *name)]
+    before = [*parts[0], *new, *parts[1]]
+    for num_written in range(1, len(new) + 1):
+        paths = paths_after([*prompt, 5], [*before, *new[:num_written]], shape)
+        assert (*new[num_written:], 300, 301) in {
+            path[: len(new) - num_written + 2] for path in paths
+        }
+
+
+def paths_after(prompt: list[int], text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
+    """What is drafted after ``text`` has been written, a token at a time."""
+    drafter = SuffixDrafter()
+    drafter.open("r", prompt, {}, "")
+    known = list(prompt)
+    for token_id in text:
+        ask(drafter, known, 8, shape)
+        known.append(token_id)
+        tell(drafter, known)
+    return set(node_paths(ask(drafter, known, 8, shape)))

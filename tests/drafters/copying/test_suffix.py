@@ -9,47 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.base import DraftShape
-from drafters.contexts import num_equal_before
 from drafters.copying import alignment as suffix_alignment
-from drafters.copying.alignment import Alignment
+from drafters.copying.alignment import Alignment, Desk
 from drafters.copying.suffix import SuffixDrafter
-from drafters.copying.suffix_index import (
-    CONTEXT_LENGTHS,
-    MAX_MATCH_LENGTH,
-    MAX_OCCURRENCES,
-    Histories,
-    SuffixIndex,
-    TenantHistory,
-)
-from drafters.copying.weights import WEIGHTS, Place
-from worlds.simulated_target import ask, children_of, decode, propose_once, tell
+from drafters.copying.suffix_index import Histories, TenantHistory
+from drafters.copying.weights import MAX_MATCH_LENGTH, WEIGHTS, Place
+from worlds.simulated_target import ask, check_tree, children_of, decode, propose_once, tell
 
 CHAIN = DraftShape(1, 64)
 TREE = DraftShape(4, 64)
 SMALL_TEXTS = st.lists(st.integers(0, 3), max_size=60)
-
-
-def naive_places(text, ending, end):
-    """By brute force: after every occurrence of a context of ``ending[:end]``, the longest context
-    first, newest first, ``MAX_OCCURRENCES`` of each."""
-    found = []
-    for length in reversed(CONTEXT_LENGTHS):
-        if length > end:
-            continue
-        context = ending[end - length : end]
-        places = [at for at in range(length, len(text) + 1) if text[at - length : at] == context]
-        found += [at for at in reversed(places[-MAX_OCCURRENCES:]) if at not in found]
-    return found
-
-
-def naive_match_length(text, position, ending, end):
-    length = 0
-    while (
-        length < min(position, end, MAX_MATCH_LENGTH)
-        and text[position - length - 1 : position] == ending[end - length - 1 : end]
-    ):
-        length += 1
-    return length
 
 
 def target_of(output, num_prompt_tokens):
@@ -69,71 +38,62 @@ def steps_for(output, prompt):
     return len(run.num_emitted)
 
 
-# --- the index ---
-
-
-@given(SMALL_TEXTS, SMALL_TEXTS, st.lists(st.integers(1, 9), max_size=8))
-def test_the_index_finds_what_brute_force_finds(text, ending, cuts):
-    index = SuffixIndex()
-    position = 0
-    for cut in [*cuts, len(text)]:
-        end = min(len(text), position + cut)
-        index.extend(text, position, end)
-        position = end
-    assert index.find(text, len(text), 99) == naive_places(text, text, len(text))
-    assert index.find(ending, len(ending), 99) == naive_places(text, ending, len(ending))
-    assert index.find(ending, len(ending), 3) == naive_places(text, ending, len(ending))[:3]
-
-
-@given(SMALL_TEXTS, SMALL_TEXTS, st.integers(0, 60))
-def test_match_lengths_are_exact(text, ending, position):
-    position = min(position, len(text))
-    expected = naive_match_length(text, position, ending, len(ending))
-    found = num_equal_before(text, position, ending, len(ending), MAX_MATCH_LENGTH)
-    assert found == expected
-
-
-def test_a_context_keeps_a_bounded_number_of_occurrences():
-    index = SuffixIndex()
-    index.extend([7] * 10_000, 0, 10_000)
-    assert len(index) == len(CONTEXT_LENGTHS)
-    newest = list(range(10_000, 10_000 - MAX_OCCURRENCES, -1))
-    assert index.find([7], 1, 99) == newest
-
-
 # --- the alignment ---
 
 
-@given(SMALL_TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=60))
-def test_what_is_copied_agrees_with_the_text(prompt, output):
-    alignment = Alignment(prompt, None)
+@given(SMALL_TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 9))
+def test_any_text_is_followed_in_any_pieces(prompt, output, size):
+    alignment = Alignment(list(prompt), None, Desk())
     text = list(prompt)
-    for token_id in output:
-        text.append(token_id)
+    for start in range(0, len(output), size):
+        text += output[start : start + size]
         alignment.extend(text)
-        candidates = alignment.candidates()
-        if alignment.source is not None:
-            length = min(alignment.length, alignment.position)
-            start = alignment.position - length
-            assert alignment.source[start : alignment.position] == text[len(text) - length :]
-        for candidate in candidates:
-            assert candidate.weight > 0
-            assert 0 <= candidate.position < len(candidate.text)
-            assert candidate.match_length == naive_match_length(
-                list(candidate.text), candidate.position, text, len(text)
-            )
+        tree = alignment.draft(9, 3, 5)
+        check_tree(tree, 9, DraftShape(3, 5))
+        assert set(tree.token_ids) <= set(text)
+        copied = alignment.position
+        assert copied is None or 0 <= copied <= len(text)
     assert alignment.token_ids == text
+
+
+@given(SMALL_TEXTS, SMALL_TEXTS, st.sampled_from([1, 4]))
+def test_every_node_stands_somewhere_after_what_is_before_it(prompt, output, width):
+    # Without corrections and unmatched places a draft says nothing that was not said before.
+    text = [*prompt, *output, 9]
+    alignment = Alignment(list(text), None, Desk())
+    tree = alignment.draft(12, width, 12)
+    assert len(tree) == 0  # 9 is new
+    text.append(text[0])
+    alignment.extend(text)
+    tree = alignment.draft(12, width, 12)
+    tree.validate()
+    pairs = {*zip(text, text[1:], strict=False)}
+    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
+        before = text[-1] if parent < 0 else tree.token_ids[parent]
+        assert (before, token_id) in pairs or before == text[-1]
 
 
 def test_long_texts_are_indexed_in_part(monkeypatch):
     monkeypatch.setattr(suffix_alignment, "MAX_INDEXED_TOKENS", 1_000)
     rng = random.Random(0)
     text = [rng.randrange(50_000) for _ in range(3_000)]
-    alignment = Alignment(text[:100], None)
+    alignment = Alignment(text[:100], None, Desk())
     alignment.extend(text)
     alignment.extend([*text, *text[-400:-300]])
-    assert alignment.source is alignment.token_ids
     assert alignment.position == len(text) - 300
+    alignment.extend([*text, *text[-400:-300], *text[:100]])
+    assert alignment.position is None
+
+
+def test_a_prompt_may_be_read_in_slices():
+    text = [*range(100, 200), 1, *range(100, 140)]
+    whole, sliced = Alignment(list(text), None, Desk()), Alignment(list(text), None, Desk())
+    assert [sliced.read(60), sliced.read(60), sliced.read(60)] == [60, 60, len(text) - 120]
+    drafts = [each.draft(8, 1, 8) for each in (whole, sliced)]
+    whole.extend([*text, 140])
+    sliced.extend([*text, 140])
+    assert drafts[1].token_ids == list(range(140, 148))
+    assert whole.position == sliced.position == 41
 
 
 # --- edits ---
@@ -189,6 +149,70 @@ def test_copying_returns_to_where_it_left_for_another_place():
     assert 130 in children_of(propose_after(prompt, text, DraftShape(8, 64), 24))
 
 
+BLANK, ROLE = 7, 8
+
+
+def edit_of(first, tag):
+    """(prompt, output) of an edit whose instruction is ``tag``; the output is the text itself."""
+    text = list(range(first, first + 40))
+    return [9, tag, tag + 1, BLANK, *text, ROLE], text
+
+
+def begin(drafter, prompt, output, cache_salt="a", options=None):
+    """Writes ``output`` in one step, and returns what was drafted before."""
+    drafter.open("r", prompt, options or {}, cache_salt)
+    known = list(prompt)
+    tree = ask(drafter, known, 4, CHAIN)
+    known += output
+    tell(drafter, known, len(output))
+    drafter.close("r")
+    return list(tree.token_ids)
+
+
+def test_an_output_is_expected_to_begin_where_others_of_the_tenant_began():
+    drafter = SuffixDrafter()
+    assert begin(drafter, *edit_of(1_000, 20)) == []
+    assert begin(drafter, *edit_of(2_000, 30)) == [2_000, 2_001, 2_002, 2_003]
+    assert begin(drafter, *edit_of(3_000, 40), cache_salt="b") == []
+    assert begin(drafter, *edit_of(4_000, 50), options={"use_history": False}) == []
+
+
+def test_where_most_outputs_begin_with_something_new_nothing_is_expected():
+    history = TenantHistory()
+    history.note_beginning([3, BLANK, 4], 2)
+    assert history.beginning([1, BLANK, 2]) == 2
+    assert history.beginning([1, 2]) == 0
+    for _ in range(2):
+        history.note_beginning([3, BLANK, 4], 0)
+    assert history.beginning([1, BLANK, 2]) == 0
+    for token_id in range(1_000):
+        history.note_beginning([token_id, 5_000], 1)
+    assert len(history._beginnings) < 100
+
+
+def test_as_many_tokens_lead_to_a_beginning_as_nothing_before_it_has():
+    history = TenantHistory()
+    history.note_beginning([BLANK, 1, BLANK, BLANK, 2, BLANK, BLANK], 4)
+    assert history.beginning([BLANK, 5, BLANK, 5, BLANK, BLANK, 6]) == 6
+    history = TenantHistory()
+    history.note_beginning([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], 9)  # what is before it came before
+    assert history.beginning([1, 2, 3, 4, 5]) == 0
+    # Bytes of several tokens are not taken for one.
+    history.note_beginning([256, 9], 1)
+    history.note_beginning([256, 9], 1)
+    assert history.beginning([1, 65_536, 1]) == 0
+    assert history.beginning([1, 65_536, 256, 1]) == 3
+
+
+def test_a_new_name_is_looked_for_in_the_instruction():
+    # Its first token, 50, has newer occurrences, all with another one after it.
+    text = [*range(100, 130), 60, *range(130, 160)]
+    elsewhere = [token for at in range(12) for token in (50, 1_000 + at)]
+    prompt = [60, 40, 50, 51, 52, 41, BLANK, *text, *range(5_000, 5_300), *elsewhere, ROLE]
+    tree = propose_after(prompt, [*prompt, *range(100, 130), 50], TREE, 8)
+    assert list(tree.token_ids)[:2] == [51, 52]
+
+
 # --- chains and trees ---
 
 
@@ -208,6 +232,15 @@ def test_longer_matches_never_weigh_less():
 
 
 # --- history ---
+
+
+def after(history, token_id):
+    """What a tenant's texts say after a token, as far as they are indexed."""
+    found = []
+    for text in (history.young, history.old):
+        places = text.find([token_id], 8, 8)
+        found += [text.token_ids[at] for at in places if at < len(text)]
+    return found
 
 
 def finish(drafter, token_ids, cache_salt, request_id="done", options=None):
@@ -251,8 +284,8 @@ def test_the_oldest_texts_make_room():
         history.add(list(range(start, start + 40)))
         history.advance(1_000)
         assert len(history) <= 200
-    assert [text[at] for text, at in history.find([990], 1, 9)] == [991]
-    assert history.find([10], 1, 9) == []
+    assert after(history, 990) == [991]
+    assert after(history, 10) == []
 
 
 def test_waiting_texts_are_bounded_too():
@@ -262,18 +295,18 @@ def test_waiting_texts_are_bounded_too():
     history.add(list(range(5_000, 6_000)))
     assert len(history) <= 100
     history.advance(10_000)
-    assert [text[at] for text, at in history.find([5_950], 1, 9)] == [5_951]
-    assert history.find([5_850], 1, 9) == []
+    assert after(history, 5_950) == [5_951]
+    assert after(history, 5_850) == []
 
 
 def test_texts_are_indexed_a_little_at_a_time():
     history = TenantHistory()
     history.add(list(range(1_000)))
     history.advance(300)
-    assert history.find([299], 1, 9) == []
-    assert [text[at] for text, at in history.find([298], 1, 9)] == [299]
+    assert after(history, 298) == [299]
+    assert after(history, 299) == []
     history.advance(1)
-    assert [text[at] for text, at in history.find([299], 1, 9)] == [300]
+    assert after(history, 299) == [300]
 
 
 def test_who_copies_from_a_forgotten_text_is_lost_but_goes_on():
