@@ -70,6 +70,8 @@ _NO_MEMBERS = ("none", "grammar", "auto")
 _ASKED_EVERY = 8
 _CERTAIN = 0.8
 """Expected share of a chain that is accepted, from which nobody else is asked."""
+_LEAST_SURVIVAL = 0.01
+"""Where cost is weighed, no node of a chain is worth its row that is less likely to be accepted."""
 _LEAST_GAIN = 0.01
 """Tokens per step that a member has to add to those asked before it, where cost is not weighed."""
 _NEARLY_SAID = 0.1
@@ -290,6 +292,7 @@ class AutoDrafter(Drafter):
         state.tokens_per_second = self._tokens_per_second = request.tokens_per_second
         weighs_cost = request.tokens_per_second > 0
         woken = state.woken(self._trials) if weighs_cost else None
+        least = _LEAST_SURVIVAL if weighs_cost else 0.0
         asks_all = not weighs_cost and (not is_chain or state.num_steps % _ASKED_EVERY == 0)
         state.num_steps += 1
         found: _Found = []
@@ -309,7 +312,9 @@ class AutoDrafter(Drafter):
             tried((member,), self._ask, member, request)
             member.seconds = self._clock() - started
             if member.tree.token_ids:
-                survivals = member.acceptance.survivals(member.tree)
+                survivals = member.acceptance.survivals(member.tree, least)
+                if len(survivals) < len(member.tree):
+                    member.tree = member.tree.subtree(range(len(survivals)))
                 found.append((member, survivals))
                 is_certain |= is_chain and sum(survivals) >= _CERTAIN * depth
         return found

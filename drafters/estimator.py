@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 
 from drafters.tree import FORCED, ROOT, DraftTree
 
@@ -86,28 +84,34 @@ class RequestAcceptance:
         """Whether a proposal waits for more text."""
         return self._pending is not None
 
-    def survivals(self, tree: DraftTree) -> list[float]:
-        """Per node, the probability that it and all its ancestors are accepted.
-
-        Never more than the parent's.
-        """
-        acceptances = self._acceptances(tree.features, tree.depths())
-        if tree.is_chain():
-            return list(accumulate(acceptances, mul))
+    def survivals(self, tree: DraftTree, least: float = 0.0) -> list[float]:
+        """Per node, the probability that it and all its ancestors are accepted; never more than the
+        parent's. Of a chain only the first, and those before one below ``least``."""
         survivals: list[float] = []
-        for parent, acceptance in zip(tree.parents, acceptances, strict=True):
+        if tree.is_chain():
+            survival = 1.0
+            for depth, feature in enumerate(tree.features, start=1):
+                survival *= self._acceptance(feature, depth)
+                if survival < least and survivals:  # one at least, to be judged
+                    break
+                survivals.append(survival)
+            return survivals
+        for parent, feature, depth in zip(tree.parents, tree.features, tree.depths(), strict=True):
+            acceptance = self._acceptance(feature, depth)
             survivals.append(acceptance if parent == ROOT else survivals[parent] * acceptance)
         return survivals
 
-    def _acceptances(self, features: Sequence[int], depths: Sequence[int]) -> list[float]:
-        estimator, acceptances = self._estimator, []
-        for feature, depth in zip(features, depths, strict=True):
-            belief = estimator.initial
-            for labels in (self._priors.get(feature), self._own.get(_key(feature, depth))):
-                if labels is not None:
-                    belief = labels.over(belief, estimator.strength)
-            acceptances.append(1.0 if feature == FORCED else belief)
-        return acceptances
+    def _acceptance(self, feature: int, depth: int) -> float:
+        if feature == FORCED:
+            return 1.0
+        strength, belief = self._estimator.strength, self._estimator.initial
+        labels = self._priors.get(feature)
+        if labels is not None:  # as ``over``, which is called too often here
+            belief = (labels.total + strength * belief) / (labels.weight + strength)
+        labels = self._own.get((feature, depth if depth < MAX_DEPTH else MAX_DEPTH))
+        if labels is not None:
+            belief = (labels.total + strength * belief) / (labels.weight + strength)
+        return belief
 
     def update(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Label verified nodes by the verifier's accepted path (rows, as in ``Observation``).

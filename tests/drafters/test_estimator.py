@@ -133,3 +133,12 @@ def test_tables_are_bounded_for_deep_chains():
     view.label_against(chain([1] * 500), [1] * 500)
     assert len(view._own) == 32
     assert acceptance(view, 0, 50) == pytest.approx(acceptance(view, 0, 32))
+
+
+def test_of_a_chain_no_more_is_judged_likely_than_asked_for() -> None:
+    estimates = AcceptanceEstimator().for_request("ngram")
+    tree = chain([1, 2, 3, 4, 5, 6], [0] * 6)
+    every = estimates.survivals(tree)
+    assert every == pytest.approx([0.5**depth for depth in range(1, 7)])
+    assert estimates.survivals(tree, 0.2) == every[:2]
+    assert estimates.survivals(tree, 0.9) == every[:1]  # one is judged in any case
