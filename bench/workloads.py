@@ -135,9 +135,10 @@ def _agent(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
     prompts = []
     for step in range(max(map(len, turns))):
         for at, (session, places) in enumerate(zip(sessions, turns, strict=True)):
-            before = session["messages"][: places[(at + step) % len(places)]]
-            ids = _as_chat(source.tokenizer, before, "agent", session["tools"])
-            prompts.append(Prompt(ids))
+            if step < len(places):
+                before = session["messages"][: places[(at + step) % len(places)]]
+                ids = _as_chat(source.tokenizer, before, "agent", session["tools"])
+                prompts.append(Prompt(ids))
     return prompts
 
 

@@ -17,13 +17,16 @@ from datetime import UTC, datetime
 
 import torch
 
-from bench.cells.contenders import load_core, make_contenders
+from bench.cells.contenders import load_core, started_contenders
+from bench.cells.groups import groups_of
 from bench.cells.options import Options, parse_options
+from bench.cells.picture import can_draw, draw_all
 from bench.cells.plan import CellPlan, Pace, make_plans, measure_pace, missing_rounds
 from bench.cells.records import Results, RoundRecord, record_run
 from bench.cells.report import different_texts, report
-from bench.contenders import Contender
+from bench.contenders import Contender, ContenderFailedError
 from bench.machine import describe_machine
+from bench.models import BenchModel
 from bench.progress import progress_bar
 from bench.runner import measure_rounds
 from bench.workloads import PromptSource
@@ -43,13 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = report(results.rounds)
         options.output.with_suffix(".md").write_text(text, encoding="utf-8")
         print(text)
+        if can_draw():
+            draw_all(groups_of(results.rounds), options.output)
+        else:
+            print("no pictures without matplotlib: pip install 'slipstream-llm[plot]'")
     return 1 if different_texts(results.rounds) else 0
 
 
 def measure(options: Options, results: Results, began: float) -> None:
     """What is missing, as far as the time goes."""
     model = load_core(options)
-    contenders = make_contenders(options, model)
+    try:
+        with started_contenders(options, model) as contenders:
+            _measure(options, model, contenders, results, began)
+    except ContenderFailedError as error:
+        sys.exit(f"the server cannot be measured: {error}")
+
+
+def _measure(
+    options: Options,
+    model: BenchModel,
+    contenders: Sequence[Contender],
+    results: Results,
+    began: float,
+) -> None:
     room = model.info.max_model_len - options.num_new_tokens
     source = PromptSource(model.tokenizer, model.info.vocab_size, room, options.data)
     plans = make_plans(options, source, contenders)

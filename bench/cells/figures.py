@@ -9,7 +9,7 @@ of each its rounds; 95 % of what comes out lies within.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -22,6 +22,7 @@ from bench.cells.records import CellKey, RoundRecord, RunRecord
 PLAIN = "plain"
 AUTO = "auto"
 HTTP = " (HTTP)"
+BEST = "best other"
 _NUM_DRAWS = 2000
 _TAILS = (2.5, 97.5)
 
@@ -62,6 +63,7 @@ class CellFigures:
         self.failed: Mapping[str, str] = {
             name: reason for each in rounds for name, reason in each.failed.items()
         }
+        self._ratios: dict[tuple[str, str], Ratio] = {}
         self._runs = {
             name: [each.runs[name] for each in rounds]
             for name in cell.contenders
@@ -83,6 +85,12 @@ class CellFigures:
 
     def ratio(self, name: str, reference: str) -> Ratio:
         """``name`` against ``reference``. Raises KeyError where one of them is not there."""
+        pair = name, reference
+        if pair not in self._ratios:
+            self._ratios[pair] = self._ratio(*pair)
+        return self._ratios[pair]
+
+    def _ratio(self, name: str, reference: str) -> Ratio:
         seconds = self._of_runs(reference, lambda run: run.seconds)
         theirs = self._of_runs(reference, lambda run: run.tokens / run.seconds)
         quotients = self._of_runs(name, lambda run: run.tokens / run.seconds) / theirs
@@ -165,3 +173,19 @@ def best_other(figures: CellFigures, way: str) -> str | None:
     if not others or PLAIN + way not in figures.names:
         return None
     return max(others, key=lambda name: figures.ratio(name, PLAIN + way).value)
+
+
+def ratios_to_plain(cells: Iterable[CellFigures], name: str, way: str) -> list[Ratio]:
+    """``name``: a drafter or ``BEST``. Of the cells that have it and plain decoding in this way."""
+    chosen = ((each, best_other(each, way) if name == BEST else name + way) for each in cells)
+    return [
+        each.ratio(which, PLAIN + way)
+        for each, which in chosen
+        if which is not None and {which, PLAIN + way} <= {*each.names}
+    ]
+
+
+def drafters_of(cells: Iterable[CellFigures], way: str) -> list[str]:
+    """All drafters' names that any cell has in this way."""
+    names = (name for each in cells for name in each.names if name.endswith(HTTP) == bool(way))
+    return [name for name in dict.fromkeys(map(drafter_of, names)) if name != PLAIN]

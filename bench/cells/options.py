@@ -21,6 +21,8 @@ SAMPLINGS = {
     )
 }
 LOADS = ("closed", "steady")
+IN_PROCESS, OVER_HTTP = "in-process", "http"
+WAYS = (IN_PROCESS, OVER_HTTP)
 WORKLOADS = ("chat", "edit", "code", "summary", "agent")
 AT_ONCE = (1, 8, 16, 32)
 _QUICK_WORKLOADS = ("chat", "edit")
@@ -39,6 +41,7 @@ class Options:
     samplings: tuple[str, ...]
     at_once: tuple[int, ...]
     loads: tuple[str, ...]
+    ways: tuple[str, ...]
     drafters: tuple[str, ...] | None
     num_prompts: int
     num_new_tokens: int
@@ -72,6 +75,7 @@ def parse_options(arguments: Sequence[str] | None, about: str) -> Options:
         samplings=tuple(args.sampling or (_QUICK_SAMPLINGS if quick else SAMPLINGS)),
         at_once=tuple(args.at_once or (_QUICK_AT_ONCE if quick else AT_ONCE)),
         loads=tuple(args.load or (LOADS[:1] if quick else LOADS)),
+        ways=tuple(args.way or (WAYS[:1] if quick else WAYS)),
         drafters=None if args.drafters is None else tuple(args.drafters),
         num_prompts=args.prompts or (2 if quick else 4),
         num_new_tokens=args.new_tokens or (64 if quick else 128),
@@ -107,6 +111,12 @@ def _parser(about: str) -> argparse.ArgumentParser:
         "next, and what is timed is the time while so many run (both)",
     )
     parser.add_argument(
+        "--way",
+        nargs="+",
+        choices=WAYS,
+        help="in-process: a core stepped by hand; http: streams from a server of its own (both)",
+    )
+    parser.add_argument(
         "--drafters",
         nargs="+",
         metavar="NAME[:GAMMA][+OPTION=VALUE..]",
@@ -121,8 +131,8 @@ def _parser(about: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="some closed cells of two workloads, shorter and three rounds: about five minutes on two "
-        "cores with smollm2",
+        help="some closed cells of two workloads in-process, shorter and three rounds: about five "
+        "minutes on two cores with smollm2",
     )
     parser.add_argument(
         "--seconds",
@@ -142,8 +152,8 @@ def _parser(about: str) -> argparse.ArgumentParser:
         type=Path,
         default=Path("cells.jsonl"),
         metavar="FILE.jsonl",
-        help="results, kept round by round and gone on with; FILE.md and FILE.png beside it "
-        "(cells.jsonl). One file for one state of the code.",
+        help="results, kept round by round and gone on with; FILE.md and FILE-*.png beside "
+        "it (cells.jsonl). One file for one state of the code.",
     )
     return parser
 

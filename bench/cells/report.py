@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from bench.cells.contenders import default_drafter
 from bench.cells.figures import (
     AUTO,
+    BEST,
     HTTP,
     PLAIN,
     CellFigures,
     Ratio,
     best_other,
     drafter_of,
+    drafters_of,
     geometric_mean,
+    ratios_to_plain,
     reference_of,
 )
-from bench.cells.records import RoundRecord, rounds_by_cell
+from bench.cells.groups import LEAST_RATIO, groups_of
+from bench.cells.records import RoundRecord, RunRecord
 from bench.tables import table
 
-LEAST_RATIO = 0.97
 _ESTIMATE_ERROR = 0.05
-BEST = "best other"
-
-
-class Served(NamedTuple):
-    """What is compared within: one model in one kind of weights under one kind of load."""
-
-    model: str
-    weights: str
-    steady: bool
-
-    def __str__(self) -> str:
-        weights = "its own weights" if self.weights == "own" else self.weights
-        load = "so many all the time" if self.steady else "begun at once"
-        return f"{self.model}, {weights}, {load}"
-
-
-def figures_of(rounds: Iterable[RoundRecord]) -> list[CellFigures]:
-    return [CellFigures(cell, each) for cell, each in rounds_by_cell(rounds).items()]
-
-
-def groups_of(rounds: Iterable[RoundRecord]) -> dict[Served, list[CellFigures]]:
-    groups: dict[Served, list[CellFigures]] = {}
-    for each in figures_of(rounds):
-        key = Served(each.cell.model, each.cell.weights, each.cell.steady)
-        groups.setdefault(key, []).append(each)
-    return groups
 
 
 def report(rounds: Sequence[RoundRecord]) -> str:
@@ -98,51 +74,52 @@ def _against_plain(figures: CellFigures, name: str, way: str) -> str:
 
 def _means(cells: Sequence[CellFigures], way: str) -> str:
     at_once = sorted({each.cell.at_once for each in cells})
-    names = dict.fromkeys(
-        name for each in cells for name in each.names if name.endswith(HTTP) == bool(way)
-    )
     rows = []
-    for name in (*names, BEST):
-        if name == PLAIN + way:
-            continue
-        row = [drafter_of(name)]
+    for name in (*drafters_of(cells, way), BEST):
+        row = [name]
         for size in at_once:
-            found = list(_ratios(cells, name, way, size))
-            row.append(shown_ratio(geometric_mean(found)) if found else "-")
+            here = [each for each in cells if each.cell.at_once == size]
+            row.append(_mean(ratios_to_plain(here, name, way)))
         rows.append(row)
     header = ["geometric mean over cells", *(f"{size} at once" for size in at_once)]
     return f"{table(header, rows)}\n"
 
 
-def _ratios(cells: Sequence[CellFigures], name: str, way: str, at_once: int) -> Iterable[Ratio]:
-    for each in cells:
-        chosen = best_other(each, way) if name == BEST else name
-        if each.cell.at_once == at_once and chosen in each.names:
-            yield each.ratio(chosen, PLAIN + way)
+def _mean(ratios: Sequence[Ratio]) -> str:
+    return shown_ratio(geometric_mean(ratios)) if ratios else "-"
 
 
 def _estimates(cells: Sequence[CellFigures], way: str) -> str:
     """How far what the engine says of itself is from what the clock says."""
-    lines = []
-    for name in dict.fromkeys(name for each in cells for name in each.names):
-        if name.endswith(HTTP) != bool(way) or drafter_of(name) == PLAIN:
-            continue
-        row = [drafter_of(name)]
-        for figure in ("estimate", "step_estimate"):
-            errors = [
-                said / each.ratio(name, PLAIN + way).value - 1
-                for each in cells
-                if name in each.names
-                and (said := each.estimate(name, lambda run, at=figure: getattr(run, at)))  # type: ignore[misc]
-            ]
-            if not errors:
-                row += ["-", "-"]
-                continue
-            close = sum(abs(error) <= _ESTIMATE_ERROR for error in errors)
-            row += [f"{close} of {len(errors)}", f"{min(errors):+.0%} to {max(errors):+.0%}"]
-        lines.append(row)
+    rows = [
+        [
+            name,
+            *_errors(cells, name, way, lambda run: run.estimate),
+            *_errors(cells, name, way, lambda run: run.step_estimate),
+        ]
+        for name in drafters_of(cells, way)
+    ]
     header = ["estimate within 5 %", "as replies tell", "off by", "as steps tell", "off by"]
-    return f"{table(header, lines)}\n" if lines else ""
+    return f"{table(header, rows)}\n" if rows else ""
+
+
+def _errors(
+    cells: Sequence[CellFigures],
+    name: str,
+    way: str,
+    figure: Callable[[RunRecord], float | None],
+) -> tuple[str, str]:
+    """In how many cells it is right, and how far off it is at most."""
+    errors = [
+        said / ratio.value - 1
+        for each in cells
+        for ratio in ratios_to_plain([each], name, way)
+        if (said := each.estimate(name + way, figure)) is not None
+    ]
+    if not errors:
+        return "-", "-"
+    close = sum(abs(error) <= _ESTIMATE_ERROR for error in errors)
+    return f"{close} of {len(errors)}", f"{min(errors):+.0%} to {max(errors):+.0%}"
 
 
 def _beside_http(cells: Sequence[CellFigures]) -> str:
@@ -159,7 +136,7 @@ def _beside_http(cells: Sequence[CellFigures]) -> str:
                 for each in cells
                 if each.cell.at_once == size and {name, name + HTTP} <= {*each.names}
             ]
-            row.append(shown_ratio(geometric_mean(found)) if found else "-")
+            row.append(_mean(found))
         rows.append(row)
     header = ["HTTP / in-process", *(f"{size} at once" for size in at_once)]
     return f"{table(header, rows)}\n" if rows else ""
@@ -183,7 +160,8 @@ def different_texts(rounds: Iterable[RoundRecord]) -> list[str]:
     """A line for every contender that in some run of a cell did not write what plain decoding did."""
     return [
         f"- {each.cell}: {name} wrote plain's text in {share:.1%} of outputs"
-        for each in figures_of(rounds)
+        for cells in groups_of(rounds).values()
+        for each in cells
         for name in each.names
         if (share := each.same_text(name, each.names[0])) < 1
     ]
@@ -227,7 +205,7 @@ def _details(figures: CellFigures) -> str:
         f"### {cell}",
         "",
         f"{cell.num_prompts} prompts of {figures.mean_prompt_tokens:.0f} tokens on average, "
-        f"{cell.num_new_tokens} new tokens each, {figures.num_rounds} rounds.",
+        f"{cell.num_new_tokens} new tokens each, rounds: {figures.num_rounds}.",
         "",
         table(_HEADER, rows),
         *(f"\n- {name}: {reason}" for name, reason in figures.failed.items()),
