@@ -47,6 +47,7 @@ def _draw(cells: Sequence[CellFigures], way: str, title: str, path: Path) -> Non
     panels = figure.subplots(
         len(workloads), len(samplings), squeeze=False, sharex=True, sharey="row"
     )
+    sizes = sorted({each.cell.at_once for each in cells})
     names = (f"default: {default_drafter()}", AUTO, BEST)
     for row, workload in zip(panels, workloads, strict=True):
         for axes, sampling in zip(row, samplings, strict=True):
@@ -57,7 +58,7 @@ def _draw(cells: Sequence[CellFigures], way: str, title: str, path: Path) -> Non
             ]
             for at, name in enumerate((default_drafter(), AUTO, BEST)):
                 _draw_line(axes, here, name, way, names[at], f"C{at}", (at - 1) * _BESIDE)
-            _label(axes, f"{workload}, {sampling}", here)
+            _label(axes, f"{workload}, {sampling}", sizes)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(names))
     figure.suptitle(f"{title}: times as fast as plain decoding")
@@ -90,10 +91,9 @@ def _draw_line(
     )
 
 
-def _label(axes: Any, title: str, cells: Sequence[CellFigures]) -> None:
+def _label(axes: Any, title: str, sizes: Sequence[int]) -> None:
     axes.set_title(title, fontsize="medium")
     axes.set_xscale("log", base=2)
-    sizes = sorted({each.cell.at_once for each in cells})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.axhline(LEAST_RATIO, color="grey", linewidth=0.8, linestyle=":")
