@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bench.cells.contenders import default_drafter
 from bench.cells.figures import AUTO, BEST, HTTP, PLAIN, CellFigures, ratios_to_plain
 from bench.cells.groups import LEAST_RATIO, Served
 
@@ -48,7 +47,8 @@ def _draw(cells: Sequence[CellFigures], way: str, title: str, path: Path) -> Non
         len(workloads), len(samplings), squeeze=False, sharex=True, sharey="row"
     )
     sizes = sorted({each.cell.at_once for each in cells})
-    names = (f"default: {default_drafter()}", AUTO, BEST)
+    default = cells[0].cell.default
+    names = {default: f"default: {default}", AUTO: AUTO, BEST: BEST}
     for row, workload in zip(panels, workloads, strict=True):
         for axes, sampling in zip(row, samplings, strict=True):
             here = [
@@ -56,8 +56,8 @@ def _draw(cells: Sequence[CellFigures], way: str, title: str, path: Path) -> Non
                 for each in cells
                 if (each.cell.workload, each.cell.sampling) == (workload, sampling)
             ]
-            for at, name in enumerate((default_drafter(), AUTO, BEST)):
-                _draw_line(axes, here, name, way, names[at], f"C{at}", (at - 1) * _BESIDE)
+            for at, (name, label) in enumerate(names.items()):
+                _draw_line(axes, here, (name, way), label, f"C{at}", (at - 1) * _BESIDE)
             _label(axes, f"{workload}, {sampling}", sizes)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(names))
@@ -68,16 +68,16 @@ def _draw(cells: Sequence[CellFigures], way: str, title: str, path: Path) -> Non
 def _draw_line(
     axes: Any,
     cells: Iterable[CellFigures],
-    name: str,
-    way: str,
+    drafter: tuple[str, str],
     label: str,
     colour: str,
     beside: float,
 ) -> None:
+    """``drafter``: its name and the way, as of ``ratios_to_plain``."""
     points = sorted(
         (each.cell.at_once, ratio.value, ratio.low, ratio.high)
         for each in cells
-        for ratio in ratios_to_plain([each], name, way)
+        for ratio in ratios_to_plain([each], *drafter)
     )
     if not points:
         return

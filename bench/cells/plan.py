@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
+from bench.cells.contenders import default_drafter
 from bench.cells.options import SAMPLINGS, Options
 from bench.cells.records import CellKey, Results
 from bench.contenders import Contender, Job
@@ -58,6 +59,7 @@ def _make_plan(
         at_once=size,
         num_prompts=count,
         num_new_tokens=options.num_new_tokens,
+        default=default_drafter(),
         contenders=names,
     )
     return CellPlan(key, cell, make_jobs(cell, prompts, options.num_new_tokens, steady=steady))

@@ -22,8 +22,8 @@ _TEXT_BYTES = 6
 @dataclass(frozen=True, slots=True)
 class CellKey:
     """What has to be equal for two rounds to be of one cell. ``weights``: as asked for, "own" where
-    nothing was; ``steady``: so many requests run all the time, else they begin together;
-    ``contenders``: who took turns."""
+    nothing was; ``steady``: so many requests run all the time, else they begin together; ``default``: the
+    drafter of requests that say nothing; ``contenders``: who took turns."""
 
     model: str
     weights: str
@@ -33,6 +33,7 @@ class CellKey:
     at_once: int
     num_prompts: int
     num_new_tokens: int
+    default: str
     contenders: tuple[str, ...]
 
     def __str__(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from bench.cells.contenders import default_drafter
 from bench.cells.figures import (
     AUTO,
     BEST,
@@ -47,7 +46,7 @@ def shown_ratio(ratio: Ratio) -> str:
 
 
 def _overview(cells: Sequence[CellFigures], way: str) -> str:
-    default = default_drafter()
+    default = cells[0].cell.default
     rows = []
     for each in cells:
         best = best_other(each, way)
