@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.exit(str(error))
     if not options.report_only:
-        measure(options, results, began)
+        # The server is ended by what ends a with-statement, which a signal alone does not.
+        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        try:
+            measure(options, results, began)
+        finally:
+            signal.signal(signal.SIGTERM, previous)
     if results.rounds:
         text = report(results.rounds)
         options.output.with_suffix(".md").write_text(text, encoding="utf-8")

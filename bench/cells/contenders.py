@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from bench.cells.figures import AUTO, HTTP, PLAIN
@@ -20,6 +20,8 @@ from bench.peers.worker import PeerContender, Worker
 from engine.build import with_fastest_weights
 from engine.config import EngineConfig
 from engine.drafting.drafts import with_bundled_drafts
+from engine.gguf.file import find_gguf
+from engine.names import locate
 from engine.request.info import EngineInfo
 from engine.request.params import PLAIN as PLAIN_DECODING
 from engine.request.params import SpeculativeParams
@@ -44,11 +46,25 @@ def engine_config(options: Options) -> EngineConfig:
         quantization=options.quantization,
         max_num_seqs=max(options.at_once),
     )
-    return with_bundled_drafts(with_fastest_weights(config))
+    completed = with_bundled_drafts(with_fastest_weights(config))
+    return replace(completed, model=_checkpoint(options))
+
+
+def _checkpoint(options: Options) -> str:
+    """The model by its name, or its floats where a file's few bits are to be rounded to others."""
+    if options.model in OWN:
+        return BUNDLED
+    is_rounded = options.quantization not in (None, "none")
+    if is_rounded and find_gguf(locate(options.model)) is not None:
+        return str(model_files(options.model, None, None, DEFAULT, 1).target)
+    return options.model
 
 
 def load_core(options: Options) -> BenchModel:
-    return load_bench_model(options.model, engine_config(options), with_transformers=False)
+    """Raises OSError and UnsupportedModelError as loading does."""
+    config = engine_config(options)
+    name = options.model if options.model in OWN else str(config.model)
+    return load_bench_model(name, config, with_transformers=False)
 
 
 @contextmanager
@@ -89,18 +105,22 @@ def usual_drafters(info: EngineInfo) -> tuple[str, ...]:
 
 def http_plan(options: Options, ways: Ways) -> WorkerPlan:
     """The server with the settings of the core; runs are apart as they are in-process, and replies tell
-    of their drafts."""
+    of their drafts. Of the usual drafters only what has to hold over HTTP: the others tell in-process
+    what was best."""
     config = engine_config(options)
-    model = options.model
+    model = str(config.model)
     settings: dict[str, Any] = {"max_num_seqs": config.max_num_seqs}
     if config.quantization is not None:
         settings["quantization"] = config.quantization
     if options.model == SCALED:
         model = str(model_files(SCALED, None, None, DEFAULT, 1).target)
+    if model != options.model and config.draft:
         settings["draft"] = list(config.draft)
+    wanted = (PLAIN, default_drafter(), AUTO)
     arms = tuple(
         Arm(name + HTTP, {"body": _body(speculative)}, name != PLAIN, over_http=True)
         for name, speculative in ways.items()
+        if options.drafters is not None or name in wanted
     )
     body = {"stream_options": {"include_usage": True}}
     return served_plan("served", model, settings, arms, body=body, salted=True)

@@ -295,7 +295,7 @@ def test_the_time_is_predicted_from_a_few_short_runs() -> None:
     )
 
 
-def test_plans_are_full_batches_and_steady_ones_three(tmp_path: Path) -> None:
+def test_plans_are_full_batches_and_steady_ones_two(tmp_path: Path) -> None:
     options = parse_options(["--output", str(tmp_path / "cells.jsonl")], "")
     source = PromptSource(tiny_tokenizer(), 512, 4000)
     plans = make_plans(options, source, [PacedContender(1.0, 1.0)])
@@ -304,7 +304,7 @@ def test_plans_are_full_batches_and_steady_ones_three(tmp_path: Path) -> None:
     counts = {(key.at_once, key.steady): key.num_prompts for key in keys}
     assert counts == {
         **{(1, False): 4, (8, False): 8, (16, False): 16, (32, False): 32},
-        **{(1, True): 4, (8, True): 24, (16, True): 48, (32, True): 96},
+        **{(1, True): 4, (8, True): 16, (16, True): 32, (32, True): 64},
     }
     assert {key.contenders for key in keys} == {(PLAIN,)}
     results = Results(options.output)
@@ -317,8 +317,10 @@ def test_over_http_clients_say_what_is_not_the_default_and_nothing_of_the_defaul
     known = ["ngram", "suffix"]
     ways = {PLAIN: PLAIN_DECODING}
     ways |= dict(parse_drafter(text, known) for text in ("ngram", "suffix:4", "suffix+max_depth=3"))
-    options = parse_options(["--model", "bundled", "--quantization", "none"], "")
-    plan = http_plan(options, ways)
+    arguments = ["--model", "bundled", "--quantization", "none"]
+    usual = http_plan(parse_options(arguments, ""), ways)
+    assert [arm.name for arm in usual.arms] == ["plain (HTTP)", "ngram (HTTP)"]
+    plan = http_plan(parse_options([*arguments, "--drafters", *known], ""), ways)
     assert {arm.name: arm.options["body"] for arm in plan.arms} == {
         "plain (HTTP)": {"speculative": {"draft_strategy": "none"}},
         "ngram (HTTP)": {},
@@ -378,8 +380,8 @@ def test_all_cells_are_measured_once_and_all_texts_are_plains(written: Path) -> 
                 assert run.written >= run.tokens
     assert different_texts(rounds) == []
     steady = rounds[-1].runs[PLAIN][0]
-    # Six prompts, of which the first two are cut to 6 and 12 tokens.
-    assert steady.written == 6 + 5 * 12
+    # Four prompts, of which the first two are cut to 6 and 12 tokens.
+    assert steady.written == 6 + 3 * 12
     assert steady.steps == steady.written
     drafted = [run.drafted for each in rounds for run in each.runs["suffix" + HTTP]]
     assert sum(drafted) > 0
