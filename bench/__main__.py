@@ -33,7 +33,7 @@ from bench.workloads import PromptSource, load_prompts
 from drafters.registry import drafter_names
 from engine.config import EngineConfig
 from engine.drafting.drafts import parse_drafts, with_bundled_drafts
-from engine.request.params import PLAIN, SpeculativeParams
+from engine.request.params import PLAIN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,18 +109,13 @@ def make_contenders(model: BenchModel, options: Options) -> list[Contender]:
             TransformersContender(model.theirs, pad_token_id),
             TransformersContender(model.theirs, pad_token_id, LOOKUP_TOKENS),
         ]
-    contenders.append(EngineContender(GAMMA_0, model.core, PLAIN))
-    for text in options.drafters:
-        contenders.append(
-            _engine_contender(model, *parse_drafter(text, sorted(model.info.drafters)))
-        )
+    ways = [(GAMMA_0, PLAIN)]
+    ways += [parse_drafter(text, sorted(model.info.drafters)) for text in options.drafters]
+    contenders += [
+        EngineContender(name, model.core, speculative, knows_prompts=options.prefix_cache)
+        for name, speculative in ways
+    ]
     return contenders
-
-
-def _engine_contender(
-    model: BenchModel, name: str, speculative: SpeculativeParams
-) -> EngineContender:
-    return EngineContender(name, model.core, speculative)
 
 
 def measure_model(

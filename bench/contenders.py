@@ -10,9 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,9 +21,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from drafters.auto import AutoDrafter
-from drafters.base import DrafterUnavailableError, OptionValue
-from drafters.registry import build_drafters
+from drafters.base import OptionValue
 from engine.core import EngineCore
 from engine.request.events import FinishInfo, TokenEvent
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
@@ -54,10 +50,13 @@ SAMPLINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A batch to complete: every prompt gets exactly ``num_new_tokens``, end of text or not.
+    """A batch to complete: every prompt gets exactly so many of ``lengths``, end of text or not.
 
-    ``expected``: empty, or a prediction of the output for every prompt. ``num_running`` fewer than the
-    prompts: so many run at a time, and what finishes is followed by the next, as on a busy server.
+    ``expected``: empty, or a prediction of the output for every prompt. ``laps``: empty, or how often
+    each prompt has come before; what is learned in one lap is not known in the next. ``num_running``
+    fewer than the prompts: so many run at a time, and what finishes is followed by the next, as on a
+    busy server. Those that begin together are then cut short by ever less, since they would also end
+    together, and so would all that follow them.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -66,10 +65,21 @@ class Job:
     seed: int
     expected: tuple[tuple[int, ...], ...] = ()
     num_running: int | None = None
+    laps: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The new tokens of each prompt: ``num_new_tokens`` unless it is among the first of a steady
+        job."""
+        first = self.num_running or 0
+        if first >= len(self.prompts):
+            first = 0
+        begun = (-(-self.num_new_tokens * (at + 1) // first) for at in range(first))
+        return (*begun, *[self.num_new_tokens] * (len(self.prompts) - first))
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompts) * self.num_new_tokens
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,8 @@ class Account:
     """The engine's own account of a run. Seconds; sums over steps.
 
     ``baseline_seconds``, ``step_seconds``: all steps. The rest of the seconds: the
-    ``num_decode_steps`` steps after every request had its first token.
+    ``num_decode_steps`` steps after every request had its first token, ``decode_baseline_seconds`` too.
+    ``reply_baseline_seconds``, ``reply_step_seconds``: what replies tell of, each request's own sums.
     """
 
     num_request_steps: int = 0
@@ -88,6 +99,9 @@ class Account:
     step_seconds: float = 0.0
     num_decode_steps: int = 0
     decode_step_seconds: float = 0.0
+    decode_baseline_seconds: float = 0.0
+    reply_baseline_seconds: float = 0.0
+    reply_step_seconds: float = 0.0
     draft_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -232,12 +246,25 @@ class _GenerateClock(StoppingCriteria):
 
 
 class EngineContender:
-    """The engine with one way of speculating; all contenders share one core, as requests do."""
+    """The engine with one way of speculating; all contenders share one core, as requests do.
 
-    def __init__(self, name: str, core: EngineCore, speculative: SpeculativeParams) -> None:
+    What drafters learn of texts serves one run only, since it comes under a ``cache_salt`` of its own;
+    what ``auto`` and the gamma policies count over all requests stays. ``knows_prompts``: the prefix
+    cache has the prompts before a run is timed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        core: EngineCore,
+        speculative: SpeculativeParams,
+        *,
+        knows_prompts: bool = False,
+    ) -> None:
         self._name = name
         self._core = core
         self._speculative = speculative
+        self._knows_prompts = knows_prompts
         self._num_runs = 0
 
     @property
@@ -249,9 +276,14 @@ class EngineContender:
         return None
 
     def run(self, job: Job) -> Run:
-        self._forget()
+        self._num_runs += 1
+        if self._knows_prompts:
+            self._complete("ahead", replace(job, num_new_tokens=1))
+        return self._complete("run", job)
+
+    def _complete(self, what: str, job: Job) -> Run:
         recorder = _Recorder(job)
-        requests = self._requests(job)
+        requests = self._requests(what, job)
         start = time.perf_counter()
         waiting = deque(requests)
         while waiting or self._core.has_work:
@@ -263,35 +295,26 @@ class EngineContender:
             recorder.take(result.events, result.stats, time.perf_counter(), bool(waiting))
         return recorder.run([request.request_id for request in requests], start)
 
-    def _forget(self) -> None:
-        """A fresh drafter for every run: some learn from finished requests, and would have seen this
-        very text before. Those with a model have nothing to forget and stay, as does what ``auto``
-        and the gamma policies count over all requests."""
-        name, drafters = self._speculative.draft_strategy, self._core.speculation.drafters
-        with suppress(DrafterUnavailableError):
-            fresh = build_drafters([name])[name]
-            old, drafters[name] = drafters[name], fresh
-            if isinstance(old, AutoDrafter) and isinstance(fresh, AutoDrafter):
-                fresh.estimator = old.estimator
-
-    def _requests(self, job: Job) -> list[GenerationRequest]:
-        self._num_runs += 1
+    def _requests(self, what: str, job: Job) -> list[GenerationRequest]:
+        nothing: tuple[tuple[int, ...], ...] = ((),) * len(job.prompts)
+        laps = job.laps or (0,) * len(job.prompts)
         return [
             GenerationRequest(
-                request_id=f"{self._name}/{self._num_runs}/{index}",
+                request_id=f"{self._name}/{self._num_runs}/{what}/{index}",
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(
-                    max_tokens=job.num_new_tokens,
+                    max_tokens=length,
                     temperature=job.sampling.temperature,
                     top_p=job.sampling.top_p,
                     ignore_eos=True,
                     seed=job.seed + index,
                 ),
                 speculative=self._speculative,
+                cache_salt=f"{self._name}/{self._num_runs}/{lap}",
                 prediction_token_ids=expected,
             )
-            for index, (prompt, expected) in enumerate(
-                zip_longest(job.prompts, job.expected, fillvalue=())
+            for index, (prompt, lap, length, expected) in enumerate(
+                zip(job.prompts, laps, job.lengths, job.expected or nothing, strict=True)
             )
         ]
 
@@ -341,7 +364,7 @@ class _Recorder:
 
     def run(self, request_ids: Sequence[str], start: float) -> Run:
         outputs = tuple(tuple(self._outputs[request_id]) for request_id in request_ids)
-        if any(len(output) != self._job.num_new_tokens for output in outputs):
+        if tuple(map(len, outputs)) != self._job.lengths:
             raise RuntimeError("the engine did not write the number of tokens it was asked for")
         account = self._account()
         first, last = self._marks[0], self._marks[-1]
@@ -362,6 +385,8 @@ class _Recorder:
             num_draft_tokens=sum(stats.num_draft_tokens for stats in told),
             num_accepted_tokens=sum(stats.num_accepted_tokens for stats in told),
             num_emitted_tokens=sum(stats.num_emitted_tokens for stats in told),
+            reply_baseline_seconds=sum(stats.baseline_seconds for stats in told),
+            reply_step_seconds=sum(stats.step_seconds for stats in told),
         )
         return replace(
             counts,
@@ -369,6 +394,7 @@ class _Recorder:
             step_seconds=sum(step.step_seconds for step in self._steps),
             num_decode_steps=len(decode),
             decode_step_seconds=sum(step.step_seconds for step in decode),
+            decode_baseline_seconds=sum(step.baseline_seconds for step in decode),
             draft_seconds=sum(step.draft_seconds for step in decode),
             forward_seconds=sum(step.forward_seconds for step in decode),
             verify_seconds=sum(step.verify_seconds for step in decode),

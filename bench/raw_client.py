@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -67,10 +68,30 @@ def request(url: str, content: bytes) -> bytes:
 
 def read_all(connections: Sequence[socket.socket]) -> list[Pieces]:
     """Each reply to its end. Raises ReplyError where nothing comes for ten minutes."""
-    replies: list[Pieces] = [[] for _ in connections]
+    opened = [partial(_itself, connection) for connection in connections]
+    return [pieces for _, pieces in read_in_turn(opened, len(opened))]
+
+
+def _itself(connection: socket.socket) -> socket.socket:
+    return connection
+
+
+def read_in_turn(
+    senders: Sequence[Callable[[], socket.socket]], num_running: int
+) -> list[tuple[float, Pieces]]:
+    """Each reply to its end, and when it was asked for: ``num_running`` at a time, each that ends
+    followed by the next. Raises ReplyError where nothing comes for ten minutes."""
+    replies: list[tuple[float, Pieces]] = []
+    waiting = iter(senders)
     with selectors.DefaultSelector() as ready:
-        for connection, pieces in zip(connections, replies, strict=True):
-            ready.register(connection, selectors.EVENT_READ, pieces)
+
+        def send_next() -> None:
+            for send in islice(waiting, 1):
+                replies.append((time.perf_counter(), []))
+                ready.register(send(), selectors.EVENT_READ, replies[-1][1])
+
+        for _ in range(num_running):
+            send_next()
         while ready.get_map():
             found = ready.select(_SECONDS)
             if not found:
@@ -82,6 +103,7 @@ def read_all(connections: Sequence[socket.socket]) -> list[Pieces]:
                 if not data:
                     ready.unregister(key.fileobj)
                     key.fileobj.close()
+                    send_next()
     return replies
 
 

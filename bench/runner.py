@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from bench.contenders import Contender, ContenderFailedError, Job, Run, Sampling
 from bench.workloads import Prompt
@@ -47,6 +48,7 @@ def make_jobs(
             seed=_FIRST_SEED + at,
             expected=tuple(prompt.expected for prompt in prompts[at : at + size]),
             num_running=cell.batch_size,
+            laps=tuple(prompt.lap for prompt in prompts[at : at + size]),
         )
         for at in starts
     )
@@ -60,18 +62,25 @@ def contenders_for(cell: Cell, contenders: Sequence[Contender]) -> list[Contende
     ]
 
 
-def measure_cell(
+class Round(NamedTuple):
+    """``runs[contender][job]``, of those that did all jobs. ``failed``: why others did not, by name."""
+
+    number: int
+    runs: dict[str, list[Run]]
+    failed: Mapping[str, str]
+
+
+def measure_rounds(
     cell: Cell,
     jobs: tuple[Job, ...],
     contenders: Sequence[Contender],
-    num_rounds: int,
+    rounds: Iterable[int],
     tick: Callable[[str], None],
-) -> Measured:
-    """One untimed short run each, then ``num_rounds`` rounds; who goes first changes every time. Who
-    fails once takes no further part, and what it did counts for nothing."""
+) -> Iterator[Round]:
+    """One untimed short run each, then the rounds of these numbers as they come; who goes first changes
+    with the number and the job. Who fails once takes no further part."""
     taking_part = contenders_for(cell, contenders)
     failed: dict[str, str] = {}
-    runs: dict[str, list[list[Run]]] = {each.name: [] for each in taking_part}
 
     def run(contender: Contender, job: Job) -> list[Run]:
         if contender.name in failed:
@@ -84,16 +93,29 @@ def measure_cell(
 
     for contender in taking_part:
         run(contender, _shortened(jobs[0]))
-    for round_ in range(num_rounds):
-        for each in taking_part:
-            runs[each.name].append([])
+    for number in rounds:
+        runs: dict[str, list[Run]] = {each.name: [] for each in taking_part}
         for index, job in enumerate(jobs):
-            first = (round_ + index) % len(taking_part)
+            first = (number + index) % len(taking_part)
             for contender in (*taking_part[first:], *taking_part[:first]):
                 tick(contender.name)
-                runs[contender.name][round_] += run(contender, job)
-    done = {name: rounds for name, rounds in runs.items() if name not in failed}
-    return Measured(cell, jobs, done, failed)
+                runs[contender.name] += run(contender, job)
+        whole = {name: each for name, each in runs.items() if name not in failed}
+        yield Round(number, whole, dict(failed))
+
+
+def measure_cell(
+    cell: Cell,
+    jobs: tuple[Job, ...],
+    contenders: Sequence[Contender],
+    num_rounds: int,
+    tick: Callable[[str], None],
+) -> Measured:
+    """``num_rounds`` rounds. What somebody did who failed later counts for nothing."""
+    rounds = list(measure_rounds(cell, jobs, contenders, range(num_rounds), tick))
+    last = rounds[-1]
+    done = {name: [each.runs[name] for each in rounds] for name in last.runs}
+    return Measured(cell, jobs, done, dict(last.failed))
 
 
 def _shortened(job: Job) -> Job:

@@ -1,8 +1,8 @@
-"""Prompts to measure on: code to continue, edits to write out and to repeat, conversations, samples,
-noise, and code to continue after equally many tokens.
+"""Prompts to measure on: code to continue, edits to write out and to repeat, conversations, documents to
+summarise, agents' turns, samples, noise, and code to continue after equally many tokens.
 
 Code and edits come from files that the bundled model never trained on (``bench/data``, written by
-``training.bench_data``), conversations from what people ask an assistant.
+``training.bench_data``); conversations, documents and agents' sessions were written for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ DATA = Path(__file__).resolve().parent / "data"
 CODE_FILE = "heldout_code.jsonl"
 EDITS_FILE = "heldout_edits.jsonl"
 CHAT_FILE = "chat.jsonl"
+DOCUMENTS_FILE = "documents.jsonl"
+AGENTS_FILE = "agents.jsonl"
 RANDOM_PROMPT_TOKENS = 192
 FILE_PROMPT_TOKENS = 256
 
@@ -35,10 +37,12 @@ class PromptSource:
 
 
 class Prompt(NamedTuple):
-    """Token ids; ``expected`` is what a client could send as the request's ``prediction``."""
+    """Token ids; ``expected`` is what a client could send as the request's ``prediction``; ``lap``: how
+    often it has come before."""
 
     token_ids: tuple[int, ...]
     expected: tuple[int, ...] = ()
+    lap: int = 0
 
 
 def load_prompts(workload: str, source: PromptSource, count: int) -> list[Prompt]:
@@ -57,7 +61,8 @@ def load_prompts(workload: str, source: PromptSource, count: int) -> list[Prompt
         raise ValueError(
             f"no prompt of workload {workload} fits into {source.max_prompt_tokens} tokens"
         )
-    return [fitting[index % len(fitting)] for index in range(count)]
+    laps = ((index // len(fitting), fitting[index % len(fitting)]) for index in range(count))
+    return [prompt._replace(lap=lap) for lap, prompt in laps]
 
 
 def workload_names() -> tuple[str, ...]:
@@ -98,13 +103,57 @@ def _chat(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
     ]
 
 
+def _summary(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
+    """Each document with the first instruction, then each with the next: all are asked about once before
+    one is asked about twice."""
+    documents = _read(source.data / DOCUMENTS_FILE)
+    prompts = []
+    for asked in range(len(_INSTRUCTIONS)):
+        for at, line in enumerate(documents):
+            instruction = _INSTRUCTIONS[(asked + at) % len(_INSTRUCTIONS)]
+            message = {"role": "user", "content": f"{line['text']}\n\n{instruction}"}
+            prompts.append(Prompt(_as_chat(source.tokenizer, [message], "summary")))
+    return prompts
+
+
+_INSTRUCTIONS = (
+    "Summarise the text above in three sentences.",
+    "List the most important points of the text above, with the names and figures it gives.",
+    "Write one paragraph for a newsletter that tells what the text above is about.",
+)
+
+
+def _agent(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
+    """What an agent's model is asked before each of its turns: the conversation up to there, which grows
+    by calls and results. Sessions run beside each other, each at another turn, and go on one turn at
+    a time; so a later prompt contains an earlier one and what was answered."""
+    sessions = _read(source.data / AGENTS_FILE)
+    turns = [
+        [at for at, message in enumerate(session["messages"]) if message["role"] == "assistant"]
+        for session in sessions
+    ]
+    prompts = []
+    for step in range(max(map(len, turns))):
+        for at, (session, places) in enumerate(zip(sessions, turns, strict=True)):
+            if step < len(places):
+                before = session["messages"][: places[(at + step) % len(places)]]
+                ids = _as_chat(source.tokenizer, before, "agent", session["tools"])
+                prompts.append(Prompt(ids))
+    return prompts
+
+
 def _as_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], workload: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    workload: str,
+    tools: list[dict[str, Any]] | None = None,
 ) -> tuple[int, ...]:
     """Up to where the next reply begins. Raises ValueError without a template."""
     if tokenizer.chat_template is None:
         raise ValueError(f"workload {workload} needs a tokenizer with a chat template")
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+    )
     # The template writes the start of the text itself.
     return _plain(tokenizer, str(text))
 
@@ -157,6 +206,8 @@ _LOADERS: dict[str, Callable[[PromptSource, int], Sequence[Prompt]]] = {
     "edit": _edit,
     "repeat": _repeat,
     "chat": _chat,
+    "summary": _summary,
+    "agent": _agent,
     "samples": _samples,
     "random": _random,
     "files": _files,

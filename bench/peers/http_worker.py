@@ -1,8 +1,9 @@
 """A worker whose peer is a server: starts it, and streams from it over loopback HTTP.
 
 ``load``: ``command`` to start (``{port}`` in it is a free port), ``ready``, the path that answers 200
-once requests may come, ``dialect``, one of ``DIALECTS``, and ``body``, fields of every request.
-An arm's ``body`` adds fields. Client and server share the machine, so the client is ``bench.raw_client``,
+once requests may come, ``dialect``, one of ``DIALECTS``, and ``body``, fields of every request;
+``salted``: each run is a tenant of its own, for whom nothing was learned before. An arm's ``body`` adds
+fields. Client and server share the machine, so the client is ``bench.raw_client``,
 at the lowest priority.
 """
 
@@ -16,10 +17,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from bench.peers.protocol import Ask, Reply, end_with_parent, serve
-from bench.raw_client import events, post, read_all
+from bench.raw_client import events, post, read_in_turn
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.3
@@ -30,20 +32,20 @@ UNKNOWN = -1
 
 
 class Dialect(NamedTuple):
-    """``fields``: a request's own part of the body. ``tokens``: the token ids that one event adds to so
-    many."""
+    """``fields``: a request's own part of the body, by its place. ``tokens``: the token ids that one
+    event adds to so many."""
 
     path: str
-    fields: Callable[[list[int], Ask, int], dict[str, Any]]
+    fields: Callable[[Ask, int], dict[str, Any]]
     tokens: Callable[[dict[str, Any], int], list[int]]
 
 
-def _openai_fields(prompt: list[int], ask: Ask, seed: int) -> dict[str, Any]:
+def _openai_fields(ask: Ask, at: int) -> dict[str, Any]:
     return {
-        "prompt": prompt,
-        "max_tokens": ask.num_new_tokens,
+        "prompt": ask.prompts[at],
+        "max_tokens": ask.length(at),
         "temperature": ask.temperature,
-        "seed": seed,
+        "seed": ask.seed + at,
         "stream": True,
         "ignore_eos": True,
         "return_token_ids": True,
@@ -54,12 +56,12 @@ def _openai_tokens(event: dict[str, Any], _: int) -> list[int]:
     return [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
 
 
-def _llama_fields(prompt: list[int], ask: Ask, seed: int) -> dict[str, Any]:
+def _llama_fields(ask: Ask, at: int) -> dict[str, Any]:
     return {
-        "prompt": prompt,
-        "n_predict": ask.num_new_tokens,
+        "prompt": ask.prompts[at],
+        "n_predict": ask.length(at),
         "temperature": ask.temperature,
-        "seed": seed,
+        "seed": ask.seed + at,
         "stream": True,
         "ignore_eos": True,
         "return_tokens": True,
@@ -137,6 +139,8 @@ class HttpRunner:
     def __init__(self, message: Mapping[str, Any]) -> None:
         self._dialect = DIALECTS[message["dialect"]]
         self._body: Mapping[str, Any] = message.get("body", {})
+        self._is_salted: bool = message.get("salted", False)
+        self._num_runs = 0
         self._server = Server(message["command"], message["ready"], message.get("environ"))
         os.nice(_NICENESS)
         self.facts: dict[str, Any] = {
@@ -145,21 +149,29 @@ class HttpRunner:
         }
 
     def run(self, ask: Ask) -> list[Reply]:
+        self._num_runs += 1
         url = f"{self._server.url}{self._dialect.path}"
         bodies = [json.dumps(self._content(ask, at)).encode() for at in range(len(ask.prompts))]
         start = time.perf_counter()
-        found = read_all([post(url, body) for body in bodies])
+        senders = [partial(post, url, body) for body in bodies]
+        found = read_in_turn(senders, ask.num_running or len(senders))
         replies = []
-        for pieces in found:
-            reply = Reply()
+        for sent, pieces in found:
+            reply = Reply(sent=sent - start)
             for came, event in events(pieces):
                 reply.add(came - start, self._dialect.tokens(event, len(reply.token_ids)))
+                usage = event.get("usage") or {}
+                reply.account = usage.get("speculative", reply.account)
             replies.append(reply)
         return replies
 
     def _content(self, ask: Ask, at: int) -> dict[str, Any]:
-        own = self._dialect.fields(ask.prompts[at], ask, ask.seed + at)
-        return {**self._body, **own, **ask.arm.get("body", {})}
+        salt = {}
+        if self._is_salted:
+            lap = ask.laps[at] if ask.laps else 0
+            salt = {"cache_salt": f"{self._num_runs}/{lap}"}
+        own = self._dialect.fields(ask, at)
+        return {**self._body, **own, **salt, **ask.arm.get("body", {})}
 
 
 def _free_port() -> int:

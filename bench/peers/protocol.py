@@ -29,22 +29,33 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Ask:
-    """One batch. ``arm`` holds what distinguishes ways of running in one worker."""
+    """One batch. ``arm`` holds what distinguishes ways of running in one worker; ``lengths``, ``laps``
+    and ``num_running`` are as a :class:`bench.contenders.Job`'s, for workers that can keep requests
+    running."""
 
     prompts: list[list[int]]
     num_new_tokens: int
     temperature: float
     seed: int
     arm: Mapping[str, Any] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    laps: list[int] = field(default_factory=list)
+    num_running: int | None = None
+
+    def length(self, at: int) -> int:
+        """New tokens of a prompt."""
+        return self.lengths[at] if self.lengths else self.num_new_tokens
 
 
 @dataclass
 class Reply:
-    """One request's output. ``arrivals``: seconds since all were sent, and how many tokens there
-    were by then."""
+    """One request's output. ``arrivals``: seconds since the first was sent, and how many tokens there
+    were by then; ``sent``: when this one was. ``account``: what the reply tells of its speculation."""
 
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
+    sent: float = 0.0
+    account: Mapping[str, Any] | None = None
 
     def add(self, seconds: float, token_ids: list[int]) -> None:
         """Tokens that have just come; none are no arrival."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,35 +62,45 @@ class Slipstream(Peer):
     def _served(
         self, place: Place, weights: str, model: Path, settings: dict[str, Any]
     ) -> WorkerPlan:
-        command = [sys.executable, "-m", "slipstream.cli", "serve", str(model)]
-        command += ["--host", "127.0.0.1", "--port", "{port}", "--served-model-name", NAME]
-        for name, value in settings.items():
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                command.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                words = ",".join(value) if isinstance(value, list) else str(value)
-                command += [f"--{flag}", words]
-        return WorkerPlan(
-            name=f"{NAME} {weights} (HTTP)",
-            python=Path(sys.executable),
-            module="bench.peers.http_worker",
-            load={
-                "command": command,
-                "ready": "/ready",
-                "dialect": "openai",
-                "body": {"model": NAME},
-            },
-            arms=tuple(
-                Arm(
-                    f"{_title(weights, name)} (HTTP)",
-                    {"body": {"speculative": {"draft_strategy": name}}},
-                    speculates=name != PLAIN,
-                    over_http=True,
-                )
-                for name in _drafters(place)
-            ),
+        arms = tuple(
+            Arm(
+                f"{_title(weights, name)} (HTTP)",
+                {"body": {"speculative": {"draft_strategy": name}}},
+                speculates=name != PLAIN,
+                over_http=True,
+            )
+            for name in _drafters(place)
         )
+        return served_plan(f"{NAME} {weights} (HTTP)", str(model), settings, arms)
+
+
+def served_plan(
+    name: str, model: str, settings: Mapping[str, Any], arms: tuple[Arm, ...], **load: Any
+) -> WorkerPlan:
+    """Over HTTP, with settings of this server by their names. ``load``: more for the worker, by which
+    ``body`` is added to."""
+    command = [sys.executable, "-m", "slipstream.cli", "serve", model]
+    command += ["--host", "127.0.0.1", "--port", "{port}", "--served-model-name", NAME]
+    for setting, value in settings.items():
+        flag = setting.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words = ",".join(value) if isinstance(value, list) else str(value)
+            command += [f"--{flag}", words]
+    return WorkerPlan(
+        name=name,
+        python=Path(sys.executable),
+        module="bench.peers.http_worker",
+        load={
+            "command": command,
+            "ready": "/ready",
+            "dialect": "openai",
+            **load,
+            "body": {"model": NAME, **load.get("body", {})},
+        },
+        arms=arms,
+    )
 
 
 def _common_settings(place: Place) -> dict[str, Any]:

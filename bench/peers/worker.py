@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import selectors
 import signal
@@ -14,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.contenders import ContenderFailedError, Job, Run
+from bench.contenders import Account, ContenderFailedError, Job, Run
 from bench.peers.place import ROOT, Arm, WorkerPlan
 from bench.peers.protocol import Ask, Reply
 
@@ -140,26 +141,59 @@ class PeerContender:
             temperature=job.sampling.temperature,
             seed=job.seed,
             arm=self.arm.options,
+            lengths=list(job.lengths),
+            laps=list(job.laps),
+            num_running=job.num_running,
         )
         return to_run(self._worker.run(ask), job)
 
 
 def to_run(replies: list[Reply], job: Job) -> Run:
-    """Prompts are done, and decoding begins, when every request has its first tokens."""
+    """Prompts are done, and decoding begins, when as many requests as ever run have their first tokens;
+    of a steady job it is timed until the last one is sent."""
     counts = [len(reply.token_ids) for reply in replies]
-    if counts != [job.num_new_tokens] * len(job.prompts):
-        raise ContenderFailedError(
-            f"asked for {job.num_new_tokens} tokens of each of {len(job.prompts)} prompts, got {counts}"
-        )
-    first = max(reply.arrivals[0][0] for reply in replies)
+    if counts != list(job.lengths):
+        raise ContenderFailedError(f"asked for {job.lengths} tokens of the prompts, got {counts}")
+    num_running = min(job.num_running or len(replies), len(replies))
+    first = sorted(reply.arrivals[0][0] for reply in replies)[num_running - 1]
     end = max(reply.arrivals[-1][0] for reply in replies)
-    num_before = sum(
-        max(count for seconds, count in reply.arrivals if seconds <= first) for reply in replies
-    )
+    is_steady = num_running < len(replies)
+    last = max(reply.sent for reply in replies) if is_steady else end
+    account = _account(replies)
     return Run(
         output_token_ids=tuple(tuple(reply.token_ids) for reply in replies),
         seconds=end,
-        decode_seconds=end - first,
-        num_decode_tokens=sum(counts) - num_before,
-        num_request_steps=sum(len(reply.arrivals) for reply in replies),
+        decode_seconds=last - first,
+        num_decode_tokens=_num_by(replies, last) - _num_by(replies, first),
+        num_request_steps=(
+            sum(len(reply.arrivals) for reply in replies)
+            if account is None
+            else account.num_request_steps
+        ),
+        account=account,
+    )
+
+
+def _num_by(replies: list[Reply], time: float) -> int:
+    return sum(
+        max((count for seconds, count in reply.arrivals if seconds <= time), default=0)
+        for reply in replies
+    )
+
+
+def _account(replies: list[Reply]) -> Account | None:
+    """What replies of ours tell, as one account: each one's estimate holds for the time that it took.
+    None of others'."""
+    told = [reply.account for reply in replies if reply.account is not None]
+    if len(told) < len(replies):
+        return None
+    seconds = [reply.arrivals[-1][0] - reply.sent for reply in replies]
+    gains = [each["estimated_speedup"] or 1.0 for each in told]
+    return Account(
+        num_request_steps=sum(each["num_steps"] for each in told),
+        num_draft_tokens=sum(each["num_draft_tokens"] for each in told),
+        num_accepted_tokens=sum(each["num_accepted_tokens"] for each in told),
+        num_emitted_tokens=sum(len(reply.token_ids) for reply in replies),
+        reply_baseline_seconds=sum(map(operator.mul, gains, seconds)),
+        reply_step_seconds=sum(seconds),
     )

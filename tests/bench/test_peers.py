@@ -176,6 +176,48 @@ def test_decoding_begins_when_every_request_has_a_token() -> None:
     assert run.output_token_ids == ((1, 2, 3, 4), (7, 8, 9, 10))
 
 
+def test_a_steady_job_is_timed_while_as_many_run_as_ever() -> None:
+    job = replace(JOB, prompts=((1,), (2,), (3,)), num_running=2)
+    assert job.lengths == (2, 4, 4)
+    short = Reply([7, 8], [(1.0, 1), (2.0, 2)])
+    long = Reply([1, 2, 3, 4], [(1.5, 1), (1.75, 3), (4.0, 4)])
+    last = Reply([5, 6, 7, 8], [(3.0, 1), (6.0, 4)], sent=2.5)
+    run = to_run([short, long, last], job)
+    # From the second one's first token until the third is sent: one of the first, two of the second.
+    assert (run.seconds, run.decode_seconds, run.num_decode_tokens) == (6.0, 1.0, 3)
+    with pytest.raises(ContenderFailedError, match="got"):
+        to_run([long, short, last], job)
+
+
+def test_what_replies_tell_of_their_drafts_is_one_account() -> None:
+    told = {"num_steps": 2, "num_draft_tokens": 6, "num_accepted_tokens": 2}
+    early = Reply([1, 2, 3, 4], [(1.0, 4)], account={**told, "estimated_speedup": 2.0})
+    late = Reply([1, 2, 3, 4], [(3.0, 4)], account={**told, "estimated_speedup": None})
+    run = to_run([early, late], JOB)
+    assert run.account is not None
+    assert run.num_request_steps == run.account.num_request_steps == 4
+    assert (run.account.num_draft_tokens, run.account.num_accepted_tokens) == (12, 4)
+    # Each one's speed-up holds for the seconds that it took; no word of it is none.
+    assert (run.account.reply_baseline_seconds, run.account.reply_step_seconds) == (5.0, 4.0)
+    assert to_run([early, replace(late, account=None)], JOB).account is None
+
+
+def test_a_served_peer_keeps_so_many_running_and_gives_each_its_length(
+    place: Place,
+) -> None:
+    ask = replace(ASK, prompts=[[1], [2], [3]], num_running=1, lengths=[2, 4, 4], laps=[0, 0, 1])
+    with started(FakeServedPeer(), place) as worker:
+        worker.load()
+        replies = worker.run(ask)
+    assert [reply.token_ids for reply in replies] == [
+        text_of([1], 2),
+        text_of([2], 4),
+        text_of([3], 4),
+    ]
+    for before, after in zip(replies, replies[1:], strict=False):
+        assert after.sent >= before.arrivals[-1][0]
+
+
 REAL_PEERS = {peer.name: peer for peer in ALL_PEERS}
 
 

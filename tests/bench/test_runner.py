@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.contenders import SAMPLINGS, Job, Run, parse_drafter
-from bench.runner import Cell, make_jobs, measure_cell
+from bench.contenders import SAMPLINGS, ContenderFailedError, Job, Run, parse_drafter
+from bench.runner import Cell, make_jobs, measure_cell, measure_rounds
 from bench.workloads import Prompt
 
 PROMPTS = [Prompt((token,), (token, token)) for token in range(1, 6)]
@@ -56,6 +56,45 @@ def test_contenders_take_turns_after_a_short_run_that_is_not_timed() -> None:
     for name in ("a", "b"):
         assert [len(each) for each in measured.runs[name]] == [2, 2]
         assert [job for who, job in log[2:] if who == name] == [*jobs, *jobs]
+
+
+def test_those_that_begin_together_are_cut_short_so_that_they_end_apart() -> None:
+    steady, closed = (make_jobs(cell(2), PROMPTS[:4], 9, steady=each) for each in (True, False))
+    assert steady[0].lengths == (5, 9, 9, 9)
+    assert steady[0].num_tokens == 32
+    assert [job.lengths for job in closed] == [(9, 9), (9, 9)]
+
+
+def test_rounds_come_one_by_one_with_their_numbers() -> None:
+    log: list[tuple[str, Job]] = []
+    contenders = [LoggingContender(name, log, None) for name in ("a", "b")]
+    jobs = make_jobs(cell(1), PROMPTS[:1], 64)
+    rounds = measure_rounds(cell(1), jobs, contenders, [1, 4], lambda _: None)
+    assert next(rounds).number == 1
+    # Two that are not timed, and a round whose number says that the second goes first.
+    assert "".join(name for name, _ in log) == "ab" + "ba"
+    assert [each.number for each in rounds] == [4]
+    assert "".join(name for name, _ in log) == "ab" + "ba" + "ab"
+
+
+class FailingContender(LoggingContender):
+    """Has had enough after so many runs."""
+
+    def run(self, job: Job) -> Run:
+        if len(self._log) == 2:
+            raise ContenderFailedError("enough")
+        return super().run(job)
+
+
+def test_who_fails_in_a_later_round_was_whole_in_the_earlier_ones() -> None:
+    contenders = [FailingContender("weak", [], None), LoggingContender("strong", [], None)]
+    jobs = make_jobs(cell(1), PROMPTS[:1], 64)
+    first, second = measure_rounds(cell(1), jobs, contenders, range(2), lambda _: None)
+    assert (list(first.runs), first.failed) == (["weak", "strong"], {})
+    assert (list(second.runs), second.failed) == (["strong"], {"weak": "enough"})
+    contenders[0] = FailingContender("weak", [], None)
+    measured = measure_cell(cell(1), jobs, contenders, 2, lambda _: None)
+    assert (list(measured.runs), measured.failed) == (["strong"], {"weak": "enough"})
 
 
 def test_a_contender_that_cannot_batch_sits_larger_batches_out() -> None:

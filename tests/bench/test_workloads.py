@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from bench.workloads import (
+    AGENTS_FILE,
     CHAT_FILE,
     CODE_FILE,
     DATA,
+    DOCUMENTS_FILE,
     EDITS_FILE,
     PromptSource,
     load_prompts,
@@ -44,8 +46,10 @@ def lines_of(name: str) -> list[dict[str, Any]]:
 def test_code_prompts_are_the_held_out_prefixes_and_come_round_again(source: PromptSource) -> None:
     wanted = [line["prompt"] for line in lines_of(CODE_FILE)]
     prompts = load_prompts("code", source, len(wanted) + 2)
-    assert [text_of(source, ids, skip_special=True) for ids, _ in prompts[:3]] == wanted[:3]
-    assert prompts[len(wanted) :] == prompts[:2]
+    texts = [text_of(source, prompt.token_ids, skip_special=True) for prompt in prompts[:3]]
+    assert texts == wanted[:3]
+    assert prompts[len(wanted) :] == [prompt._replace(lap=1) for prompt in prompts[:2]]
+    assert {prompt.lap for prompt in prompts[: len(wanted)]} == {0}
 
 
 def test_edit_prompts_go_through_the_chat_template_where_there_is_one(source: PromptSource) -> None:
@@ -57,7 +61,7 @@ def test_edit_prompts_go_through_the_chat_template_where_there_is_one(source: Pr
     bare = tiny_source(chat_template=False)
     text = text_of(bare, load_prompts("edit", bare, 1)[0].token_ids, skip_special=True)
     assert text.strip() == asked.strip()
-    for workload in ("chat", "repeat"):
+    for workload in ("chat", "repeat", "summary", "agent"):
         with pytest.raises(ValueError, match=f"{workload} needs a tokenizer with a chat template"):
             load_prompts(workload, bare, 1)
 
@@ -68,7 +72,8 @@ def test_random_prompts_have_no_special_tokens_and_stay_in_the_vocabulary(
     prompts = load_prompts("random", source, 4)
     special = set(source.tokenizer.all_special_ids)
     assert special
-    assert all(0 <= token < 512 and token not in special for ids, _ in prompts for token in ids)
+    tokens = [token for prompt in prompts for token in prompt.token_ids]
+    assert all(0 <= token < 512 and token not in special for token in tokens)
     assert len(set(prompts)) == 4
 
 
@@ -78,10 +83,10 @@ def test_prompts_are_the_same_every_time(workload: str, source: PromptSource) ->
 
 
 def test_prompts_too_long_for_the_model_are_left_out(source: PromptSource) -> None:
-    room = sorted(len(ids) for ids, _ in load_prompts("edit", source, 64))[20]
+    room = sorted(len(prompt.token_ids) for prompt in load_prompts("edit", source, 64))[20]
     prompts = load_prompts("edit", tiny_source(room), 64)
     assert len(prompts) == 64
-    assert max(len(ids) for ids, _ in prompts) <= room
+    assert max(len(prompt.token_ids) for prompt in prompts) <= room
     with pytest.raises(ValueError, match="no prompt of workload code fits into 1 tokens"):
         load_prompts("code", tiny_source(1), 1)
 
@@ -102,12 +107,47 @@ def test_samples_are_eight_of_each_prompt(source: PromptSource) -> None:
 
 def test_a_chat_ends_where_the_next_reply_begins(source: PromptSource) -> None:
     lines = lines_of(CHAT_FILE)
-    texts = [text_of(source, ids) for ids, _ in load_prompts("chat", source, len(lines))]
+    prompts = load_prompts("chat", source, len(lines))
+    texts = [text_of(source, prompt.token_ids) for prompt in prompts]
     assert len(set(texts)) == len(lines) >= 32
     for text, line in zip(texts, lines, strict=True):
         assert text.endswith("<|assistant|>")
         assert all(message["content"] in text for message in line["messages"])
     assert {len(line["messages"]) for line in lines} == {1, 3, 4}
+
+
+def test_every_document_is_asked_about_before_one_is_asked_about_twice(
+    source: PromptSource,
+) -> None:
+    documents = [line["text"] for line in lines_of(DOCUMENTS_FILE)]
+    prompts = load_prompts("summary", source, 3 * len(documents))
+    texts = [text_of(source, prompt.token_ids) for prompt in prompts]
+    assert len(set(texts)) == len(prompts)
+    assert {prompt.lap for prompt in prompts} == {0}
+    for text, document in zip(texts, 3 * documents, strict=True):
+        assert document in text
+        assert text.rpartition(document)[2].strip()
+
+
+def test_an_agent_is_asked_before_each_turn_and_sessions_go_on_one_turn_at_a_time(
+    source: PromptSource,
+) -> None:
+    sessions = lines_of(AGENTS_FILE)
+    turns = [
+        sum(message["role"] == "assistant" for message in session["messages"])
+        for session in sessions
+    ]
+    prompts = [prompt.token_ids for prompt in load_prompts("agent", source, sum(turns))]
+    assert len(set(prompts)) == sum(turns)
+    assert min(turns) >= 4
+    # Eight sessions begin at different turns; the next eight prompts are those of the turns after.
+    for at in range(len(sessions)):
+        first, then = prompts[at], prompts[at + len(sessions)]
+        assert then[: len(first)] == first or len(then) < len(first)
+    assert all(
+        session["tools"][0]["function"]["name"] in text_of(source, ids)
+        for session, ids in zip(sessions, prompts, strict=False)
+    )
 
 
 def test_a_repeat_is_an_edit_with_its_answer_and_both_can_be_predicted(
