@@ -25,8 +25,8 @@ from drafters.estimator import DiscountedMean
 from engine.request.stats import Reason
 from engine.speculation.gamma.policy import DraftCandidate, Grant, Load, StepCost
 
-_TRIAL = 1.0
-"""Most that a new kind of traffic may lose before it rests, in steps without drafts."""
+_TRIAL = 0.6
+"""Most that a new kind of traffic may lose before it rests, in tokens per request."""
 _MOST = 1.5
 """Most that a kind which gained may lose, however much it gained: times change."""
 _PROBE = 0.1

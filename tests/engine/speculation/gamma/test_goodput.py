@@ -347,7 +347,7 @@ def test_purses_count_in_tokens_of_their_own_requests() -> None:
     alone = Traffic("model", "alone")
     tried = []
     for num_drafting in (1, 8):
-        policy = GoodputPolicy(DictatedCost(flat, {"model": 0.05 / num_drafting}))
+        policy = GoodputPolicy(DictatedCost(flat, {"model": 0.02 / num_drafting}))
         request_ids = [f"r{rank}" for rank in range(num_drafting)]
         for request_id in request_ids:
             policy.open(request_id, alone)
