@@ -1,12 +1,12 @@
 """A client that costs next to nothing, for benches whose client shares a machine with the server.
 
-    python -m bench.raw_client URL < BODIES
+    python -m bench.raw_client URL [PATH] < BODIES
 
 Raw sockets; replies are kept as they come, with the time of every read, and parsed when all have ended.
 In a process of the lowest priority it takes what server and engine leave. ``BODIES`` is a JSON list of
-bodies for ``/v1/completions``, sent at once, that ask for streams with token ids; what comes back is a
-list per body with the time of each of its tokens, by ``time.perf_counter``, which Linux keeps for all
-processes. Imports the standard library only, as peers' workers do.
+bodies for ``/v1/completions`` or PATH, sent at once, that ask for streams with token ids; what comes back
+is a list per body with the time of each of its tokens, by ``time.perf_counter``, which Linux keeps for
+all processes. Imports the standard library only, as peers' workers do.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _READ = 1 << 16
 _SECONDS = 600.0
 _PREFIX = b"data: "
 _DONE = b"[DONE]"
+COMPLETIONS = "/v1/completions"
 
 Pieces = list[tuple[float, bytes]]
 """What was read, and when."""
@@ -37,9 +38,11 @@ class ReplyError(Exception):
     """What came instead of a stream to its end."""
 
 
-def token_times(url: str, bodies: list[dict[str, Any]]) -> list[list[float]]:
+def token_times(
+    url: str, bodies: list[dict[str, Any]], path: str = COMPLETIONS
+) -> list[list[float]]:
     """When each token of each body's stream came, told by a client in a process of its own."""
-    command = ["nice", "-n", "19", sys.executable, "-m", "bench.raw_client", url]
+    command = ["nice", "-n", "19", sys.executable, "-m", "bench.raw_client", url, path]
     said = subprocess.run(
         command, input=json.dumps(bodies).encode(), stdout=subprocess.PIPE, check=True
     )
@@ -162,9 +165,9 @@ def _chunks(reply: bytes, start: int) -> Iterator[tuple[int, int]]:
 
 
 def main() -> None:
-    url = sys.argv[1]
+    url, path = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else COMPLETIONS
     bodies = json.load(sys.stdin)
-    connections = [post(f"{url}/v1/completions", json.dumps(body).encode()) for body in bodies]
+    connections = [post(f"{url}{path}", json.dumps(body).encode()) for body in bodies]
     times = []
     for pieces in read_all(connections):
         choices = ((came, each) for came, event in events(pieces) for each in event["choices"])

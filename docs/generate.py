@@ -119,7 +119,10 @@ def exported_metrics() -> list[ExportedMetric]:
 
 def _described(registry: CollectorRegistry) -> list[ExportedMetric]:
     return [
-        _exported(family, tuple(getattr(collector, "_labelnames", ())))
+        # Families of our own making know their labels; of others' only the collector does.
+        _exported(
+            family, tuple(getattr(family, "_labelnames", getattr(collector, "_labelnames", ())))
+        )
         for collector in registry._collector_to_names
         for family in collector.collect()
     ]

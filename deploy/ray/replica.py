@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from deploy.ray.scaling import OpenTokens
 from deploy.ray.settings import read_settings
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
+from engine.process.streams import Take
 from engine.request.events import TokenEvent
 from engine.request.params import GenerationRequest
 from engine.tokenizer import load_tokenizer
@@ -36,8 +37,14 @@ class CountingEngine(RemoteEngine):
         super().__init__(*given)
         self.tokens = OpenTokens()
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        return self.tokens.counted(request, super().generate(request))
+    async def stream(self, request: GenerationRequest, take: Take) -> None:
+        with self.tokens.counted(request) as count:
+
+            def count_and_take(event: TokenEvent) -> Coroutine[Any, Any, None] | None:
+                count(event)
+                return take(event)
+
+            await super().stream(request, count_and_take)
 
 
 class Replica:

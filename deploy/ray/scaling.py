@@ -3,8 +3,8 @@ still take."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from engine.request.events import TokenEvent
@@ -20,20 +20,21 @@ class OpenTokens:
     def __init__(self) -> None:
         self.total = 0
 
-    async def counted(
-        self, request: GenerationRequest, events: AsyncGenerator[TokenEvent, None]
-    ) -> AsyncGenerator[TokenEvent, None]:
-        """The request's events, as they come."""
+    @contextmanager
+    def counted(self, request: GenerationRequest) -> Iterator[Callable[[TokenEvent], None]]:
+        """The request is open until the end of the block, which gets what is to be told of its events."""
         left = len(request.prompt_token_ids) + request.sampling.max_tokens
         self.total += left
+
+        def count(event: TokenEvent) -> None:
+            nonlocal left
+            # The first one says that the prompt is done, too.
+            still = min(left, request.sampling.max_tokens) - len(event.token_ids)
+            self.total -= left - still
+            left = still
+
         try:
-            async with aclosing(events):
-                async for event in events:
-                    # The first one says that the prompt is done, too.
-                    still = min(left, request.sampling.max_tokens) - len(event.token_ids)
-                    self.total -= left - still
-                    left = still
-                    yield event
+            yield count
         finally:
             self.total -= left
 

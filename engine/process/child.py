@@ -30,18 +30,20 @@ from engine.process.launch import Launch, begin_child, ignore_signals
 from engine.process.link import Acts, Link
 from engine.process.pulse import Pulse
 from engine.process.runtime import EngineRuntime
+from engine.process.tally import StepTally
 from engine.ranks.rank import rank_here
 from engine.request.errors import EngineError, RequestFailedError
 from engine.request.events import ErrorEvent, StepResult, TokenEvent
 from engine.request.info import EngineInfo
 from engine.request.params import GenerationRequest
+from engine.request.stats import StepStats
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, frozen=True, slots=True)
 class _Client:
-    """A process in front of the engine. ``wants_steps``: it is told of every step."""
+    """A process in front of the engine. ``wants_steps``: it is told of all steps."""
 
     link: Link
     wants_steps: bool
@@ -56,6 +58,7 @@ class EngineHost:
         self._lock = threading.Lock()
         self._clients: list[_Client] = []
         self._owners: dict[str, _Client] = {}
+        self._tally = StepTally()
 
     @property
     def is_built(self) -> bool:
@@ -105,7 +108,7 @@ class EngineHost:
             if not isinstance(error, EngineError):
                 logger.exception("a request could not be prepared")
                 error = RequestFailedError(f"{type(error).__name__}: {error}")
-            client.link.call("deliver", StepResult([ErrorEvent(request.request_id, error)]))
+            client.link.call("deliver", [ErrorEvent(request.request_id, error)])
             return
         with self._lock:
             self._owners[request.request_id] = client
@@ -114,19 +117,23 @@ class EngineHost:
     def _post(self, result: StepResult) -> None:
         """One message for each client that has to hear of the step."""
         found: dict[_Client, list[TokenEvent | ErrorEvent]] = {}
+        some_end = False
         with self._lock:
             for event in result.events:
                 owner = self._owners[event.request_id]
                 found.setdefault(owner, []).append(event)
                 if isinstance(event, ErrorEvent) or event.finish is not None:
+                    some_end = True
                     del self._owners[event.request_id]
                     self._built.result().release(event.request_id)
             clients = self._clients
+        steps: list[StepStats] = []
+        if result.stats is not None:
+            steps = self._tally.add(result.stats, some_end=some_end)
         for client in clients:
-            events = found.get(client, [])
-            stats = result.stats if client.wants_steps else None
-            if events or stats is not None:
-                client.link.call("deliver", StepResult(events, stats))
+            events, told = found.get(client, []), steps if client.wants_steps else []
+            if events or told:
+                client.link.call("deliver", events, told)
 
 
 def main() -> int:

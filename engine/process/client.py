@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from engine.process.link import Acts, Link, PeerGoneError
 from engine.process.pulse import Pulse
 from engine.process.streams import EventStreams
 from engine.request.errors import EngineDeadError
-from engine.request.events import ErrorEvent, StepResult
+from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.info import EngineInfo
 from engine.request.params import GenerationRequest, Tenant
-from engine.request.stats import idle_stats
+from engine.request.stats import StepStats, idle_stats
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +87,14 @@ class RemoteEngine(EventStreams):
         self.info, self._link = info, Link(connection)
         self._dead = None
         # The gauges told what the last engine had come to.
-        self._deliver(StepResult([], idle_stats(info.num_blocks)))
+        self._deliver([], [idle_stats(info.num_blocks)])
         self._listen()
 
-    def _deliver(self, result: StepResult) -> None:
-        super()._deliver(result)
-        for event in result.events:
+    def _deliver(
+        self, events: Sequence[TokenEvent | ErrorEvent], steps: Sequence[StepStats] = ()
+    ) -> None:
+        super()._deliver(events, steps)
+        for event in events:
             if isinstance(event, ErrorEvent) or event.finish is not None:
                 self._unfinished.discard(event.request_id)
         if not self._unfinished:

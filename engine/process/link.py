@@ -11,16 +11,19 @@ import asyncio
 import itertools
 import logging
 import os
+import pickle
 import select
 import socket
+import struct
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from copyreg import add_extension
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple
 
 from engine.request.errors import EngineError
@@ -30,6 +33,9 @@ logger = logging.getLogger(__name__)
 # A pipe that is writable at all takes this much without waiting: the kernel calls one writable while a
 # quarter of its buffer, 208 KiB as Linux comes, is in use at most.
 _AT_ONCE = 32 << 10
+_READ = 64 << 10
+# What multiprocessing puts before a message of less than 2 GiB.
+_LENGTH = struct.Struct("!i")
 
 Acts = Mapping[str, Callable[..., Any]]
 """The functions that the peer may call, by name. What one returns or raises for a question is the answer;
@@ -58,6 +64,47 @@ class _Answer(NamedTuple):
     error: Exception | None = None
 
 
+# What names a class in a pickle takes longer to read than all the rest of a short message.
+add_extension(__name__, _Call.__name__, 240)
+add_extension(__name__, _Answer.__name__, 241)
+
+
+class _Pieces:
+    """Messages out of what is read of a pipe, wherever it is cut."""
+
+    def __init__(self) -> None:
+        self._left = bytearray()
+        self._num_needed = 0
+
+    def take(self, data: bytes) -> Iterable[Any]:
+        """Returns the messages that the next piece completes. Raises EOFError where it is empty, as at a
+        pipe's end, and whatever a message that cannot be read raises, once it is its turn."""
+        if not data:
+            raise EOFError
+        if self._left:
+            self._left += data
+            if len(self._left) < self._num_needed:
+                return ()
+        elif len(data) >= _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
+            # One message and no more, as it mostly is.
+            return (pickle.loads(memoryview(data)[_LENGTH.size :]),)
+        else:
+            self._left += data
+        return self._split()
+
+    def _split(self) -> Iterator[Any]:
+        found, self._left = self._left, bytearray()
+        at = self._num_needed = 0
+        while len(found) >= (begin := at + _LENGTH.size):
+            end = begin + _LENGTH.unpack_from(found, at)[0]
+            if end > len(found):
+                self._num_needed = end - at
+                break
+            yield pickle.loads(memoryview(found)[begin:end])
+            at = end
+        self._left += found[at:]
+
+
 class Link:
     """One end of a pipe between two processes. Any thread may send and ask, and never waits for the
     reader at the other end, however slow that is."""
@@ -84,7 +131,7 @@ class Link:
     def send(self, message: Any, handle: int | None = None) -> None:
         """Send what ``receive`` is to return at the other end. What the pipe has no room for goes out
         from a thread, which lives as long as there is something left."""
-        data = ForkingPickler.dumps(message)
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._lock:
             if not self._is_open:
                 return
@@ -119,10 +166,12 @@ class Link:
                 if not self._waiting:
                     self._sender = None
 
-    def _write(self, data: Any, handle: int | None) -> None:
+    def _write(self, data: bytes, handle: int | None) -> None:
         """Drops what nobody is left to read."""
         with suppress(OSError):
-            self._connection.send_bytes(data)
+            left = memoryview(_LENGTH.pack(len(data)) + data)
+            while left:
+                left = left[os.write(self._connection.fileno(), left) :]
             if handle is not None:
                 send_handle(self._connection, handle, None)
         if handle is not None:
@@ -150,8 +199,9 @@ class Link:
         ``lost``."""
 
         def listen() -> None:
-            while self._hear(acts):
-                pass
+            with suppress(PeerGoneError):
+                while True:
+                    self._act(self.receive(), acts)
             self.close()
             lost()
 
@@ -160,19 +210,27 @@ class Link:
     def listen_on(
         self, loop: asyncio.AbstractEventLoop, acts: Acts, lost: Callable[[], None]
     ) -> None:
-        """The same from an event loop, which waits for nothing but the rest of a message that has begun
-        to come. To be called, and closed, in the loop's thread."""
+        """The same from an event loop, which waits for nothing. To be called, and closed, in the loop's
+        thread. No handles can come here."""
+        pieces, handle = _Pieces(), self._connection.fileno()
 
         def read() -> None:
-            if not self._hear(acts):
+            try:
+                for message in pieces.take(os.read(handle, _READ)):
+                    self._act(message, acts)
+                    if not self._is_open:  # by what it has asked for
+                        return
+            except Exception as error:
+                if not isinstance(error, (EOFError, OSError)):
+                    logger.exception("a message of another process cannot be read")
                 self.close()
                 lost()
 
-        loop.add_reader(self._connection.fileno(), read)
+        loop.add_reader(handle, read)
         self._loop = loop
-        # uvloop has made it non-blocking: then a message that is not all there yet would look like a
-        # peer that has gone, and one for which the pipe has no room like a reader that has.
-        os.set_blocking(self._connection.fileno(), True)
+        # uvloop has made it non-blocking: then one for which the pipe has no room would look like a
+        # reader that has gone.
+        os.set_blocking(handle, True)
 
     def close(self) -> None:
         """End the link from this side, by the one who listens. Open questions fail."""
@@ -190,13 +248,8 @@ class Link:
         for number in list(self._asked):
             self._settle(_Answer(number, error=PeerGoneError()))
 
-    def _hear(self, acts: Acts) -> bool:
-        """Wait for the next message, and act. False: there is none any more. A call that fails is lost,
-        and those after it are not."""
-        try:
-            message = self.receive()
-        except PeerGoneError:
-            return False
+    def _act(self, message: _Call | _Answer, acts: Acts) -> None:
+        """Do what a message says. A call that fails is lost, and those after it are not."""
         if isinstance(message, _Answer):
             self._settle(message)
         elif message.number is not None:
@@ -206,7 +259,6 @@ class Link:
                 acts[message.name](*message.arguments)
             except Exception:
                 logger.exception("failed to act on a message of another process")
-        return True
 
     def _settle(self, answer: _Answer) -> None:
         asked = self._asked.pop(answer.number)

@@ -232,4 +232,5 @@ class AsyncEngine(EventStreams):
     def _post(self, result: StepResult) -> None:
         assert self._loop is not None
         if result.events or result.stats is not None:
-            self._loop.call_soon_threadsafe(self._deliver, result)
+            steps = [] if result.stats is None else [result.stats]
+            self._loop.call_soon_threadsafe(self._deliver, result.events, steps)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from engine.process.pulse import Pulse
 from engine.request.errors import EngineDeadError, RequestError, ShuttingDownError
-from engine.request.events import ErrorEvent, StepResult, TokenEvent
+from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.info import EngineInfo
 from engine.request.params import GenerationRequest, Tenant
 from engine.request.stats import StepStats
@@ -21,7 +24,81 @@ from engine.request.stats import StepStats
 logger = logging.getLogger(__name__)
 
 StepListener = Callable[[StepStats], None]
-_Stream = asyncio.Queue[TokenEvent | ErrorEvent]
+
+
+Take = Callable[[TokenEvent], Coroutine[Any, Any, None] | None]
+"""Takes a request's next event. It returns what the one after that has to wait for, if anything."""
+_Turn = asyncio.Future[Coroutine[Any, Any, None] | None]
+
+
+class _Stream:
+    """The events of a request on their way to its one reader. ``has_ended``: the last one is here."""
+
+    __slots__ = ("_events", "_take", "_turn", "has_ended")
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        # Those that the reader has had no time for.
+        self._events: deque[TokenEvent | ErrorEvent] = deque()
+        # Who takes events as they come, and what wakes the reader's task where it has something to do.
+        self._take: Take | None = None
+        self._turn: _Turn | None = None
+
+    def put(self, event: TokenEvent | ErrorEvent) -> None:
+        """The next event. What comes after the last is dropped."""
+        if self.has_ended:
+            return
+        self.has_ended = isinstance(event, ErrorEvent) or event.finish is not None
+        turn = self._turn
+        if turn is None or turn.done():  # it may have been cancelled just now
+            self._events.append(event)
+        elif self._take is None or isinstance(event, ErrorEvent):
+            self._events.append(event)
+            turn.set_result(None)
+        else:
+            self._hand_over(event, self._take, turn)
+
+    def _hand_over(self, event: TokenEvent, take: Take, turn: _Turn) -> None:
+        try:
+            wait = take(event)
+        except Exception as error:
+            turn.set_exception(error)
+        else:
+            if wait is not None or self.has_ended:
+                turn.set_result(wait)
+
+    async def get(self) -> TokenEvent:
+        """Raises the error that ends the request."""
+        while not self._events:
+            await self._wait(None)
+        event = self._events.popleft()
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        return event
+
+    async def hand_to(self, take: Take) -> None:
+        """All events up to the last. One that comes while ``take`` waits for nothing is taken at once, by
+        whoever puts it: no task is woken. Raises what ``take`` raises, and the error that ends the
+        request."""
+        while self._events or not self.has_ended:
+            wait = take(await self.get()) if self._events else await self._wait(take)
+            if wait is not None:
+                await wait
+
+    async def _wait(self, take: Take | None) -> Coroutine[Any, Any, None] | None:
+        """Until there is an event, or one was taken that others wait for, or that is the last."""
+        turn: _Turn = asyncio.get_running_loop().create_future()
+        self._turn = turn
+        self._take = take
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            # Settled a moment before that: nobody will wait any more.
+            if not turn.cancelled() and turn.exception() is None and (wait := turn.result()):
+                wait.close()
+            raise
+        finally:
+            self._turn = self._take = None
 
 
 class EventStreams(ABC):
@@ -54,8 +131,9 @@ class EventStreams(ABC):
         return len(self._streams)
 
     def add_step_listener(self, callback: StepListener) -> None:
-        """Call back on the event loop after every step, and when aborts have left nothing to run:
-        then with gauges only, and ``num_rows`` 0."""
+        """Call back on the event loop with every step, or several as one, by the time that a request of
+        theirs has ended; and when aborts have left nothing to run: then with gauges only, and
+        ``num_rows`` 0."""
         self._listeners.append(callback)
 
     async def start(self) -> None:
@@ -82,28 +160,38 @@ class EventStreams(ABC):
         Raises RequestError, QueueFullError, EngineDeadError before the first event; RequestFailedError
         or EngineDeadError later; ShuttingDownError, which is one, once ``stop`` was called.
         """
+        with self._open(request) as stream:
+            finish = None
+            while finish is None:
+                event = await stream.get()
+                finish = event.finish
+                yield event
+
+    async def stream(self, request: GenerationRequest, take: Take) -> None:
+        """Hand a request's events to ``take``, each as soon as it is there and nothing has to be waited
+        for; returns after the last. Cancelling this aborts the request in the engine. Raises what
+        ``generate`` raises, and what ``take`` raises."""
+        with self._open(request) as stream:
+            await stream.hand_to(take)
+
+    @contextmanager
+    def _open(self, request: GenerationRequest) -> Iterator[_Stream]:
+        """A request that is aborted where its last event has not come by the end of the block."""
         request_id = request.request_id
         self._refuse_when_ended()
         if request_id in self._streams:
             raise RequestError("request_id", f"request id {request_id!r} is in use")
-        stream: _Stream = asyncio.Queue()
+        stream = _Stream()
         self._submit(request)
         self._streams[request_id] = stream
-        finished = False
         try:
-            while not finished:
-                event = await stream.get()
-                if isinstance(event, ErrorEvent):
-                    finished = True
-                    raise event.error
-                finished = event.finish is not None
-                yield event
+            yield stream
         finally:
             del self._streams[request_id]
             self._release(request_id)
             if not self._streams:
                 self._drained.set()
-            if not finished:
+            if not stream.has_ended:
                 self.abort(request_id)
 
     def _refuse_when_ended(self) -> None:
@@ -145,16 +233,18 @@ class EventStreams(ABC):
                 return False
         return True
 
-    def _deliver(self, result: StepResult) -> None:
-        for event in result.events:
+    def _deliver(
+        self, events: Sequence[TokenEvent | ErrorEvent], steps: Sequence[StepStats] = ()
+    ) -> None:
+        for event in events:
             stream = self._streams.get(event.request_id)
             if stream is not None:  # else the client has gone
-                stream.put_nowait(event)
-        if result.stats is not None:
+                stream.put(event)
+        for step in steps:
             for listener in self._listeners:
-                listener(result.stats)
+                listener(step)
 
     def _fail_open(self, message: str) -> None:
         kind = ShuttingDownError if self._stopping else EngineDeadError
         for request_id, stream in self._streams.items():
-            stream.put_nowait(ErrorEvent(request_id, kind(message)))
+            stream.put(ErrorEvent(request_id, kind(message)))

@@ -3,6 +3,7 @@ events until one with a ``finish`` or an ``error``, and none after it."""
 
 from __future__ import annotations
 
+from copyreg import add_extension
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -59,6 +60,10 @@ class TokenEvent(NamedTuple):
     num_draft_tokens: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+
+
+# By its name alone each message with one would take twice as long to read.
+add_extension(__name__, TokenEvent.__name__, 242)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, TypeVar
 
 Reason = Literal[
     "", "no_match", "client_cap", "no_kv", "policy", "low_acceptance", "overload", "shed"
@@ -25,6 +25,7 @@ pay alone, not now. ``shed``: drafts yield to the requests that wait.
 """
 Phase = Literal["draft", "forward", "verify"]
 _MAX_GAMMA_CHANGES = 64
+_Key = TypeVar("_Key")
 
 
 @dataclass(slots=True)
@@ -69,6 +70,18 @@ class SpeculativeStats:
         self.verify_seconds += verify_seconds
         self.step_seconds += step_seconds
         self.baseline_seconds += baseline_seconds
+
+    def add(self, other: SpeculativeStats) -> None:
+        """Another account into this one."""
+        _count_in(self.gammas, other.gammas)
+        _count_in(self.accepted, other.accepted)
+        _count_in(self.disabled, other.disabled)
+        self.num_emitted_tokens += other.num_emitted_tokens
+        self.num_failed_drafts += other.num_failed_drafts
+        self.draft_seconds += other.draft_seconds
+        self.verify_seconds += other.verify_seconds
+        self.step_seconds += other.step_seconds
+        self.baseline_seconds += other.baseline_seconds
 
     def __add__(self, other: SpeculativeStats) -> SpeculativeStats:
         names = (each.name for each in fields(SpeculativeStats))
@@ -117,6 +130,12 @@ class SpeculativeStats:
         """``[d]``: steps that accepted more than d drafts, which is how often depth d + 1 was."""
         histogram = self.acceptance_histogram
         return tuple(sum(histogram[depth:]) for depth in range(1, len(histogram)))
+
+
+def _count_in(own: Counter[_Key], more: Counter[_Key]) -> None:
+    # What ``Counter.update`` does takes four times as long for the one or two keys of a step.
+    for key, count in more.items():
+        own[key] += count
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -190,13 +209,15 @@ class StepClock:
         return max(0.0, self.step - self.draft - self.forward - self.verify)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepStats:
-    """One engine step in numbers, for metrics. Counters are per step; gauges are now."""
+    """An engine's step in numbers, or several that followed each other, for metrics: counters are of all
+    of them, gauges are now. Without rows it was no step."""
 
+    num_steps: int = 1
     num_rows: int = 0
     num_prompt_tokens: int = 0
-    by_drafter: Mapping[str, SpeculativeStats] = field(default_factory=dict)
+    by_drafter: dict[str, SpeculativeStats] = field(default_factory=dict)
     """Accounts of the requests that sampled, by the drafter they named."""
     draft_seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -223,6 +244,36 @@ class StepStats:
     @property
     def num_emitted_tokens(self) -> int:
         return sum(each.num_emitted_tokens for each in self.by_drafter.values())
+
+    def goes_on_with(self, later: StepStats) -> bool:
+        """Whether steps after these are of their kind, so that all can be told as one: then what only
+        some kinds count, as the time of those that have a baseline, is not mixed with others'."""
+        return (
+            self.num_rows > 0
+            and later.num_rows > 0
+            and (self.baseline_seconds > 0) == (later.baseline_seconds > 0)
+        )
+
+    def add(self, later: StepStats) -> None:
+        """Steps that followed these into them; ``later`` is not to be used any more."""
+        for name in _COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        for name, account in later.by_drafter.items():
+            if name in self.by_drafter:
+                self.by_drafter[name].add(account)
+            else:
+                self.by_drafter[name] = account
+        for name in _GAUGES:
+            setattr(self, name, getattr(later, name))
+        self.device_memory = later.device_memory or self.device_memory
+
+
+_GAUGES = ("num_running", "num_waiting", "blocks")
+_COUNTERS = tuple(
+    each.name
+    for each in fields(StepStats)
+    if each.name not in (*_GAUGES, "by_drafter", "device_memory")
+)
 
 
 def idle_stats(num_blocks: int) -> StepStats:

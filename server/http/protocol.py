@@ -12,11 +12,12 @@ ASGI application around the one that is served.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,6 +32,12 @@ _MAX_UNREAD_BYTES = 16 << 10
 # second runs into.
 _FIRST_PROBE_SECONDS, _LONGEST_PROBE_SECONDS = 0.05, 5.0
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+SEND_BODY = "slipstream.send_body"
+"""In a request's scope: a ``SendBody``, for a body in many pieces. They need not go through all that
+looks at heads and ends only, nor each wake a task."""
+SendBody = Callable[[bytes], Coroutine[Any, Any, None] | None]
+"""Sends a piece of an answer's body that is not its last, after the head. Where the client reads too
+slowly it returns what sends the piece once there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +150,7 @@ class BoundedProtocol(HttpToolsProtocol):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application as this connection's requests meet it."""
         exchange = self._exchange = Exchange(scope)
+        scope[SEND_BODY] = partial(self._send_body, send)
         if exchange.is_whole:
             self._stop_reading_timer()
         else:
@@ -169,6 +177,19 @@ class BoundedProtocol(HttpToolsProtocol):
             await self._served(scope, receive_and_note, send_and_note)
         finally:
             self._end_of(exchange)
+
+    def _send_body(self, send: Send, content: bytes) -> Coroutine[Any, Any, None] | None:
+        sending = cast(
+            Coroutine[Any, Any, None],
+            send({"type": "http.response.body", "body": content, "more_body": True}),
+        )
+        if self.flow.write_paused:
+            return sending
+        try:
+            sending.send(None)
+        except StopIteration:
+            return None
+        raise RuntimeError("uvicorn waits for something besides a client who reads too slowly")
 
     def _end_of(self, exchange: Exchange) -> None:
         """The request has been answered; harmless when repeated."""

@@ -12,9 +12,11 @@ engine sees them, caches of images, lives of blocks) has no alias: a zero would 
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from math import inf
 from typing import Any, Protocol
 
 from prometheus_client import (
@@ -114,7 +116,6 @@ _GAUGES = {
 }
 # Buckets, what it shows, labels.
 _HISTOGRAMS: dict[str, tuple[Sequence[float], str, tuple[str, ...]]] = {
-    "spec_gamma": (_GAMMA, "Draft tokens granted per request and step.", ("drafter",)),
     "spec_request_acceptance_rate": (
         _RATE,
         "Accepted over verified draft tokens, per request.",
@@ -264,6 +265,35 @@ def aliases(families: Iterable[Metric], model_name: str) -> list[Metric]:
     return [*(found.same(*each) for each in _SAME_IN_VLLM.items()), *found.made()]
 
 
+class _Gammas(Collector):
+    """The histogram ``spec_gamma``. The library's own takes values one at a time, and a step brings one
+    for each request."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counts[int]] = defaultdict(Counts)
+
+    def observe(self, drafter: str, gammas: Mapping[int, int]) -> None:
+        """``gammas``: how often each came."""
+        counts = self._counts[drafter]
+        for gamma, count in gammas.items():
+            counts[gamma] += count
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Draft tokens granted per request and step."
+        found = HistogramMetricFamily(f"{_PREFIX}spec_gamma", text, labels=["drafter"])
+        for drafter, counts in list(self._counts.items()):
+            buckets = [
+                (
+                    "+Inf" if bound == inf else f"{bound:.1f}",
+                    sum(n for gamma, n in counts.items() if gamma <= bound),
+                )
+                for bound in (*_GAMMA, inf)
+            ]
+            total = sum(gamma * count for gamma, count in counts.items())
+            found.add_metric([drafter], buckets, total)
+        yield found
+
+
 class RequestMetrics(Protocol):
     """The metrics as the answering of requests and ``/metrics`` see them: ``Metrics`` itself, or the way
     to it from another process."""
@@ -297,11 +327,14 @@ class Metrics(Collector):
             self._metrics[name] = Histogram(
                 f"{_PREFIX}{name}", text, names, registry=self.registry, buckets=buckets
             )
+        self._gammas = _Gammas()
+        self.registry.register(self._gammas)
         # By labels; a step has few microseconds for its metrics.
         self._series: Callable[..., Any] = lru_cache(None)(self._look_up)
-        # Seconds at gamma 0 and seconds taken, of the latest steps and in all of them.
-        self._recent: deque[tuple[float, float]] = deque()
+        # Seconds at gamma 0, seconds taken, and steps: of the latest steps, and in all of them.
+        self._recent: deque[tuple[float, float, int]] = deque()
         self._baseline = self._taken = 0.0
+        self._num_recent = 0
         self._drifts: dict[str, AcceptanceDrift] = {}
         self._metrics["engine_up"].set_function(lambda: float(is_alive()))
         self._metrics["draining"].set_function(lambda: float(is_draining()))
@@ -357,17 +390,17 @@ class Metrics(Collector):
         return encode(self, escaping=ALLOWUTF8), content_type  # type: ignore[call-arg]
 
     def observe_step(self, stats: StepStats) -> None:
-        """The engine's step listener."""
+        """The engine's step listener, of one step or several as one."""
         own, at = self._metrics, self._series
         # Without rows it was no step, only a last look at the gauges.
-        own["steps"].inc(stats.num_rows > 0)
+        own["steps"].inc(stats.num_steps if stats.num_rows else 0)
         own["rows"].inc(stats.num_rows)
         own["prompt_tokens"].inc(stats.num_prompt_tokens)
         own["generation_tokens"].inc(stats.num_emitted_tokens)
         for part in ("draft", "forward", "verify", "other"):
             at("step_seconds", part).inc(getattr(stats, f"{part}_seconds"))
         if stats.baseline_seconds > 0 and stats.step_seconds > 0:
-            self._observe_speedup(stats.baseline_seconds, stats.step_seconds)
+            self._observe_speedup(stats.baseline_seconds, stats.step_seconds, stats.num_steps)
         own["preemptions"].inc(stats.num_preemptions)
         own["requests_running"].set(stats.num_running)
         own["requests_waiting"].set(stats.num_waiting)
@@ -393,16 +426,18 @@ class Metrics(Collector):
             self._series("drafter_acceptance_past", drafter).set_function(drift.past)
         return self._drifts[drafter]
 
-    def _observe_speedup(self, baseline: float, taken: float) -> None:
+    def _observe_speedup(self, baseline: float, taken: float, num_steps: int) -> None:
         self._metrics["baseline_seconds"].inc(baseline)
         self._metrics["decode_seconds"].inc(taken)
-        self._recent.append((baseline, taken))
+        self._recent.append((baseline, taken, num_steps))
         self._baseline += baseline
         self._taken += taken
-        if len(self._recent) > _SPEEDUP_WINDOW_STEPS:
-            old_baseline, old_taken = self._recent.popleft()
+        self._num_recent += num_steps
+        while self._num_recent > _SPEEDUP_WINDOW_STEPS and len(self._recent) > 1:
+            old_baseline, old_taken, old_steps = self._recent.popleft()
             self._baseline -= old_baseline
             self._taken -= old_taken
+            self._num_recent -= old_steps
         self._metrics["spec_speedup_ratio"].set(self._baseline / self._taken)
 
     def _observe_drafter(self, drafter: str, stats: SpeculativeStats) -> None:
@@ -413,10 +448,7 @@ class Metrics(Collector):
         at("spec_steps", drafter).inc(stats.num_steps)
         for position, count in enumerate(stats.accepted_per_position):
             at("spec_accepted_tokens_per_position", drafter, position).inc(count)
-        gammas = at("spec_gamma", drafter)
-        for gamma, count in stats.gammas.items():
-            for _ in range(count):
-                gammas.observe(gamma)
+        self._gammas.observe(drafter, stats.gammas)
         for reason, count in stats.disabled.items():
             at("spec_disabled", drafter, reason).inc(count)
 

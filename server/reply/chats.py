@@ -107,14 +107,10 @@ class ChatWriter(ChunkWriter):
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def _object(self, kind: str, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        found = super()._object(kind, deltas)
+    def _beside(self, delta: ChoiceDelta) -> dict[str, Any]:
         # All choices have one prompt, so its logprobs come once, with the first.
-        if deltas and deltas[0].index == 0:
-            logprobs = self._prompt_logprobs(deltas[0])
-            if logprobs is not None:
-                found["prompt_logprobs"] = logprobs
-        return found
+        logprobs = self._prompt_logprobs(delta) if delta.index == 0 else None
+        return {} if logprobs is None else {"prompt_logprobs": logprobs}
 
     def _choice(self, kind: str, delta: ChoiceDelta) -> Mapping[str, Any]:
         text = self._text(delta)
@@ -124,12 +120,13 @@ class ChatWriter(ChunkWriter):
             return ChatChoice(
                 index=delta.index, message=message, logprobs=logprobs, **self._ending(delta)
             )
-        return ChatChunkChoice(
-            index=delta.index,
-            delta=message_delta(delta, text),
-            logprobs=logprobs,
+        chunk: ChatChunkChoice = {
+            "index": delta.index,
+            "delta": message_delta(delta, text),
+            "logprobs": logprobs,
             **self._ending(delta),
-        )
+        }
+        return chunk
 
     def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs:
         content: list[ChatLogprob] = []

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -53,7 +51,14 @@ class TextAssembler:
         """Take the next token. After a match nothing more may be added."""
         piece = self._detokenizer.add(token_id)
         self._num_added += 1
-        self._waiting.append(ReplyToken(token_id, piece, self._num_chars, drafted, logprobs))
+        token = ReplyToken(token_id, piece, self._num_chars, drafted, logprobs)
+        if piece and not (self._options.stops or self._waiting):  # settled at once, as most are
+            self._num_chars += len(piece)
+            self._text.append(piece)
+            self._tokens.append(token)
+            self.num_kept += 1
+            return None
+        self._waiting.append(token)
         return self._feed(piece, armed=self._num_added > self._options.min_tokens)
 
     def finish(self) -> StopMatch | None:
@@ -61,7 +66,7 @@ class TextAssembler:
         piece = self._detokenizer.flush()
         if piece and self._waiting:
             last = self._waiting.pop()
-            self._waiting.append(replace(last, text=last.text + piece))
+            self._waiting.append(last._replace(text=last.text + piece))
         match = self._feed(piece, armed=self._num_added > self._options.min_tokens)
         if match is None:
             self._text.append(self._matcher.held)
@@ -77,6 +82,10 @@ class TextAssembler:
 
     def _feed(self, piece: str, *, armed: bool) -> StopMatch | None:
         self._num_chars += len(piece)
+        if not self._options.stops:  # as most requests: nothing is held back
+            self._text.append(piece)
+            self._settle(self._num_chars + (not self._detokenizer.is_pending))
+            return None
         unsettled = self._matcher.held + piece
         begin = self._matcher.num_released
         text, match = self._matcher.feed(piece, armed=armed)
@@ -101,7 +110,7 @@ class TextAssembler:
     def _cut(self, num_chars: int) -> None:
         """Release what starts before the cut, shortened to it, and drop the rest."""
         self._waiting = deque(
-            replace(token, text=token.text[: max(0, num_chars - token.start)])
+            token._replace(text=token.text[: max(0, num_chars - token.start)])
             for token in self._waiting
         )
         self._settle(num_chars)
@@ -191,7 +200,9 @@ class ChoiceSource:
         self, engine: EventStreams, tokenizer: Any, texts: TokenTexts, metrics: RequestMetrics
     ) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
+        self._decoders = {
+            skip: decoder(tokenizer, skip_special_tokens=skip) for skip in (False, True)
+        }
         self._texts = texts
         self._metrics = metrics
 
@@ -199,28 +210,31 @@ class ChoiceSource:
         """Hand the choice's deltas to ``sink``, which may take its time; the last one carries ``end``.
         Cancelling this aborts the request. ``record``: where to write down how it goes.
 
-        Raises what ``EventStreams.generate`` raises, and ApiError 503 if the server shuts down
+        Raises what ``EventStreams.stream`` raises, and ApiError 503 if the server shuts down
         first.
         """
         outcome = "error"
         tenant = plan.request.tenant.name
         abort = partial(self._engine.abort, plan.request.request_id)
         choice = ChoiceDeltas(plan, self._assembler(plan), abort)
+
+        def take(event: TokenEvent) -> Coroutine[Any, Any, None] | None:
+            nonlocal outcome
+            if record is not None:
+                record.add(event)
+            delta = choice.take(event)
+            if delta is None:
+                return None
+            if (end := delta.end) is not None:
+                # To metrics a call is one of the ways in which the model stops.
+                outcome = "stop" if end.reason == "tool_calls" else end.reason
+                if record is not None:
+                    record.finish_reason, record.num_tokens = end.reason, end.num_tokens
+                self._metrics.observe_request(end.info, end.num_tokens, tenant)
+            return sink(delta)
+
         try:
-            async with aclosing(self._engine.generate(plan.request)) as events:
-                async for event in events:
-                    if record is not None:
-                        record.add(event)
-                    delta = choice.take(event)
-                    if delta is None:
-                        continue
-                    if (end := delta.end) is not None:
-                        # To metrics a call is one of the ways in which the model stops.
-                        outcome = "stop" if end.reason == "tool_calls" else end.reason
-                        if record is not None:
-                            record.finish_reason, record.num_tokens = end.reason, end.num_tokens
-                        self._metrics.observe_request(end.info, end.num_tokens, tenant)
-                    await sink(delta)
+            await self._engine.stream(plan.request, take)
         except (TryLaterError, RequestError) as error:
             outcome = "rejected"
             if tenant and isinstance(error, TryLaterError):
@@ -248,5 +262,5 @@ class ChoiceSource:
             # The parsers have to see markers, which the tokenizer would leave out with the others.
             markers = markers_of(plan.text.tool_calls, plan.text.reasoning)
             skip, skipped = False, self._texts.hidden_ids(markers)
-        decode = decoder(self._tokenizer, skip_special_tokens=skip)
-        return TextAssembler(IncrementalDetokenizer(decode, context, skipped), plan.text)
+        detokenizer = IncrementalDetokenizer(self._decoders[skip], context, skipped)
+        return TextAssembler(detokenizer, plan.text)

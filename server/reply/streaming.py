@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from engine.logs import add_log_fields
 from server.errors import CLIENT_GONE_STATUS, to_api_error
 from server.http.middleware import REQUEST_ID_KEY
+from server.http.protocol import SEND_BODY, SendBody
 from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
 from server.plan import ChoicePlan, RequestPlan
 from server.reply.deltas import ChoiceDelta, ChoiceEnd, Sink, fold
@@ -55,29 +56,30 @@ class DeltaFeed:
     def __init__(self, run: Run, plan: RequestPlan, record: RequestRecord | None) -> None:
         self._sink: Sink | None = None
         self._wanted = asyncio.Event()
-        self._begun = asyncio.Event()
+        self._begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         records = [None] * len(plan.choices) if record is None else record.choices
         self._tasks: list[asyncio.Future[None]] = [
             asyncio.ensure_future(run(choice, self._take, each))
             for choice, each in zip(plan.choices, records, strict=True)
         ]
 
-    async def _take(self, delta: ChoiceDelta) -> None:
-        if self._sink is None:
-            self._begun.set()
-            await self._wanted.wait()
-            assert self._sink is not None
-        await self._sink(delta)
+    def _take(self, delta: ChoiceDelta) -> Coroutine[Any, Any, None] | None:
+        return self._keep(delta) if self._sink is None else self._sink(delta)
+
+    async def _keep(self, delta: ChoiceDelta) -> None:
+        """Until deltas are wanted."""
+        if not self._begun.done():
+            self._begun.set_result(None)
+        await self._wanted.wait()
+        assert self._sink is not None
+        if (wait := self._sink(delta)) is not None:
+            await wait
 
     async def peek(self, seconds: float) -> None:
         """Waits for the first delta, at most so long. Raises the error if one comes first."""
-        begun = asyncio.ensure_future(self._begun.wait())
-        try:
-            waiting: tuple[asyncio.Future[Any], ...] = (begun, *self._tasks)
-            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            begun.cancel()
-        if not self._begun.is_set():
+        waiting = (self._begun, *self._tasks)
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not self._begun.done():
             self._raise_first()
 
     async def run(self, sink: Sink, pause: float | None = None) -> bool:
@@ -95,7 +97,7 @@ class DeltaFeed:
         """Returns each choice whole, as one delta, in index order."""
         deltas: list[list[ChoiceDelta]] = [[] for _ in self._tasks]
 
-        async def keep(delta: ChoiceDelta) -> None:
+        def keep(delta: ChoiceDelta) -> None:
             deltas[delta.index].append(delta)
 
         await self.run(keep)
@@ -149,50 +151,59 @@ class DeltaStreamResponse(EventSourceResponse):
         self._feed = feed
         self._writer = writer
         self._account = account
+        self._send: SendBody
         self._ends: dict[int, ChoiceEnd] = {}
         self._time = asyncio.get_running_loop().time
         self._latest = self._time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
-        self._to_client = send
+        self._send = scope.get(SEND_BODY) or partial(_send_body, send)
         start = {"status": self.status_code, "headers": self.raw_headers}
         try:
             await send({"type": "http.response.start", **start})
             with suppress(ClientGoneError):
-                await unless_client_leaves(receive, self._write)
+                await unless_client_leaves(receive, lambda: self._write(send))
         finally:
             await self._feed.aclose()
 
-    async def _write(self) -> None:
+    async def _write(self, send: Send) -> None:
         """The whole stream."""
         try:
             if content := self._writer.begin():
-                await self._send(content)
+                await self._write_through(content)
             while not await self._feed.run(self._take, max(0.0, self._pause())):
                 if self._pause() <= 0:
-                    await self._send(KEEPALIVE_COMMENT)
+                    await self._write_through(KEEPALIVE_COMMENT)
             ends = [self._ends[index] for index in sorted(self._ends)]
             last = self._writer.finish(self._account(ends))
         except Exception as error:
             # The status has been sent: the error can only go into the stream.
             last = self._writer.failure(to_api_error(error))
-        await self._send(last + self._writer.ending)
-        await self._to_client({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._write_through(last + self._writer.ending)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _pause(self) -> float:
         """Returns the seconds until a comment has to be sent."""
         return self._latest + KEEPALIVE_SECONDS - self._time()
 
-    async def _take(self, delta: ChoiceDelta) -> None:
+    def _take(self, delta: ChoiceDelta) -> Coroutine[Any, Any, None] | None:
         if delta.end is not None:
             self._ends[delta.index] = delta.end
-        if content := self._writer.events(delta):
-            await self._send(content)
-
-    async def _send(self, content: bytes) -> None:
+        content = self._writer.events(delta)
+        if not content:
+            return None
         self._latest = self._time()
-        await self._to_client({"type": "http.response.body", "body": content, "more_body": True})
+        return self._send(content)
+
+    async def _write_through(self, content: bytes) -> None:
+        self._latest = self._time()
+        if (wait := self._send(content)) is not None:
+            await wait
+
+
+async def _send_body(send: Send, content: bytes) -> None:
+    """What stands in for ``SEND_BODY`` where the application is not behind our protocol."""
+    await send({"type": "http.response.body", "body": content, "more_body": True})
 
 
 async def answer(request: Request, run: Run, writer: Writer) -> Response:

@@ -7,30 +7,16 @@ OpenAI's completions do.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
+from server.reply.byte_level import byte_level_alphabet, decoder_parts
 from server.reply.detokenizer import IncrementalDetokenizer, decoder
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CACHE_SIZE = 1 << 16
-
-
-def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: character -> byte.
-
-    Bytes that print as one Latin-1 character stand for themselves, the others take the code points
-    from 256 on, in order (Radford et al. 2019, "Language Models are Unsupervised Multitask
-    Learners", code).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + rank): byte for rank, byte in enumerate(others)
-    }
 
 
 class TokenTexts:
@@ -47,7 +33,7 @@ class TokenTexts:
         self._flagged = {
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
-        self._alphabet = byte_level_alphabet() if _is_byte_level(tokenizer) else None
+        self._alphabet = byte_level_alphabet() if "ByteLevel" in decoder_parts(tokenizer) else None
         # Wrapped here and not by a decorator: the cache dies with this object.
         self.text: Callable[[int], str] = lru_cache(_CACHE_SIZE)(self._text)
         self.token_bytes: Callable[[int], bytes] = lru_cache(_CACHE_SIZE)(self._token_bytes)
@@ -87,13 +73,3 @@ class TokenTexts:
             # SentencePiece's mark of a space; decoding the token alone would strip it.
             return token.replace("\u2581", " ").encode()
         return self._decode([token_id]).encode()
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether the tokenizer's decoder maps characters back to bytes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.decoder is None:
-        return False
-    state = json.loads(backend.decoder.__getstate__())
-    parts = state.get("decoders", [state])
-    return any(part.get("type") == "ByteLevel" for part in parts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, NotRequired, TypeAlias
 
 from pydantic_core import to_json
@@ -26,9 +27,13 @@ from server.reply.usage import ReplyMetrics, RunningUsage, Usage, reply_metrics
 DONE = b"data: [DONE]\n\n"
 
 
+def as_json(content: Any) -> bytes:
+    return to_json(content, inf_nan_mode="null")
+
+
 def event(content: Any, name: str | None = None) -> bytes:
     """Returns a server-sent event. JSON made here has no line breaks, so its data is one line."""
-    data = b"data: %b\n\n" % to_json(content, inf_nan_mode="null")
+    data = b"data: %b\n\n" % as_json(content)
     return data if name is None else b"event: %b\n%b" % (name.encode(), data)
 
 
@@ -162,31 +167,50 @@ class ChunkWriter(Writer):
         is_shown = delta.first or delta.end or delta.text or delta.parts
         if not (is_shown or (delta.tokens and self._shows_tokens)):
             return b""
-        chunk = self._object(self.chunk, [delta])
+        beside = {} if delta.prompt_logprobs is None else self._beside(delta)
         if self.plan.continuous_usage:
-            chunk["usage"] = RunningUsage(
+            beside["usage"] = RunningUsage(
                 prompt_tokens=self.plan.num_prompt_tokens,
                 completion_tokens=self._num_written,
                 total_tokens=self.plan.num_prompt_tokens + self._num_written,
             )
-        return event(chunk)
+        return self._chunk(as_json(self._choice(self.chunk, delta)), beside)
 
     def finish(self, usage: Usage) -> bytes:
         if not self.plan.include_usage:
             return b""
-        return event({**self._object(self.chunk, []), **_account(usage)})
+        return self._chunk(b"", _account(usage))
 
     def failure(self, error: ApiError) -> bytes:
         return event(error.body())
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
         told = {"metadata": self.plan.metadata} if self.plan.metadata else {}
-        return {**self._object(self.whole, choices), **_account(usage), **told}
+        beside = self._beside(choices[0]) if choices else {}
+        return {
+            **self._envelope,
+            "object": self.whole,
+            "choices": [self._choice(self.whole, each) for each in choices],
+            **beside,
+            **_account(usage),
+            **told,
+        }
 
-    def _object(self, kind: str, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
-        """A reply, or a chunk of it, but for what was used."""
-        choices = [self._choice(kind, delta) for delta in deltas]
-        return {**self._envelope, "object": kind, "choices": choices}
+    def _chunk(self, choices: bytes, beside: Mapping[str, Any]) -> bytes:
+        """The event of a chunk with these choices, in JSON, and what stands beside them."""
+        if beside:
+            return b"%b%b],%b\n\n" % (self._head, choices, as_json(beside)[1:])
+        return b"%b%b]}\n\n" % (self._head, choices)
+
+    @cached_property
+    def _head(self) -> bytes:
+        """What all chunks begin with."""
+        return b'data: %b,"choices":[' % as_json({**self._envelope, "object": self.chunk})[:-1]
+
+    def _beside(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """What an object whose first choice this is has beside its choices."""
+        del delta
+        return {}
 
     @abstractmethod
     def _choice(self, kind: str, delta: ChoiceDelta) -> Mapping[str, Any]:
@@ -199,7 +223,7 @@ class ChunkWriter(Writer):
     def _prompt_logprobs(self, delta: ChoiceDelta) -> PromptLogprobs | None:
         """Returns those asked for, where the delta brings them."""
         num = self.plan.num_prompt_logprobs
-        if num is None or delta.prompt_logprobs is None:
+        if delta.prompt_logprobs is None or num is None:
             return None
         return [
             None if each is None else self._prompt_entries(each, num)
@@ -234,9 +258,9 @@ class ChunkWriter(Writer):
     def _ending(self, delta: ChoiceDelta) -> Ending:
         """The fields of ``Ending`` that apply to this delta."""
         end = delta.end
-        found: Ending = {"finish_reason": None if end is None else end.reason}
+        found: Ending = {"finish_reason": None}
         if end is not None:
-            found["stop_reason"] = end.stop_reason
+            found["finish_reason"], found["stop_reason"] = end.reason, end.stop_reason
         if self.plan.return_token_ids:
             found["token_ids"] = [token.token_id for token in delta.tokens]
             if delta.first:

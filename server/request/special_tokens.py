@@ -46,6 +46,8 @@ class Spellings:
         self._longest = max(map(len, self.tokens), default=0)
         self._begins = {each[:at] for each in self.tokens for at in range(1, len(each))}
         self._ends = {each[at:] for each in self.tokens for at in range(1, len(each))}
+        self._firsts = {each[0] for each in self.tokens}
+        self._lasts = {each[-1] for each in self.tokens}
 
     def are_in(self, text: str) -> bool:
         return self._search.search(text) is not None
@@ -53,6 +55,8 @@ class Spellings:
     def spans(self, text: str) -> list[Span]:
         """Where they are, and where the text's begin or end is a part of one that what stands next to
         the text might complete. In order, and apart."""
+        if not self._may_be_in(text):
+            return []
         spans = [match.span() for match in self._search.finditer(text)]
         sizes = range(min(self._longest, len(text)), 0, -1)
         ends = ((len(text) - size, len(text)) for size in sizes if text[-size:] in self._begins)
@@ -65,6 +69,14 @@ class Spellings:
             )
             spans += islice(apart, 1)
         return sorted(spans)
+
+    def _may_be_in(self, text: str) -> bool:
+        """False for most texts, at little cost: no character is there that begins a token, nor near
+        the text's begin one that ends a token."""
+        begin = text[: self._longest]
+        return any(char in text for char in self._firsts) or any(
+            char in begin for char in self._lasts
+        )
 
 
 class Disguise:

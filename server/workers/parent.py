@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -24,9 +24,9 @@ from engine.logs import LogOptions
 from engine.process.launch import Child, EngineProcess, describe, launch_child
 from engine.process.link import Acts, Link
 from engine.request.errors import EngineError
-from engine.request.events import StepResult
+from engine.request.events import TokenEvent
 from engine.request.info import EngineInfo
-from engine.request.stats import idle_stats
+from engine.request.stats import StepStats, idle_stats
 from server.metrics.prometheus import Metrics
 from server.request.speculative import (
     SpeculativeChange,
@@ -222,8 +222,9 @@ class Workers:
     def _count_steps(self) -> None:
         steps = Link(self._engine.connect(wants_steps=True))
         # That it has gone is found by its process.
-        steps.listen_in_thread({"deliver": self._count_step, "died": lambda _: None}, lambda: None)
+        steps.listen_in_thread({"deliver": self._deliver, "died": lambda _: None}, lambda: None)
 
-    def _count_step(self, result: StepResult) -> None:
-        if result.stats is not None:
-            self._metrics.observe_step(result.stats)
+    def _deliver(self, events: Sequence[TokenEvent], steps: Sequence[StepStats]) -> None:
+        del events
+        for step in steps:
+            self._metrics.observe_step(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,19 +79,20 @@ async def test_open_tokens_fall_as_they_are_written() -> None:
     await engine.start()
     sampling = SamplingParams(max_tokens=20)
     requests = [GenerationRequest(name, (1, 2, 3, 4), sampling) for name in "ab"]
-    first, second = (tokens.counted(each, engine.generate(each)) for each in requests)
     assert tokens.total == 0
-    await anext(first)
-    await anext(second)
-    assert tokens.total == 38  # both prompts, and a token each
-    await anext(first)
-    assert tokens.total == 35
-    await second.aclose()
-    assert tokens.total == 16
-    async for _ in first:
-        pass
+    async with aclosing(engine.generate(requests[0])) as events:
+        with tokens.counted(requests[0]) as count:
+            with tokens.counted(requests[1]) as count_another:
+                count(await anext(events))
+                async with aclosing(engine.generate(requests[1])) as others:
+                    count_another(await anext(others))
+                assert tokens.total == 38  # both prompts, and a token each
+                count(await anext(events))
+                assert tokens.total == 35
+            assert tokens.total == 16
+            async for event in events:
+                count(event)
     assert tokens.total == 0
-    assert engine.closed_early == ["b"]
 
 
 def key(headers: dict[str, str] | None = None, characters: int = 16, **fields: Any) -> str | None:

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drafters.base import DrafterInfo, DrafterOption
+from engine.process.streams import Take
 from engine.request.errors import EngineDeadError, EngineError, QueueFullError, ShuttingDownError
 from engine.request.events import (
     FinishInfo,
@@ -23,7 +24,7 @@ from engine.request.events import (
 from engine.request.info import EngineInfo
 from engine.request.params import GenerationRequest, Tenant
 from engine.request.stats import GammaChange, RequestStats, StepStats
-from server.reply.token_texts import byte_level_alphabet
+from server.reply.byte_level import byte_level_alphabet
 
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
 VOCAB_SIZE = 270
@@ -187,6 +188,12 @@ class ScriptedEngine:
     def emit(self, stats: StepStats) -> None:
         for listener in self._listeners:
             listener(stats)
+
+    async def stream(self, request: GenerationRequest, take: Take) -> None:
+        async with contextlib.aclosing(self.generate(request)) as events:
+            async for event in events:
+                if (wait := take(event)) is not None:
+                    await wait
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         if self.stopping:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import Pipe
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import uvloop
@@ -17,7 +17,6 @@ import uvloop
 from engine.process.client import RemoteEngine
 from engine.process.link import Link, _Call
 from engine.request.errors import EngineDeadError, TenantLimitError
-from engine.request.events import StepResult
 from engine.request.params import Tenant
 from engine.request.stats import StepStats, idle_stats
 from worlds.gated_engine import HANG, asking, until
@@ -36,8 +35,8 @@ def test_a_message_may_come_in_pieces(loop: str) -> None:
         seen: list[StepStats] = []
         engine.add_step_listener(seen.append)
         await engine.start()
-        data = ForkingPickler.dumps(_Call("deliver", (StepResult([], idle_stats(7)),)))
-        frame = struct.pack("!i", len(data)) + bytes(data)
+        data = pickle.dumps(_Call("deliver", ([], [idle_stats(7)])))
+        frame = struct.pack("!i", len(data)) + data
         rest = threading.Timer(0.1, theirs._send, [frame[9:]])  # type: ignore[attr-defined]
         theirs._send(frame[:9])  # type: ignore[attr-defined]
         rest.start()

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from tokenizers import pre_tokenizers
 
-from server.reply.token_texts import TokenTexts, byte_level_alphabet
+from server.reply.byte_level import byte_level_alphabet
+from server.reply.token_texts import TokenTexts
 from worlds.scripted_engine import BOS, VOCAB_SIZE, byte_tokenizer, sentencepiece_tokenizer
 
 

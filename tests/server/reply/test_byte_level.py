@@ -1,0 +1,41 @@
+"""Bytes joined here are the text that the tokenizers library makes of the same tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from server.reply.byte_level import ByteLevelDecoder, decoder_parts
+from server.reply.detokenizer import decoder
+from worlds.scripted_engine import merging_tokenizer, sentencepiece_tokenizer
+
+UNKNOWN = 100_000
+
+
+@cache
+def backend() -> Tokenizer:
+    """With tokens that are added, one of them spelled in no byte's stand-in."""
+    made: Tokenizer = merging_tokenizer().backend_tokenizer
+    made.add_tokens(["<think>", "a b", "\u20ac"])
+    return made
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@given(st.lists(st.one_of(st.integers(0, 273), st.just(UNKNOWN)), max_size=12))
+@example([0xF0, 0x9F, 0x98, 0x41, 0xED, 0xA0, 0x80, 0xC0, 0xAF, 0xF5, 0xE2, 0x82])
+def test_texts_are_the_librarys(skip: bool, token_ids: list[int]) -> None:
+    decode = ByteLevelDecoder(backend(), skip)
+    expected = backend().decode(token_ids, skip_special_tokens=skip)
+    assert decode(token_ids) == expected
+    assert decode(token_ids) == expected  # by what has been looked up
+
+
+def test_other_decoders_are_left_alone() -> None:
+    assert isinstance(decoder(merging_tokenizer()), ByteLevelDecoder)
+    assert len(decoder_parts(sentencepiece_tokenizer())) == 4
+    assert not isinstance(decoder(sentencepiece_tokenizer()), ByteLevelDecoder)
+    assert decoder_parts(object()) == []
