@@ -353,7 +353,7 @@ def test_purses_count_in_tokens_of_their_own_requests() -> None:
             policy.open(request_id, alone)
         num_steps = 0
         while policy.num_to_propose("r0", SpeculativeParams()) > 0:
-            candidates = [chain_candidate(each, BAD, drafter="model") for each in request_ids]
+            candidates = [chain_candidate(each, [], drafter="model") for each in request_ids]
             policy.grant(candidates, load_of(8))
             num_steps += 1
         tried.append(num_steps)
