@@ -81,8 +81,9 @@ def test_a_killed_engine_is_told_shown_and_brought_back(server: Server) -> None:
 
 
 async def drain(server: Server) -> list[httpx.Response]:
-    """Ends the server under long requests, half of them streams that have begun. Gives their answers,
-    and asserts that the port stays open until the last of them."""
+    """Ends the server under long requests, half of them streams that have begun: so many that an idle
+    machine is not done with them sooner. Gives their answers, and asserts that the port stays open until
+    the last of them."""
     body = {key: value for key, value in LONG.items() if key != "extra_body"}
     body |= LONG["extra_body"] | {"max_tokens": 1900}
     async with httpx.AsyncClient(
@@ -93,8 +94,8 @@ async def drain(server: Server) -> list[httpx.Response]:
             asked = client.build_request("POST", "/v1/completions", json=body | {"stream": stream})
             return await client.send(asked, stream=stream)
 
-        wholes = [asyncio.ensure_future(ask(stream=False)) for _ in range(8)]
-        streams = await asyncio.gather(*(ask(stream=True) for _ in range(8)))
+        wholes = [asyncio.ensure_future(ask(stream=False)) for _ in range(24)]
+        streams = await asyncio.gather(*(ask(stream=True) for _ in range(24)))
         server.process.terminate()
         # Until whichever worker is asked has heard of it.
         while {(await client.get("/ready")).status_code for _ in range(4)} != {503}:
