@@ -29,6 +29,7 @@ from engine.kernels.grouped_weight import GroupedWeight
 from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
     HEADER_BYTES,
+    LIFT,
     half_at,
     larger_bits,
     largest_bits_of,
@@ -38,6 +39,7 @@ from engine.kernels.integers import (
     to_whole,
 )
 from engine.kernels.packing import PackedGroups
+from engine.kernels.panels import PANEL_FLOATS, PANEL_GROUPS, multiply_panel, unpack
 from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats, Formatted, Int64s
 
 
@@ -104,10 +106,10 @@ def _gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[torch.Tensor, int
 
 
 @njit
-def _quantize_row(row: Any, num_features: int, group: int, record: Any) -> None:
-    """Writes the record of ``num_features`` floats, a multiple of 16; a last group is filled with 0."""
-    for first in range(0, num_features, group):
-        end = min(first + group, num_features)
+def _quantize_row(a: Any, row: Any, record: Any) -> None:
+    """Writes the record of a row whose features are a multiple of 16; a last group is filled with 0."""
+    for first in range(0, a.num_features, a.group):
+        end = min(first + a.group, a.num_features)
         most = v.splat(_ZERO)
         for at in range(first, end, LANES):
             most = larger_bits(v.magnitude(v.load(row, at)), most)
@@ -118,17 +120,21 @@ def _quantize_row(row: Any, num_features: int, group: int, record: Any) -> None:
         values = record + HEADER_BYTES
         half = to_whole(v.load(row, first) * by)
         store_int8(values, half)
-        total = v.splat(_ZERO)
+        rest = v.splat(_ZERO)
         for at in range(first + LANES, end, LANES):
             value = to_whole(v.load(row, at) * by)
-            total = total + value
+            rest = rest + value
             store_int8(values + (at - first), value)
-        for at in range(end, first + group, LANES):
+        for at in range(end, first + a.group, LANES):
             store_int8(values + (at - first), v.splat(_ZERO))
         v.float32s(record)[0] = scale
-        v.int32s(record)[1] = int(v.sum_of(half))
-        v.int32s(record)[2] = int(v.sum_of(total))
-        record = values + group
+        v.float32s(record)[1] = v.sum_of(half + rest)
+        if a.has_halves:
+            v.int32s(record)[2] = a.lift - a.zero * int(v.sum_of(half))
+            v.int32s(record)[3] = a.lift - a.zero * int(v.sum_of(rest))
+        else:
+            v.int32s(record)[2] = a.lift - a.zero * int(v.sum_of(half + rest))
+        record = values + a.group
 
 
 @njit
@@ -199,7 +205,9 @@ class Arguments(NamedTuple):
     ``records``: room for them as they are multiplied, of ``record`` bytes each. ``weights``
     ``[num_blocks, block]`` bytes, as ``PackedGroups`` has them; ``scales`` and ``bias`` (or NOWHERE): of
     channels; ``output`` ``[num_rows, num_blocks * 32]``; ``group``: features that share a scale in a row,
-    0: rows keep their floats; ``release`` as ``wait_until`` takes it. The rest: of ``Places``."""
+    0: rows keep their floats; ``zero``: of the
+    weights' format; ``lift``: as ``integers`` has it, or 0; ``has_halves``: whether halves of groups are
+    summed apart; ``release`` as ``wait_until`` takes it. The rest: of ``Places``."""
 
     rows: Floats
     gated: Floats
@@ -215,6 +223,9 @@ class Arguments(NamedTuple):
     other: int
     record: int
     group: int
+    zero: int
+    lift: int
+    has_halves: bool
     release: int
     num_threads: int
     num_blocks: int
@@ -238,7 +249,7 @@ def _write_records(a: Arguments) -> None:
         if a.group == 0:
             _widen_row(source, a.num_features, record)
         else:
-            _quantize_row(source, a.num_features, a.group, record)
+            _quantize_row(a, source, record)
         v.fetch_add(a.num_done, 1)
     # Every row that is not done is in the hands of a thread that runs.
     v.wait_until(a.num_done, a.num_rows, a.release)
@@ -296,6 +307,52 @@ def _multiply(a: Arguments) -> None:
 multiply = Loop(_multiply, Arguments, is_long=True)
 """Writes rows, as they are multiplied, times the weights."""
 
+_room_for_panel = v.room_for(PANEL_FLOATS)
+_ROWS_OF_AN_ITEM = 192
+"""Rows that a thread takes on at a time: their records stay in the second cache."""
+_room_for_item = v.room_for(_ROWS_OF_AN_ITEM * CHANNELS)
+
+
+@njit
+def _add_panel(
+    a: Arguments, first_row: int, num_rows: int, panel: Any, first: int, end: int, totals: Any
+) -> None:
+    """Adds to the totals of some rows their products with groups ``first`` .. ``end - 1``, unpacked."""
+    rows = a.records + (first_row * a.record + first * (HEADER_BYTES + GROUP))
+    num_tiles = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+    for tile in range(num_tiles):
+        row, end_row = v.share_of(num_rows, num_tiles, tile)
+        multiply_panel(
+            a.weights, end_row - row, panel, rows + row * a.record, a.record, end - first,
+            totals + row * CHANNELS,
+        )  # fmt: skip
+
+
+def _multiply_many(a: Arguments) -> None:
+    panel, totals = _room_for_panel(), _room_for_item()
+    num_panels = (a.num_groups + PANEL_GROUPS - 1) // PANEL_GROUPS
+    num_parts = (a.num_rows + _ROWS_OF_AN_ITEM - 1) // _ROWS_OF_AN_ITEM
+    _write_records(a)
+    for item in v.shared(a.next_run, a.num_blocks * num_parts):
+        block = item % a.num_blocks
+        first_row, end_row = v.share_of(a.num_rows, num_parts, item // a.num_blocks)
+        for at in range(0, (end_row - first_row) * CHANNELS, LANES):
+            v.store(totals, at, v.splat(_ZERO))
+        for number in range(num_panels):
+            first, end = v.share_of(a.num_groups, num_panels, number)
+            unpack(
+                a.weights + block * a.block, panel, first, end, a.first_group, a.group_stride,
+                a.first_outer, a.outer_stride, a.outer_shift,
+            )  # fmt: skip
+            _add_panel(a, first_row, end_row - first_row, panel, first, end, totals)
+        _write(a, block, first_row, end_row, totals)
+
+
+multiply_many = Loop(_multiply_many, Arguments, is_long=True)
+"""The same for many rows, whose groups have scales: a block's weights are unpacked first."""
+_MANY_ROWS = 24
+"""From so many rows on unpacking pays; they are divided into tiles of at least ``LEAST_ROWS``."""
+
 
 def product(
     rows: torch.Tensor,
@@ -317,10 +374,12 @@ def product(
     told = Arguments(
         first, gated, output, records, packed.blocks, packed.scales,
         NOWHERE if packed.bias is None else packed.bias,
-        num_rows, num_features, rows.stride(0), activation, other, record, group, releasing(),
-        num_threads, packed.num_blocks, packed.blocks.shape[1], *packed.places,
+        num_rows, num_features, rows.stride(0), activation, other, record, group,
+        kind.zero, LIFT if kind.has_scales else 0, kind.num_parts == 2, releasing(), num_threads,
+        packed.num_blocks, packed.blocks.shape[1], *packed.places,
     )  # fmt: skip
-    multiply.run(told, num_threads, kind)
+    is_many = num_rows >= _MANY_ROWS and kind.has_scales and kind.inputs == "int8"
+    (multiply_many if is_many else multiply).run(told, num_threads, kind)
     width = packed.out_features
     return output if output.shape[1] == width else output[:, :width]
 
