@@ -354,6 +354,13 @@ class Tile:
             for row in range(self._num_rows)
         ]
 
+    def group(self, rows: Any, index: Any, size: int) -> list[Any]:
+        """Returns where each row's part of a group is: of every group ``size`` bytes of each row lie one
+        after another. Known distances need no registers, and no instructions."""
+        builder = self._builder
+        first = builder.add(rows, times(builder, index, size * self._num_rows))
+        return [plus(builder, first, size * row) for row in range(self._num_rows)]
+
     def columns(self, address: Any, size: int, load: Callable[[Any, Any], Any]) -> list[Any]:
         """Returns what ``load`` loads of each sixteen columns; ``size``: bytes of each column."""
         places = (plus(self._builder, address, size * LANES * at) for at in range(self._width))

@@ -257,13 +257,15 @@ def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
         walk = Walk(builder, kind, weights, places)
         tile = IntegerTile(builder, num_rows)
         starts, totals = tile.rows(rows, stride), tile.sums(asm.constant(0.0))
-        record = GROUP + HEADER_BYTES if kind.has_scales else GROUP
         if not kind.has_scales:
             tile.begin(starts, 0)
         with cgutils.for_range(builder, num_groups) as loop:
             here, reader = walk.group(loop.index)
-            offset = asm.times(builder, loop.index, record)
-            headers = [builder.add(start, offset) for start in starts]
+            if kind.has_scales:
+                headers = tile.group(rows, loop.index, HEADER_BYTES + GROUP)
+            else:
+                offset = asm.times(builder, loop.index, GROUP)
+                headers = [builder.add(start, offset) for start in starts]
             inputs = [asm.plus(builder, header, HEADER_BYTES) for header in headers]
             parts: list[PartWeighing] = []
             for part in range(kind.num_parts):
@@ -317,15 +319,14 @@ def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
     def emit(
         builder: Any, weights: Any, rows: Any, stride: Any, num_groups: Any, *values: Any
     ) -> None:
+        del stride  # groups have a stride of their own
         *places, target, ahead, halving = values
         walk = Walk(builder, kind, weights, places)
         tile = _FloatTile(builder, num_rows)
-        starts = tile.rows(rows, stride)
         none = [[asm.constant(1.0)] * 2]
         with cgutils.for_range(builder, num_groups) as loop:
             here, reader = walk.group(loop.index)
-            offset = asm.times(builder, loop.index, 4 * GROUP)
-            inputs = [builder.add(start, offset) for start in starts]
+            inputs = tile.group(rows, loop.index, 4 * GROUP)
             weighing = reader.weighing() if kind.has_scales else Weighing(none, None, None)
             for four in range(FOURS):
                 walk.fetch(here, four, ahead, halving)

@@ -85,15 +85,12 @@ def _unpacking(kind: Format) -> asm.Emit:
 
 
 def _multiplying(kind: Format, num_rows: int) -> asm.Emit:
-    def emit(
-        builder: Any, panel: Any, rows: Any, stride: Any, num_groups: Any, target: Any
-    ) -> None:
+    def emit(builder: Any, panel: Any, rows: Any, num_groups: Any, target: Any) -> None:
         tile = IntegerTile(builder, num_rows)
-        starts, targets = tile.rows(rows, stride), tile.rows(target, rows.type(4 * CHANNELS))
+        targets = tile.rows(target, rows.type(4 * CHANNELS))
         totals = tile.sums_at(targets)
         with cgutils.for_range(builder, num_groups) as loop:
-            offset = asm.times(builder, loop.index, GROUP + HEADER_BYTES)
-            headers = [builder.add(start, offset) for start in starts]
+            headers = tile.group(rows, loop.index, HEADER_BYTES + GROUP)
             inputs = [asm.plus(builder, header, HEADER_BYTES) for header in headers]
             here = builder.add(panel, asm.times(builder, loop.index, group_bytes(kind)))
             group = _Group(builder, kind, here)
@@ -118,7 +115,7 @@ def _multiplying_of(kind: Format) -> asm.Emit:
 unpack = asm.operation("int " * 9 + "-> none", asm.ByFormat(_unpacking))
 """``unpack(weights, panel, first, end, ..)`` unpacks groups ``first`` .. ``end - 1`` of a block; the last
 five are those of ``packing.Places`` but for the number of groups."""
-multiply_panel = asm.operation("int " * 7 + "-> none", asm.ByFormat(_multiplying_of))
-"""``multiply_panel(weights, num_rows, panel, rows, record, num_groups, target)`` adds the products of
-``LEAST_ROWS`` to ``ROWS_AT_ONCE`` rows, records as in ``grouped_product``, of ``record`` bytes each, with
-the groups of a panel to the target, ``[rows, CHANNELS]`` float32. ``weights`` say the format."""
+multiply_panel = asm.operation("int " * 6 + "-> none", asm.ByFormat(_multiplying_of))
+"""``multiply_panel(weights, num_rows, panel, rows, num_groups, target)`` adds the products of
+``LEAST_ROWS`` to ``ROWS_AT_ONCE`` rows, records of a tile as in ``grouped_product``, with the groups of a
+panel to the target, ``[rows, CHANNELS]`` float32. ``weights`` say the format."""
