@@ -24,7 +24,7 @@ from numba import njit
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop, releasing, threads_for
-from engine.kernels.formats import CHANNELS, GROUP
+from engine.kernels.formats import CHANNELS, GROUP, Format
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
@@ -205,12 +205,12 @@ def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
 class Arguments(NamedTuple):
     """Rows as ``GateArguments`` has them, or as they are: ``activation`` 0, ``gated`` unused;
     ``records``: room for them as they are multiplied, of ``record`` bytes each, in ``num_tiles`` tiles of
-    about as many rows: of each of ``num_units`` units of a record those of a tile's rows lie together. ``weights``
-    ``[num_blocks, block]`` bytes, as ``PackedGroups`` has them; ``scales`` and ``bias`` (or NOWHERE): of
-    channels; ``output`` ``[num_rows, num_blocks * 32]``; ``group``: features that share a scale in a row,
-    0: rows keep their floats; ``zero``: of the
-    weights' format; ``lift``: as ``integers`` has it, or 0; ``has_halves``: whether halves of groups are
-    summed apart; ``release`` as ``wait_until`` takes it. The rest: of ``Places``."""
+    about as many rows: of each of the ``num_units`` units of a record those of a tile's rows lie
+    together. ``weights`` ``[num_blocks, block]`` bytes, as ``PackedGroups`` has them; ``scales`` and
+    ``bias`` (or NOWHERE): of channels; ``output`` ``[num_rows, num_blocks * 32]``; ``group``: features
+    that share a scale in a row, 0: rows keep their floats; ``zero``: of the weights' format; ``lift``: as
+    ``integers`` has it, or 0; ``has_halves``: whether halves of groups are summed apart; ``release`` as
+    ``wait_until`` takes it. The rest: of ``Places``."""
 
     rows: Floats
     gated: Floats
@@ -315,52 +315,63 @@ def _multiply(a: Arguments) -> None:
 multiply = Loop(_multiply, Arguments, is_long=True)
 """Writes rows, as they are multiplied, times the weights."""
 
-_room_for_panel = v.room_for(PANEL_FLOATS)
 _TILES_OF_AN_ITEM = 32
 """Tiles that a thread takes on at a time: their records stay in the second cache."""
+_room_for_panel = v.room_for(PANEL_FLOATS)
 _room_for_item = v.room_for(_TILES_OF_AN_ITEM * ROWS_AT_ONCE * CHANNELS)
 
 
 @njit
 def _add_panel(
-    a: Arguments, tiles: tuple[int, int], panel: Any, groups: tuple[int, int], totals: Any
+    a: Arguments, tiles: tuple[int, int], groups: tuple[int, int], panel: Any, totals: Any
 ) -> None:
     """Adds to the totals of some tiles their products with some groups, unpacked."""
     first, end = groups
+    row = v.share_of(a.num_rows, a.num_tiles, tiles[0])[0]
     for tile in range(tiles[0], tiles[1]):
-        row, end_row = v.share_of(a.num_rows, a.num_tiles, tile)
-        num_rows = end_row - row
+        num_rows = a.num_rows * (tile + 1) // a.num_tiles - row
         records = a.records + (row * a.record + first * num_rows * (HEADER_BYTES + GROUP))
         multiply_panel(a.weights, num_rows, panel, records, end - first, totals)
-        totals = totals + num_rows * CHANNELS
+        totals, row = totals + num_rows * CHANNELS, row + num_rows
+
+
+@njit
+def _multiply_item(
+    a: Arguments, block: int, tiles: tuple[int, int], panel: Any, totals: Any
+) -> None:
+    """Some tiles with a block of channels."""
+    first = v.share_of(a.num_rows, a.num_tiles, tiles[0])[0]
+    end = v.share_of(a.num_rows, a.num_tiles, tiles[1])[0]
+    for at in range(0, (end - first) * CHANNELS, LANES):
+        v.store(totals, at, v.splat(_ZERO))
+    num_panels = (a.num_groups + PANEL_GROUPS - 1) // PANEL_GROUPS
+    for number in range(num_panels):
+        groups = v.share_of(a.num_groups, num_panels, number)
+        unpack(
+            a.weights + block * a.block, panel, groups[0], groups[1], a.first_group,
+            a.group_stride, a.first_outer, a.outer_stride, a.outer_shift,
+        )  # fmt: skip
+        _add_panel(a, tiles, groups, panel, totals)
+    _write(a, block, first, end, totals)
 
 
 def _multiply_many(a: Arguments) -> None:
     panel, totals = _room_for_panel(), _room_for_item()
-    num_panels = (a.num_groups + PANEL_GROUPS - 1) // PANEL_GROUPS
     num_parts = (a.num_tiles + _TILES_OF_AN_ITEM - 1) // _TILES_OF_AN_ITEM
     _write_records(a)
     for item in v.shared(a.next_run, a.num_blocks * num_parts):
-        block = item % a.num_blocks
         tiles = v.share_of(a.num_tiles, num_parts, item // a.num_blocks)
-        first_row = v.share_of(a.num_rows, a.num_tiles, tiles[0])[0]
-        end_row = v.share_of(a.num_rows, a.num_tiles, tiles[1])[0]
-        for at in range(0, (end_row - first_row) * CHANNELS, LANES):
-            v.store(totals, at, v.splat(_ZERO))
-        for number in range(num_panels):
-            groups = v.share_of(a.num_groups, num_panels, number)
-            unpack(
-                a.weights + block * a.block, panel, groups[0], groups[1], a.first_group,
-                a.group_stride, a.first_outer, a.outer_stride, a.outer_shift,
-            )  # fmt: skip
-            _add_panel(a, tiles, panel, groups, totals)
-        _write(a, block, first_row, end_row, totals)
+        _multiply_item(a, item % a.num_blocks, tiles, panel, totals)
 
 
 multiply_many = Loop(_multiply_many, Arguments, is_long=True)
-"""The same for many rows, whose groups have scales: a block's weights are unpacked first."""
+"""The same for many rows, and weights whose codes are not bytes: a block is unpacked first."""
 _MANY_ROWS = 24
 """From so many rows on unpacking pays; they are divided into tiles of at least ``LEAST_ROWS``."""
+
+
+def _is_unpacked(kind: Format) -> bool:
+    return kind.bits < 8 and kind.has_scales and kind.inputs == "int8"
 
 
 def product(
@@ -377,18 +388,18 @@ def product(
     first, activation, other = _gating_of(rows, gate)
     gated = rows.new_empty(num_rows, num_features) if gate else rows
     kind, group, record, num_units = _record_of(packed, keeps_inputs)
-    num_tiles = -(-num_rows // ROWS_AT_ONCE)
     records = torch.empty(num_rows * record, dtype=torch.uint8)
     output = torch.empty((num_rows, packed.num_blocks * CHANNELS), dtype=dtype)
     num_threads = torch.get_num_threads()
     told = Arguments(
         first, gated, output, records, packed.blocks, packed.scales,
         NOWHERE if packed.bias is None else packed.bias,
-        num_rows, num_features, rows.stride(0), activation, other, num_tiles, record, num_units,
+        num_rows, num_features, rows.stride(0), activation, other, -(-num_rows // ROWS_AT_ONCE),
+        record, num_units,
         group, kind.zero, LIFT if kind.has_scales else 0, kind.num_parts == 2, releasing(), num_threads,
         packed.num_blocks, packed.blocks.shape[1], *packed.places,
     )  # fmt: skip
-    is_many = num_rows >= _MANY_ROWS and kind.has_scales and kind.inputs == "int8"
+    is_many = num_rows >= _MANY_ROWS and _is_unpacked(kind)
     (multiply_many if is_many else multiply).run(told, num_threads, kind)
     width = packed.out_features
     return output if output.shape[1] == width else output[:, :width]

@@ -392,7 +392,7 @@ def by_rows(
     emit_for: Callable[[int], Emit], builder: Any, num_rows: Any, *values: Any,
     counts: Iterable[int] = range(1, ROWS_AT_ONCE + 1),
 ) -> None:  # fmt: skip
-    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` of ``counts``, which ``num_rows`` may be."""
+    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` that ``num_rows`` may be, of ``counts``."""
     done = builder.append_basic_block("rows_done")
     switch = builder.switch(num_rows, done)
     for count in counts:

@@ -22,8 +22,8 @@ HEADER_BYTES = 16
 """The bytes of a group in a record before its values: its scale and the sum of its values (float32), and
 where sums of its products begin (int32): of all of it, or of either half."""
 LIFT = 0x4B400000
-"""Where sums of groups begin, but for what codes are too large by: as bits these are the float 1.5 * 2**23
-plus the sum, of which less than 2**22 is made a float without an instruction of its own."""
+"""Where sums of groups begin, but for what codes are too large by, times the inputs' sum. As bits of a
+float they are 1.5 * 2**23 plus the sum, which is less than 2**22: no instruction has to convert them."""
 WIDE, NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
 PAIRS = "llvm.x86.avx2.pmadd.wd"
 _LINE = 64  # bytes of a line of a cache
@@ -141,8 +141,7 @@ class IntegerTile(asm.Tile):
         self._whole = self.sums(ir.Constant(asm.INTS, None))
 
     def begin(self, headers: list[Any], part: int) -> None:
-        """What codes are too large by, times the inputs' sum over a part of the group, is where sums
-        begin."""
+        """Takes from the records where sums of a part of the group begin."""
         builder = self._builder
         for header, mine in zip(headers, self._whole, strict=True):
             start = asm.read(builder, asm.plus(builder, header, 8 + 4 * part), asm.INT32, 4)
@@ -158,19 +157,19 @@ class IntegerTile(asm.Tile):
             for total, column in zip(mine, columns, strict=True):
                 builder.store(_add_products(builder, builder.load(total), column, four), total)
 
-    def end(
-        self, headers: list[Any], by: PartWeighing | None, totals: list[list[Any]]
-    ) -> None:
+    def end(self, headers: list[Any], by: PartWeighing | None, totals: list[list[Any]]) -> None:
         """Sums become floats, are multiplied with the channels' scales of this group, if there are such,
         get the minima times the inputs' sum, then are multiplied with the row's scale and added to the
         totals. Each step is rounded once."""
         builder = self._builder
-        for header, sums, mine in zip(headers, self._whole, totals, strict=True):
-            scale = self._number(header, 0)
-            count = None if by is None or by.minima is None else self._number(header, 4)
-            for index, (whole, total) in enumerate(zip(sums, mine, strict=True)):
-                value = self._value(builder.load(whole), index, by, count)
-                builder.store(asm.fused(builder, value, scale, builder.load(total)), total)
+        # Half after half: with the numbers of both there would not be registers for all sums.
+        for index in range(len(totals[0])):
+            for header, sums, mine in zip(headers, self._whole, totals, strict=True):
+                count = None if by is None or by.minima is None else self._number(header, 4)
+                value = self._value(builder.load(sums[index]), index, by, count)
+                scale = self._number(header, 0)
+                total = asm.fused(builder, value, scale, builder.load(mine[index]))
+                builder.store(total, mine[index])
 
     def _value(self, whole: Any, index: int, by: PartWeighing | None, count: Any) -> Any:
         builder = self._builder

@@ -1,5 +1,5 @@
-"""Blocks of weights in few bits, unpacked for many rows: what shifts, masks and conversions cost is paid
-once for all of them.
+"""Blocks of weights below 8 bits, unpacked for many rows: what shifts, masks and conversions cost is paid
+once for all of them. Codes of 8 bits lie so anyway.
 
 Of a group lie first the codes of four features of sixteen channels, a byte each, of the other sixteen,
 then of the next four; then what sums become floats by (``integers.PartWeighing``), float32: of each part
@@ -71,9 +71,7 @@ class _Group:
 
 
 def _unpacking(kind: Format) -> asm.Emit:
-    def emit(
-        builder: Any, weights: Any, panel: Any, first: Any, end: Any, *places: Any
-    ) -> None:
+    def emit(builder: Any, weights: Any, panel: Any, first: Any, end: Any, *places: Any) -> None:
         walk = Walk(builder, kind, weights, places)
         with cgutils.for_range(builder, builder.sub(end, first)) as loop:
             _, reader = walk.group(builder.add(first, loop.index))
@@ -107,7 +105,9 @@ def _multiplying(kind: Format, num_rows: int) -> asm.Emit:
 def _multiplying_of(kind: Format) -> asm.Emit:
     def emit(builder: Any, _weights: Any, num_rows: Any, *values: Any) -> None:
         counts = range(LEAST_ROWS, asm.ROWS_AT_ONCE + 1)
-        asm.by_rows(lambda count: _multiplying(kind, count), builder, num_rows, *values, counts=counts)
+        asm.by_rows(
+            lambda count: _multiplying(kind, count), builder, num_rows, *values, counts=counts
+        )
 
     return emit
 
