@@ -315,8 +315,10 @@ def _multiply(a: Arguments) -> None:
 multiply = Loop(_multiply, Arguments, is_long=True)
 """Writes rows, as they are multiplied, times the weights."""
 
-_TILES_OF_AN_ITEM = 32
+_TILES_OF_AN_ITEM = 64
 """Tiles that a thread takes on at a time: their records stay in the second cache."""
+_ITEMS_PER_THREAD = 4
+"""At least, if there are as many: layers with few blocks are shared out by rows, too."""
 _room_for_panel = v.room_for(PANEL_FLOATS)
 _room_for_item = v.room_for(_TILES_OF_AN_ITEM * ROWS_AT_ONCE * CHANNELS)
 
@@ -357,7 +359,9 @@ def _multiply_item(
 
 def _multiply_many(a: Arguments) -> None:
     panel, totals = _room_for_panel(), _room_for_item()
-    num_parts = (a.num_tiles + _TILES_OF_AN_ITEM - 1) // _TILES_OF_AN_ITEM
+    wanted = (_ITEMS_PER_THREAD * a.num_threads + a.num_blocks - 1) // a.num_blocks
+    least = (a.num_tiles + _TILES_OF_AN_ITEM - 1) // _TILES_OF_AN_ITEM
+    num_parts = max(least, min(wanted, a.num_tiles))
     _write_records(a)
     for item in v.shared(a.next_run, a.num_blocks * num_parts):
         tiles = v.share_of(a.num_tiles, num_parts, item // a.num_blocks)
