@@ -63,6 +63,16 @@ class Format(NamedTuple):
         return CHANNELS * (GROUP // self.inner + (self.offset == "minima"))
 
     @property
+    def num_parts(self) -> int:
+        """Parts of a group whose products are summed apart."""
+        return 2 if self.inner == GROUP // 2 else 1
+
+    def fours_of(self, part: int) -> range:
+        """Returns the numbers of a part's fours of features."""
+        each = FOURS // self.num_parts
+        return range(part * each, (part + 1) * each)
+
+    @property
     def outer_bytes(self) -> int:
         """Bytes of the scales, and minima or zero points, of 32 channels."""
         return CHANNELS * (2 + {"none": 0, "minima": 2, "zeros": 1}[self.offset]) * self.has_scales

@@ -24,11 +24,12 @@ from numba import njit
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop, releasing, threads_for
-from engine.kernels.formats import CHANNELS, GROUP
+from engine.kernels.formats import CHANNELS, GROUP, Format
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
     HEADER_BYTES,
+    LIFT,
     half_at,
     larger_bits,
     largest_bits_of,
@@ -38,6 +39,7 @@ from engine.kernels.integers import (
     to_whole,
 )
 from engine.kernels.packing import PackedGroups
+from engine.kernels.panels import PANEL_FLOATS, PANEL_GROUPS, multiply_panel, unpack
 from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats, Formatted, Int64s
 
 
@@ -104,10 +106,11 @@ def _gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[torch.Tensor, int
 
 
 @njit
-def _quantize_row(row: Any, num_features: int, group: int, record: Any) -> None:
-    """Writes the record of ``num_features`` floats, a multiple of 16; a last group is filled with 0."""
-    for first in range(0, num_features, group):
-        end = min(first + group, num_features)
+def _quantize_row(a: Any, row: Any, record: Any, step: int) -> None:
+    """Writes the record of a row whose features are a multiple of 16, groups ``step`` bytes apart; a last
+    group is filled with 0."""
+    for first in range(0, a.num_features, a.group):
+        end = min(first + a.group, a.num_features)
         most = v.splat(_ZERO)
         for at in range(first, end, LANES):
             most = larger_bits(v.magnitude(v.load(row, at)), most)
@@ -118,27 +121,32 @@ def _quantize_row(row: Any, num_features: int, group: int, record: Any) -> None:
         values = record + HEADER_BYTES
         half = to_whole(v.load(row, first) * by)
         store_int8(values, half)
-        total = v.splat(_ZERO)
+        rest = v.splat(_ZERO)
         for at in range(first + LANES, end, LANES):
             value = to_whole(v.load(row, at) * by)
-            total = total + value
+            rest = rest + value
             store_int8(values + (at - first), value)
-        for at in range(end, first + group, LANES):
+        for at in range(end, first + a.group, LANES):
             store_int8(values + (at - first), v.splat(_ZERO))
         v.float32s(record)[0] = scale
-        v.int32s(record)[1] = int(v.sum_of(half))
-        v.int32s(record)[2] = int(v.sum_of(total))
-        record = values + group
+        v.float32s(record)[1] = v.sum_of(half + rest)
+        if a.has_halves:
+            v.int32s(record)[2] = a.lift - a.zero * int(v.sum_of(half))
+            v.int32s(record)[3] = a.lift - a.zero * int(v.sum_of(rest))
+        else:
+            v.int32s(record)[2] = a.lift - a.zero * int(v.sum_of(half + rest))
+        record = record + step
 
 
 @njit
-def _widen_row(row: Any, num_features: int, record: Any) -> None:
-    """Writes ``num_features`` floats, a multiple of 16, as float32; a last group is filled with 0."""
-    target = v.float32s(record)
-    for at in range(0, num_features, LANES):
-        v.store(target, at, v.load(row, at))
-    if num_features % GROUP:
-        v.store(target, num_features, v.splat(_ZERO))
+def _widen_row(a: Any, row: Any, record: Any, step: int) -> None:
+    """Writes the same row as float32."""
+    for first in range(0, a.num_features, GROUP):
+        target = v.float32s(record)
+        for at in range(0, GROUP, LANES):
+            is_there = first + at < a.num_features
+            v.store(target, at, v.load(row, first + at) if is_there else v.splat(_ZERO))
+        record = record + step
 
 
 @njit
@@ -196,10 +204,13 @@ def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
 
 class Arguments(NamedTuple):
     """Rows as ``GateArguments`` has them, or as they are: ``activation`` 0, ``gated`` unused;
-    ``records``: room for them as they are multiplied, of ``record`` bytes each. ``weights``
-    ``[num_blocks, block]`` bytes, as ``PackedGroups`` has them; ``scales`` and ``bias`` (or NOWHERE): of
-    channels; ``output`` ``[num_rows, num_blocks * 32]``; ``group``: features that share a scale in a row,
-    0: rows keep their floats; ``release`` as ``wait_until`` takes it. The rest: of ``Places``."""
+    ``records``: room for them as they are multiplied, of ``record`` bytes each, in ``num_tiles`` tiles of
+    about as many rows: of each of the ``num_units`` units of a record those of a tile's rows lie
+    together. ``weights`` ``[num_blocks, block]`` bytes, as ``PackedGroups`` has them; ``scales`` and
+    ``bias`` (or NOWHERE): of channels; ``output`` ``[num_rows, num_blocks * 32]``; ``group``: features
+    that share a scale in a row, 0: rows keep their floats; ``zero``: of the weights' format; ``lift``: as
+    ``integers`` has it, or 0; ``has_halves``: whether halves of groups are summed apart; ``release`` as
+    ``wait_until`` takes it. The rest: of ``Places``."""
 
     rows: Floats
     gated: Floats
@@ -213,8 +224,13 @@ class Arguments(NamedTuple):
     row: int
     activation: int
     other: int
+    num_tiles: int
     record: int
+    num_units: int
     group: int
+    zero: int
+    lift: int
+    has_halves: bool
     release: int
     num_threads: int
     num_blocks: int
@@ -233,12 +249,16 @@ class Arguments(NamedTuple):
 @njit
 def _write_records(a: Arguments) -> None:
     """All threads share the rows; none goes on before the last is done."""
+    unit = a.record // a.num_units
     for row in v.shared(a.next_row, a.num_rows):
-        record, source = a.records + row * a.record, _gated_or_plain(a, row)
+        tile = ((row + 1) * a.num_tiles - 1) // a.num_rows
+        first, end = v.share_of(a.num_rows, a.num_tiles, tile)
+        record, step = a.records + (first * a.record + (row - first) * unit), (end - first) * unit
+        source = _gated_or_plain(a, row)
         if a.group == 0:
-            _widen_row(source, a.num_features, record)
+            _widen_row(a, source, record, step)
         else:
-            _quantize_row(source, a.num_features, a.group, record)
+            _quantize_row(a, source, record, step)
         v.fetch_add(a.num_done, 1)
     # Every row that is not done is in the hands of a thread that runs.
     v.wait_until(a.num_done, a.num_rows, a.release)
@@ -270,10 +290,9 @@ def _ahead(a: Arguments, block: int, next_block: int, tile: int, halving: int) -
 @njit
 def _multiply_block(a: Arguments, block: int, next_block: int, totals: Any) -> None:
     """All rows with a block of channels, about equally many at once."""
-    num_tiles = (a.num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
-    halving = 1 if num_tiles > 1 else 0
-    for tile in range(num_tiles):
-        first, end = v.share_of(a.num_rows, num_tiles, tile)
+    halving = 1 if a.num_tiles > 1 else 0
+    for tile in range(a.num_tiles):
+        first, end = v.share_of(a.num_rows, a.num_tiles, tile)
         multiply_tile(
             a.weights + block * a.block, end - first, a.records + first * a.record, a.record,
             a.num_groups, a.first_group, a.group_stride, a.first_outer, a.outer_stride,
@@ -296,6 +315,68 @@ def _multiply(a: Arguments) -> None:
 multiply = Loop(_multiply, Arguments, is_long=True)
 """Writes rows, as they are multiplied, times the weights."""
 
+_TILES_OF_AN_ITEM = 64
+"""Tiles that a thread takes on at a time: their records stay in the second cache."""
+_ITEMS_PER_THREAD = 4
+"""At least, if there are as many: layers with few blocks are shared out by rows, too."""
+_room_for_panel = v.room_for(PANEL_FLOATS)
+_room_for_item = v.room_for(_TILES_OF_AN_ITEM * ROWS_AT_ONCE * CHANNELS)
+
+
+@njit
+def _add_panel(
+    a: Arguments, tiles: tuple[int, int], groups: tuple[int, int], panel: Any, totals: Any
+) -> None:
+    """Adds to the totals of some tiles their products with some groups, unpacked."""
+    first, end = groups
+    row = v.share_of(a.num_rows, a.num_tiles, tiles[0])[0]
+    for tile in range(tiles[0], tiles[1]):
+        num_rows = a.num_rows * (tile + 1) // a.num_tiles - row
+        records = a.records + (row * a.record + first * num_rows * (HEADER_BYTES + GROUP))
+        multiply_panel(a.weights, num_rows, panel, records, end - first, totals)
+        totals, row = totals + num_rows * CHANNELS, row + num_rows
+
+
+@njit
+def _multiply_item(
+    a: Arguments, block: int, tiles: tuple[int, int], panel: Any, totals: Any
+) -> None:
+    """Some tiles with a block of channels."""
+    first = v.share_of(a.num_rows, a.num_tiles, tiles[0])[0]
+    end = v.share_of(a.num_rows, a.num_tiles, tiles[1])[0]
+    for at in range(0, (end - first) * CHANNELS, LANES):
+        v.store(totals, at, v.splat(_ZERO))
+    num_panels = (a.num_groups + PANEL_GROUPS - 1) // PANEL_GROUPS
+    for number in range(num_panels):
+        groups = v.share_of(a.num_groups, num_panels, number)
+        unpack(
+            a.weights + block * a.block, panel, groups[0], groups[1], a.first_group,
+            a.group_stride, a.first_outer, a.outer_stride, a.outer_shift,
+        )  # fmt: skip
+        _add_panel(a, tiles, groups, panel, totals)
+    _write(a, block, first, end, totals)
+
+
+def _multiply_many(a: Arguments) -> None:
+    panel, totals = _room_for_panel(), _room_for_item()
+    wanted = (_ITEMS_PER_THREAD * a.num_threads + a.num_blocks - 1) // a.num_blocks
+    least = (a.num_tiles + _TILES_OF_AN_ITEM - 1) // _TILES_OF_AN_ITEM
+    num_parts = max(least, min(wanted, a.num_tiles))
+    _write_records(a)
+    for item in v.shared(a.next_run, a.num_blocks * num_parts):
+        tiles = v.share_of(a.num_tiles, num_parts, item // a.num_blocks)
+        _multiply_item(a, item % a.num_blocks, tiles, panel, totals)
+
+
+multiply_many = Loop(_multiply_many, Arguments, is_long=True)
+"""The same for many rows, and weights whose codes are not bytes: a block is unpacked first."""
+_MANY_ROWS = 24
+"""From so many rows on unpacking pays; they are divided into tiles of at least ``LEAST_ROWS``."""
+
+
+def _is_unpacked(kind: Format) -> bool:
+    return kind.bits < 8 and kind.has_scales and kind.inputs == "int8"
+
 
 def product(
     rows: torch.Tensor,
@@ -310,30 +391,33 @@ def product(
     num_rows, num_features = len(rows), rows.shape[1] // (2 if gate else 1)
     first, activation, other = _gating_of(rows, gate)
     gated = rows.new_empty(num_rows, num_features) if gate else rows
-    kind, group, record = _record_of(packed, keeps_inputs)
+    kind, group, record, num_units = _record_of(packed, keeps_inputs)
     records = torch.empty(num_rows * record, dtype=torch.uint8)
     output = torch.empty((num_rows, packed.num_blocks * CHANNELS), dtype=dtype)
     num_threads = torch.get_num_threads()
     told = Arguments(
         first, gated, output, records, packed.blocks, packed.scales,
         NOWHERE if packed.bias is None else packed.bias,
-        num_rows, num_features, rows.stride(0), activation, other, record, group, releasing(),
-        num_threads, packed.num_blocks, packed.blocks.shape[1], *packed.places,
+        num_rows, num_features, rows.stride(0), activation, other, -(-num_rows // ROWS_AT_ONCE),
+        record, num_units,
+        group, kind.zero, LIFT if kind.has_scales else 0, kind.num_parts == 2, releasing(), num_threads,
+        packed.num_blocks, packed.blocks.shape[1], *packed.places,
     )  # fmt: skip
-    multiply.run(told, num_threads, kind)
+    is_many = num_rows >= _MANY_ROWS and _is_unpacked(kind)
+    (multiply_many if is_many else multiply).run(told, num_threads, kind)
     width = packed.out_features
     return output if output.shape[1] == width else output[:, :width]
 
 
-def _record_of(packed: PackedGroups, keeps_inputs: bool) -> tuple[Any, int, int]:
+def _record_of(packed: PackedGroups, keeps_inputs: bool) -> tuple[Any, int, int, int]:
     """Returns the format that rows are multiplied with, features of theirs that share a scale (0: they
-    keep their floats), and the bytes of a row's record."""
-    num_features = packed.places.num_groups * GROUP
+    keep their floats), the bytes of a row's record, and in how many units it is divided."""
+    num_groups = packed.places.num_groups
     if keeps_inputs:
-        return packed.format._replace(inputs="float32"), 0, 4 * num_features
+        return packed.format._replace(inputs="float32"), 0, 4 * num_groups * GROUP, num_groups
     if packed.format.has_scales:
-        return packed.format, GROUP, packed.places.num_groups * (HEADER_BYTES + GROUP)
-    return packed.format, num_features, HEADER_BYTES + num_features
+        return packed.format, GROUP, num_groups * (HEADER_BYTES + GROUP), num_groups
+    return packed.format, num_groups * GROUP, HEADER_BYTES + num_groups * GROUP, 1
 
 
 def _readable(rows: torch.Tensor, gate: Gate | None) -> torch.Tensor:

@@ -3,7 +3,7 @@ floats of every type in memory, and products with sums that stay in registers.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
@@ -354,6 +354,13 @@ class Tile:
             for row in range(self._num_rows)
         ]
 
+    def group(self, rows: Any, index: Any, size: int) -> list[Any]:
+        """Returns where each row's part of a group is: of every group ``size`` bytes of each row lie one
+        after another. Known distances need no registers, and no instructions."""
+        builder = self._builder
+        first = builder.add(rows, times(builder, index, size * self._num_rows))
+        return [plus(builder, first, size * row) for row in range(self._num_rows)]
+
     def columns(self, address: Any, size: int, load: Callable[[Any, Any], Any]) -> list[Any]:
         """Returns what ``load`` loads of each sixteen columns; ``size``: bytes of each column."""
         places = (plus(self._builder, address, size * LANES * at) for at in range(self._width))
@@ -381,17 +388,32 @@ class Tile:
                 write(self._builder, place, self._builder.load(total), 4)
 
 
-def by_rows(emit_for: Callable[[int], Emit], builder: Any, num_rows: Any, *values: Any) -> None:
-    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` that ``num_rows`` may be."""
+def by_rows(
+    emit_for: Callable[[int], Emit], builder: Any, num_rows: Any, *values: Any,
+    counts: Iterable[int] = range(1, ROWS_AT_ONCE + 1),
+) -> None:  # fmt: skip
+    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` that ``num_rows`` may be, of ``counts``."""
     done = builder.append_basic_block("rows_done")
     switch = builder.switch(num_rows, done)
-    for count in range(1, ROWS_AT_ONCE + 1):
+    for count in counts:
         block = builder.append_basic_block(f"rows_{count}")
         switch.add_case(count, block)
         with builder.goto_block(block):
             emit_for(count)(builder, *values)
             builder.branch(done)
     builder.position_at_end(done)
+
+
+class ByFormat(dict[Hashable, Emit]):
+    """What an operation writes for a format, made by ``emit_for`` when it is first wanted."""
+
+    def __init__(self, emit_for: Callable[[Any], Emit]) -> None:
+        super().__init__()
+        self._emit_for = emit_for
+
+    def __missing__(self, kind: Hashable) -> Emit:
+        emit = self[kind] = self._emit_for(kind)
+        return emit
 
 
 # --- which instructions there are ---

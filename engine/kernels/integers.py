@@ -8,7 +8,8 @@ made floats on the way.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -17,12 +18,16 @@ from engine.kernels import LANES
 from engine.kernels import instructions as asm
 from engine.kernels.formats import CHANNELS, FOURS, GROUP, Format, GroupReader, Weighing
 
-HEADER_BYTES = 12
-"""The bytes of a group in a record before its values: its scale (float32), and the sums (int32) of its
-first sixteen values and of the others."""
+HEADER_BYTES = 16
+"""The bytes of a group in a record before its values: its scale and the sum of its values (float32), and
+where sums of its products begin (int32): of all of it, or of either half."""
+LIFT = 0x4B400000
+"""Where sums of groups begin, but for what codes are too large by, times the inputs' sum. As bits of a
+float they are 1.5 * 2**23 plus the sum, which is less than 2**22: no instruction has to convert them."""
 WIDE, NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
 PAIRS = "llvm.x86.avx2.pmadd.wd"
 _LINE = 64  # bytes of a line of a cache
+_LIFTED = 1.5 * 2.0**23  # as a float
 
 
 def can_multiply() -> bool:
@@ -128,31 +133,20 @@ def _add_pairs(builder: Any, kind: Any, total: Any, weights: Any, row: Any) -> A
     return total
 
 
-class _IntegerTile(asm.Tile):
-    """Sums of a group, or half of one, are integers; ``totals`` of all groups are floats."""
+class IntegerTile(asm.Tile):
+    """Sums of a group, or half of one, are integers; totals of all groups are floats."""
 
-    def __init__(self, builder: Any, num_rows: int, kind: Format) -> None:
+    def __init__(self, builder: Any, num_rows: int) -> None:
         super().__init__(builder, num_rows, CHANNELS)
-        self.totals = self.sums(asm.constant(0.0))
-        self._kind = kind
         self._whole = self.sums(ir.Constant(asm.INTS, None))
 
-    def begin(self, headers: list[Any], halves: range) -> None:
-        """What codes are too large by, times the inputs' sum over ``halves`` of the group, is where sums
-        begin."""
+    def begin(self, headers: list[Any], part: int) -> None:
+        """Takes from the records where sums of a part of the group begin."""
         builder = self._builder
         for header, mine in zip(headers, self._whole, strict=True):
-            correction = asm.times(builder, self._sum_of(header, halves), -self._kind.zero)
+            start = asm.read(builder, asm.plus(builder, header, 8 + 4 * part), asm.INT32, 4)
             for total in mine:
-                builder.store(asm.splatted(builder, correction), total)
-
-    def _sum_of(self, header: Any, halves: range) -> Any:
-        builder = self._builder
-        sums = [
-            asm.read(builder, asm.plus(builder, header, 4 + 4 * half), asm.INT32, 1)
-            for half in halves
-        ]
-        return sums[0] if len(sums) == 1 else builder.add(*sums)
+                builder.store(asm.splatted(builder, start), total)
 
     def add_four(self, rows: list[Any], columns: list[Any], offset: int) -> None:
         """Adds four features of each row and channel; ``offset``: bytes from where ``rows`` are."""
@@ -163,36 +157,48 @@ class _IntegerTile(asm.Tile):
             for total, column in zip(mine, columns, strict=True):
                 builder.store(_add_products(builder, builder.load(total), column, four), total)
 
-    def end(self, headers: list[Any], scales: list[Any] | None, minima: list[Any] | None) -> None:
+    def end(self, headers: list[Any], by: PartWeighing | None, totals: list[list[Any]]) -> None:
         """Sums become floats, are multiplied with the channels' scales of this group, if there are such,
         get the minima times the inputs' sum, then are multiplied with the row's scale and added to the
-        totals. The last two are rounded once each time."""
+        totals. Each step is rounded once."""
         builder = self._builder
-        for header, sums, totals in zip(headers, self._whole, self.totals, strict=True):
-            by = asm.splatted(builder, asm.read(builder, header, asm.FLOAT, 1))
-            count = None
-            if minima is not None:
-                whole = self._sum_of(header, range(2))
-                count = asm.splatted(builder, builder.sitofp(whole, asm.FLOAT))
-            for index, (whole, total) in enumerate(zip(sums, totals, strict=True)):
-                value = builder.sitofp(builder.load(whole), asm.FLOATS)
-                if scales is not None:
-                    value = builder.fmul(value, scales[index])
-                if minima is not None:
-                    value = asm.fused(builder, minima[index], count, value)
-                builder.store(asm.fused(builder, value, by, builder.load(total)), total)
+        # Half after half: with the numbers of both there would not be registers for all sums.
+        for index in range(len(totals[0])):
+            for header, sums, mine in zip(headers, self._whole, totals, strict=True):
+                count = None if by is None or by.minima is None else self._number(header, 4)
+                value = self._value(builder.load(sums[index]), index, by, count)
+                scale = self._number(header, 0)
+                total = asm.fused(builder, value, scale, builder.load(mine[index]))
+                builder.store(total, mine[index])
+
+    def _value(self, whole: Any, index: int, by: PartWeighing | None, count: Any) -> Any:
+        builder = self._builder
+        if by is None:
+            return builder.sitofp(whole, asm.FLOATS)
+        # What is lifted times the scale, less the lift times the scale, which is exact: as if the sum
+        # were made a float and multiplied, since both round what the exact product is.
+        lifted = builder.bitcast(whole, asm.FLOATS)
+        value = asm.fused(builder, lifted, by.scales[index], by.drops[index])
+        if by.minima is not None:
+            value = asm.fused(builder, by.minima[index], count, value)
+        return value
+
+    def _number(self, header: Any, offset: int) -> Any:
+        builder = self._builder
+        place = asm.plus(builder, header, offset)
+        return asm.splatted(builder, asm.read(builder, place, asm.FLOAT, 4))
 
 
-class _Walk:
-    """The groups of a block, one after another: where the codes and scales of each are, and what is
-    fetched meanwhile. ``values``: as ``multiply_tile`` takes them after the first two."""
+class Walk:
+    """The groups of a block, one after another: where the codes and scales of each are. ``places``: the
+    five numbers of ``packing.Places`` but for the first."""
 
-    def __init__(self, builder: Any, kind: Format, weights: Any, *values: Any) -> None:
+    def __init__(self, builder: Any, kind: Format, weights: Any, places: Sequence[Any]) -> None:
         self._builder, self._kind, self._weights = builder, kind, weights
         (
-            _, self._stride, self.num_groups, self._first_group, self._group_stride,
-            self._first_outer, self._outer_stride, self._outer_shift, _, self._ahead, self._halving,
-        ) = values  # fmt: skip
+            self._first_group, self._group_stride,
+            self._first_outer, self._outer_stride, self._outer_shift,
+        ) = places  # fmt: skip
 
     def group(self, index: Any) -> tuple[Any, GroupReader]:
         """Returns where its codes are, and what reads it."""
@@ -203,8 +209,8 @@ class _Walk:
         outer = builder.add(self._first_outer, builder.mul(which, self._outer_stride))
         return here, GroupReader(builder, self._kind, here, builder.add(self._weights, outer))
 
-    def fetch(self, here: Any, four: int) -> None:
-        """Fetches as much of what is multiplied next as four features take here, or half of it."""
+    def fetch(self, here: Any, four: int, ahead: Any, halving: Any) -> None:
+        """Fetches as much of what is at ``ahead`` as four features take here, or half of it."""
         builder = self._builder
         per_four = self._kind.code_bytes // FOURS
         starts = list(range(four * per_four, (four + 1) * per_four, _LINE))
@@ -212,13 +218,22 @@ class _Walk:
             starts.append(self._kind.code_bytes)
         for start in starts:
             at = asm.plus(builder, here, start)
-            distance = builder.lshr(builder.sub(at, self._weights), self._halving)
-            asm.fetch(builder, builder.add(self._ahead, distance))
+            distance = builder.lshr(builder.sub(at, self._weights), halving)
+            asm.fetch(builder, builder.add(ahead, distance))
 
 
-def _weighed(builder: Any, weighing: Weighing, kind: Format) -> tuple[list[Any], list[Any]] | Any:
-    """Returns the scales of each part of a group, and what is added for each input's unit: zero points
-    become minima, whose products with scales of float16 are not rounded."""
+class PartWeighing(NamedTuple):
+    """What sums of a part of a group become floats by, for each sixteen channels: scales; what the lift
+    becomes by them, negated; minima, or None."""
+
+    scales: list[Any]
+    drops: list[Any]
+    minima: list[Any] | None
+
+
+def weighed(builder: Any, weighing: Weighing, kind: Format) -> list[PartWeighing]:
+    """Returns the weighing of each part of a group. Zero points become minima, whose products with scales
+    of float16 are not rounded."""
     minima = weighing.minima
     if kind.offset == "zeros":
         assert weighing.zeros is not None
@@ -226,39 +241,44 @@ def _weighed(builder: Any, weighing: Weighing, kind: Format) -> tuple[list[Any],
             builder.fneg(builder.fmul(scale, builder.sitofp(zero, asm.FLOATS)))
             for scale, zero in zip(weighing.scales[0], weighing.zeros, strict=True)
         ]
-    return weighing.scales, minima
+    lift = asm.constant(-_LIFTED)
+    return [
+        PartWeighing(scales, [builder.fmul(scale, lift) for scale in scales], minima)
+        for scales in weighing.scales
+    ]
 
 
 def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
-    def emit(builder: Any, weights: Any, rows: Any, *values: Any) -> None:
-        walk = _Walk(builder, kind, weights, rows, *values)
-        tile = _IntegerTile(builder, num_rows, kind)
-        starts = tile.rows(rows, values[0])
-        record = GROUP + HEADER_BYTES if kind.has_scales else GROUP
+    def emit(
+        builder: Any, weights: Any, rows: Any, stride: Any, num_groups: Any, *values: Any
+    ) -> None:
+        *places, target, ahead, halving = values
+        walk = Walk(builder, kind, weights, places)
+        tile = IntegerTile(builder, num_rows)
+        starts, totals = tile.rows(rows, stride), tile.sums(asm.constant(0.0))
         if not kind.has_scales:
-            tile.begin(starts, range(2))
-        with cgutils.for_range(builder, walk.num_groups) as loop:
+            tile.begin(starts, 0)
+        with cgutils.for_range(builder, num_groups) as loop:
             here, reader = walk.group(loop.index)
-            offset = asm.times(builder, loop.index, record)
-            headers = [builder.add(start, offset) for start in starts]
+            if kind.has_scales:
+                headers = tile.group(rows, loop.index, HEADER_BYTES + GROUP)
+            else:
+                offset = asm.times(builder, loop.index, GROUP)
+                headers = [builder.add(start, offset) for start in starts]
             inputs = [asm.plus(builder, header, HEADER_BYTES) for header in headers]
-            scales: list[Any] = []
-            minima = None
-            num_parts = 2 if kind.inner == 16 else 1
-            for part in range(num_parts):
+            parts: list[PartWeighing] = []
+            for part in range(kind.num_parts):
                 if kind.has_scales:
-                    tile.begin(headers, range(2) if num_parts == 1 else range(part, part + 1))
-                each = FOURS // num_parts
-                for four in range(part * each, (part + 1) * each):
-                    walk.fetch(here, four)
+                    tile.begin(headers, part)
+                for four in kind.fours_of(part):
+                    walk.fetch(here, four, ahead, halving)
                     tile.add_four(inputs, reader.codes(four), 4 * four)
                 if kind.has_scales:
-                    if part == 0:
-                        scales, minima = _weighed(builder, reader.weighing(), kind)
-                    tile.end(headers, scales[part], minima)
+                    parts = parts or weighed(builder, reader.weighing(), kind)
+                    tile.end(headers, parts[part], totals)
         if not kind.has_scales:
-            tile.end(starts, None, None)
-        tile.write(tile.totals, tile.rows(values[-3], rows.type(4 * CHANNELS)))
+            tile.end(starts, None, totals)
+        tile.write(totals, tile.rows(target, rows.type(4 * CHANNELS)))
 
     return emit
 
@@ -295,18 +315,20 @@ def _float_weight(
 
 
 def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
-    def emit(builder: Any, weights: Any, rows: Any, *values: Any) -> None:
-        walk = _Walk(builder, kind, weights, rows, *values)
+    def emit(
+        builder: Any, weights: Any, rows: Any, stride: Any, num_groups: Any, *values: Any
+    ) -> None:
+        del stride  # groups have a stride of their own
+        *places, target, ahead, halving = values
+        walk = Walk(builder, kind, weights, places)
         tile = _FloatTile(builder, num_rows)
-        starts = tile.rows(rows, values[0])
         none = [[asm.constant(1.0)] * 2]
-        with cgutils.for_range(builder, walk.num_groups) as loop:
+        with cgutils.for_range(builder, num_groups) as loop:
             here, reader = walk.group(loop.index)
-            offset = asm.times(builder, loop.index, 4 * GROUP)
-            inputs = [builder.add(start, offset) for start in starts]
+            inputs = tile.group(rows, loop.index, 4 * GROUP)
             weighing = reader.weighing() if kind.has_scales else Weighing(none, None, None)
             for four in range(FOURS):
-                walk.fetch(here, four)
+                walk.fetch(here, four, ahead, halving)
                 columns = reader.codes(four)
                 scales = weighing.scales[four * len(weighing.scales) // FOURS]
                 for which in range(4):
@@ -318,25 +340,21 @@ def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
                             _float_weight(builder, kind, code, half, scales[half], weighing)
                         )
                     tile.add_feature(inputs, found, 16 * four + 4 * which)
-        tile.write(tile.totals, tile.rows(values[-3], rows.type(4 * CHANNELS)))
+        tile.write(tile.totals, tile.rows(target, rows.type(4 * CHANNELS)))
 
     return emit
 
 
-class _ByFormat(dict[Format, Any]):
-    """Writes the loop for a format when it is first wanted."""
+def _multiplying_of(kind: Format) -> asm.Emit:
+    emit_for = _multiply_integers if kind.inputs == "int8" else _multiply_floats
 
-    def __missing__(self, kind: Format) -> Any:
-        emit_for = _multiply_integers if kind.inputs == "int8" else _multiply_floats
+    def emit(builder: Any, weights: Any, num_rows: Any, *values: Any) -> None:
+        asm.by_rows(lambda count: emit_for(kind, count), builder, num_rows, weights, *values)
 
-        def emit(builder: Any, weights: Any, num_rows: Any, *values: Any) -> None:
-            asm.by_rows(lambda count: emit_for(kind, count), builder, num_rows, weights, *values)
-
-        self[kind] = emit
-        return emit
+    return emit
 
 
-multiply_tile = asm.operation("int " * 13 + "-> none", _ByFormat())
+multiply_tile = asm.operation("int " * 13 + "-> none", asm.ByFormat(_multiplying_of))
 """(a block of packed weights, number of rows, rows, bytes from one to the next, the five numbers of
 ``packing.Places`` but for the first, target, ahead, halving). Rows are records as in ``grouped_product``,
 or float32; target ``[rows, CHANNELS]`` float32. Meanwhile as many bytes as there are of weights, or with

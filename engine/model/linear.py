@@ -6,8 +6,8 @@ order, whatever rows share the call.
 
 CPUs with AMX multiply types of 16 bits by oneDNN, whose tiles take a prompt in a tenth of the time. There
 a single row's bits usually differ from those that it has among others. So in exact mode a call has at
-least two rows, and one probe says whether rows keep their bits then; where they do not, our kernel
-multiplies.
+least two rows, and one probe says whether rows keep their bits then, in calls of any number of rows or
+only of fewer; where they do not, our kernel multiplies.
 
 Which product a layer gets is a rule, and nothing is timed: another start writes the same texts.
 
@@ -38,6 +38,8 @@ _CHANNELS = 64
 """Output channels that the kernel takes at least."""
 _LEAST_ROWS = 2
 _PROBED_ROWS = (2, 3, 4, 5, 6, 8, 12, 13, 16, 17, 24, 31, 32, 33, 48, 64, 128, 256, 512, 1024)
+_FEWER_ROWS = 128
+"""Of a call, where rows of larger ones have other bits: oneDNN divides some sums among threads then."""
 _LARGE_WEIGHT = 1 << 25
 _MOST_ROWS_OF_LARGE = 64
 """Vocabulary-sized heads see few rows; to probe them for a whole chunk would take half a minute."""
@@ -131,9 +133,10 @@ def pack_weight(
     out_features, in_features = weight.shape
     is_large = in_features * out_features > _LARGE_WEIGHT
     most = min(most_rows, _MOST_ROWS_OF_LARGE if is_large else _PROBED_ROWS[-1])
-    if not onednn_keeps_bits(in_features, out_features, weight.dtype, most):
-        return pack_floats(weight, bias)
-    return OneDnnWeight(weight, bias, _LEAST_ROWS, most)
+    for limit in sorted({most, min(most, _FEWER_ROWS)}, reverse=True):
+        if onednn_keeps_bits(in_features, out_features, weight.dtype, limit):
+            return OneDnnWeight(weight, bias, _LEAST_ROWS, limit)
+    return pack_floats(weight, bias)
 
 
 @cache

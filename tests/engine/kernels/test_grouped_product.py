@@ -71,10 +71,10 @@ def with_outliers(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("keeps_inputs", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bits_of_every_scheme_are_those_of_the_loop(scheme: str, keeps_inputs: bool) -> None:
-    weight, rows = drawn_weight(scheme, 104, 512), with_outliers(19, 512, seed=2)
+    weight, rows = drawn_weight(scheme, 104, 512), with_outliers(61, 512, seed=2)
     got = Product(weight)
     expected = product_of(rows, weight, None, torch.float32, keeps_inputs)
-    for count in (*range(1, 9), 19):
+    for count in (*range(1, 9), 19, *range(23, 28), 61):
         assert torch.equal(got(rows[:count], None, keeps_inputs), expected[:count]), count
     assert torch.equal(got(rows[7:8], None, keeps_inputs), expected[7:8])
 
@@ -192,7 +192,7 @@ def test_narrow_instructions_have_the_same_bits(tmp_path: Path, instruction: str
         pytest.skip("this CPU has no VNNI")
     schemes = ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "W8A8")
     weights = [drawn_weight(scheme, 80, 512) for scheme in schemes]
-    rows = with_outliers(13, 512, seed=2)
+    rows = with_outliers(29, 512, seed=2)
     torch.save(([tuple(each) for each in weights], rows), tmp_path / "given.pt")
     here = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "worlds.narrow_products", str(tmp_path), instruction]
@@ -281,6 +281,19 @@ def test_threads_do_not_change_them(gate: Gate | None, num_threads: int) -> None
 
 
 @needs_kernel
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_neither_do_they_where_threads_share_blocks_and_rows(num_threads: int) -> None:
+    weight = drawn_weight("Q4_1", 80, 1600)
+    multiply = Product(weight, dtype=torch.bfloat16)
+    rows = with_outliers(800, 1600, seed=2)
+    expected = product_of(rows, weight, None, torch.bfloat16)
+    with threads(num_threads):
+        for count in (31, 384, 800):
+            assert torch.equal(multiply(rows[:count]), expected[:count]), count
+            assert torch.equal(multiply(rows[800 - count :]), expected[800 - count :]), count
+
+
+@needs_kernel
 @EVERY_WAY
 def test_rows_in_a_wider_tensor_and_columns_as_rows(gate: Gate | None) -> None:
     weight = quantize_weight(drawn(32, 64))
@@ -293,12 +306,14 @@ def test_rows_in_a_wider_tensor_and_columns_as_rows(gate: Gate | None) -> None:
 
 @needs_kernel
 @EVERY_WAY
-@pytest.mark.parametrize("scheme", ROUNDINGS)
+@pytest.mark.parametrize("num_rows", [3, 33])
+@pytest.mark.parametrize("scheme", [*ROUNDINGS, "Q4_1"])
 def test_rows_that_are_no_numbers_stay_so_and_their_neighbours_do_not_notice(
-    scheme: str, gate: Gate | None
+    scheme: str, num_rows: int, gate: Gate | None
 ) -> None:
-    multiply = Product(ROUNDINGS[scheme](drawn(32, 64)))
-    rows = rows_for(gate, 3, 64)
+    rounded = ROUNDINGS.get(scheme)
+    multiply = Product(rounded(drawn(32, 64)) if rounded else drawn_weight(scheme, 32, 64))
+    rows = rows_for(gate, num_rows, 64)
     alone = multiply(rows, gate)
     for value in (torch.nan, torch.inf):
         rows[1, 5] = value

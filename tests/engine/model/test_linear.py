@@ -227,6 +227,22 @@ def test_onednn_serves_where_only_a_single_row_differs_and_else_our_kernel(
 
 @needs_onednn
 @torch.inference_mode()
+def test_onednn_is_called_with_fewer_rows_where_those_of_large_calls_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fussy = Fussy(2, 200)
+    monkeypatch.setattr(linear_module, "has_tiles", lambda: True)
+    monkeypatch.setattr(OneDnnWeight, "_multiply", lambda _, rows: fussy.times(rows))
+    product = pack_weight(torch.randn(64, 64).bfloat16(), None, MOST_ROWS, True)
+    assert isinstance(product, OneDnnWeight)
+    rows = torch.randn(MOST_ROWS, 64).bfloat16()
+    alone = torch.cat([product.times(row) for row in rows.split(1)])
+    assert torch.equal(product.times(rows), alone)
+    assert not torch.equal(fussy.times(rows), alone)
+
+
+@needs_onednn
+@torch.inference_mode()
 @pytest.mark.parametrize(
     ("count", "calls"), [(1, [2]), (2, [2]), (8, [8]), (9, [8, 2]), (20, [8, 8, 4])]
 )
