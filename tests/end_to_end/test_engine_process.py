@@ -97,8 +97,8 @@ async def drain(server: Server) -> list[httpx.Response]:
         wholes = [asyncio.ensure_future(ask(stream=False)) for _ in range(24)]
         streams = await asyncio.gather(*(ask(stream=True) for _ in range(24)))
         server.process.terminate()
-        # Until whichever worker is asked has heard of it.
-        while {(await client.get("/ready")).status_code for _ in range(4)} != {503}:
+        # Until both workers have heard of it: each answers about half of so many.
+        while {(await client.get("/ready")).status_code for _ in range(20)} != {503}:
             await asyncio.sleep(0.01)
         assert (await client.get("/ready")).json() == {"status": "draining"}
         assert (await client.get("/health")).status_code == 200

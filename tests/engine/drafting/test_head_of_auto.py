@@ -93,12 +93,12 @@ def test_every_text_is_the_targets_own(temperature: float) -> None:
 def test_a_prefix_hit_is_cut_to_the_heads_rows_and_drafts_as_well() -> None:
     world = World()
     cached = {}
-    for name in ("plain", "first", "second", "named"):
+    for name in ("plain", "one", "another", "named"):
         each = ask(name, {"plain": PLAIN, "named": WANTED["head"]}.get(name, AUTO))
         cached[name] = world.run(each).finishes[name].num_cached_tokens
         world.check(each)
-    assert cached == {"plain": 0, "first": 0, "second": 20, "named": 20}
-    assert 0 < world.num_fed("second") < 20 + 24
+    assert cached == {"plain": 0, "one": 0, "another": 20, "named": 20}
+    assert 0 < world.num_fed("another") < 20 + 24
 
 
 def test_a_preempted_request_goes_on_with_its_head() -> None:
