@@ -167,7 +167,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(served: Served) -> 
         "stream": True,
         # Long work: all would be written before a client leaves that a busy machine holds up. So there
         # are several choices, and no drafts, which repeat what a small model repeats.
-        "n": 16,
+        "n": 64,
         "speculative": {"draft_strategy": "none"},
     }
     with (
