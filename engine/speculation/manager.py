@@ -200,6 +200,8 @@ class Speculation:
             self.open(request)
         if self._unread:
             self._read_prompts(max(_TOKENS_READ_PER_STEP, plan.num_rows))
+        if not self._drafting:
+            return
         with self._weighed(plan):
             drafting = [each for each in plan.scheduled if self._bound(each, plan.num_waiting)]
             asked = {self._drafting[each.request.request_id].policy for each in drafting}
