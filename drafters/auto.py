@@ -223,9 +223,7 @@ class AutoDrafter(Drafter):
 
     def _member(self, drafter: Drafter, acceptance: RequestAcceptance) -> Member:
         name = drafter.info.name
-        standing = self._standings.get(name)
-        if standing is None:
-            standing = self._standings[name] = Standing.first(name == _FIRST)
+        standing = self._standings.setdefault(name, Standing.first(name == _FIRST))
         is_own = drafter is self._last_top or type(drafter) is REGISTERED.get(name)
         return Member(drafter, acceptance, Gain(standing, standing.gain), is_own)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from drafters.options import DraftShape as DraftShape
-from drafters.tree import EMPTY, DraftTree
+from drafters.tree import EMPTY, DraftTree, chain
 
 OptionValue: TypeAlias = bool | int | float | str
 Options: TypeAlias = Mapping[str, OptionValue]
@@ -217,6 +217,13 @@ class Observation:
     emitted_token_ids: Sequence[int]
     top_token_ids: Sequence[Sequence[int]] | None = None
     top_probs: Sequence[Sequence[float]] | None = None
+
+    @classmethod
+    def of_missed(cls, request_id: str, text: Sequence[int], num_missed: int) -> Observation:
+        """The last tokens of a text, at least one, for who was not told of their steps: as one long draft
+        that was accepted."""
+        missed = text[-num_missed:]
+        return cls(request_id, text, chain(missed[:-1]), missed, range(num_missed), missed)
 
 
 NORMED = -1

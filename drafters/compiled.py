@@ -157,8 +157,9 @@ class Loop:
     def compile(self) -> Callable[..., int]:
         """Returns the function, which takes addresses as integers. Raises what numba raises."""
         if self._call is None:
-            sources = sorted(Path(self._body.__code__.co_filename).parent.glob("*.py"))
-            with kept(version_of([*sources, Path(__file__)])) as keep:
+            folders = Path(self._body.__code__.co_filename).parent, Path(__file__).parent
+            sources = [each for folder in folders for each in sorted(folder.glob("*.py"))]
+            with kept(version_of(sources)) as keep:
                 self._code = cfunc(types.int64(*self._kinds), cache=keep)(self._body)
             arguments = [ctypes.c_int64] * len(self._kinds)
             self._call = ctypes.PYFUNCTYPE(ctypes.c_int64, *arguments)(self._code.address)

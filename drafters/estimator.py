@@ -104,13 +104,10 @@ class RequestAcceptance:
     def _acceptance(self, feature: int, depth: int) -> float:
         if feature == FORCED:
             return 1.0
-        strength, belief = self._estimator.strength, self._estimator.initial
-        labels = self._priors.get(feature)
-        if labels is not None:  # as ``over``, which is called too often here
-            belief = (labels.total + strength * belief) / (labels.weight + strength)
-        labels = self._own.get((feature, depth if depth < MAX_DEPTH else MAX_DEPTH))
-        if labels is not None:
-            belief = (labels.total + strength * belief) / (labels.weight + strength)
+        belief = self._estimator.initial
+        for labels in (self._priors.get(feature), self._own.get(_key(feature, depth))):
+            if labels is not None:
+                belief = labels.over(belief, self._estimator.strength)
         return belief
 
     def update(self, tree: DraftTree, path: Sequence[int]) -> None:

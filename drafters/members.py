@@ -16,7 +16,7 @@ from drafters.base import Drafter, Observation, RequestState
 from drafters.checks import count_of, is_interrupt
 from drafters.estimator import RequestAcceptance
 from drafters.standing import Gain, Trials
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import EMPTY, DraftTree
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,7 @@ class Member:
         """Its drafter hears of what it missed, as one long draft that was accepted."""
         num_missed, self.num_missed = self.num_missed, 0
         if num_missed:
-            missed = text[-num_missed:]
-            path = range(num_missed)
-            seen = Observation(request_id, text, chain(missed[:-1]), missed, path, missed)
+            seen = Observation.of_missed(request_id, text, num_missed)
             tried((self,), self.drafter.observe, [seen])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from numba import njit
 
+from drafters import contexts
 from drafters.compiled import Loop, Tokens
 from drafters.copying.records import Text
 
@@ -31,15 +32,7 @@ def _hash(tokens: Any, end: int, length: int) -> int:
     return mixed
 
 
-@njit
-def num_equal_before(text: Any, position: int, other: Any, end: int, most: int) -> int:
-    """Returns how many tokens before ``text[position]`` equal those before ``other[end]``, at most
-    ``most``."""
-    limit = min(most, position, end)
-    length = 0
-    while length < limit and text[position - 1 - length] == other[end - 1 - length]:
-        length += 1
-    return length
+num_equal_before = njit(contexts.num_equal_before)
 
 
 @njit

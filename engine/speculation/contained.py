@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from drafters.base import Drafter, DraftRequest, Observation
 from drafters.checks import count_of, is_interrupt
-from drafters.tree import DraftTree, chain
+from drafters.tree import DraftTree
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
 
@@ -67,9 +67,7 @@ class Drafting:
         num_missed, self.num_missed = self.num_missed, 0
         if not num_missed or not self.is_asked:
             return
-        missed = text[-num_missed:]
-        draft, path = chain(missed[:-1]), range(num_missed)
-        seen = Observation(request_id, text, draft, missed, path, missed)
+        seen = Observation.of_missed(request_id, text, num_missed)
         guarded([self], self.drafter.observe, [seen])
 
     def counted(self, most: int | None, call: Callable[..., object], *args: Any) -> int:

@@ -110,7 +110,7 @@ class GoodputPolicy(GammaPolicy):
         offers: list[_Offer] = []
         num_certain, gain = 0, 0.0
         for candidate in candidates:
-            offer = self._offer(candidate, load.num_spare_rows - num_certain)
+            offer = self._offered(candidate, load.num_spare_rows - num_certain)
             if offer.num_certain:
                 num_certain += offer.num_certain
                 gain += sum(offer.survivals[: offer.num_certain])
@@ -149,7 +149,7 @@ class GoodputPolicy(GammaPolicy):
         if account is not None and account.purse.trier == request_id:
             account.purse.trier = ""
 
-    def _offer(self, candidate: DraftCandidate, num_spare: int) -> _Offer:
+    def _offered(self, candidate: DraftCandidate, num_spare: int) -> _Offer:
         """Returns the nodes that the request may be granted. One that was never announced is of its
         drafter's kind."""
         account = self._accounts.get(candidate.request_id)
