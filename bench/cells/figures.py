@@ -150,8 +150,7 @@ class CellFigures:
 
 def _combined(seconds: Floats, quotients: Floats) -> Floats:
     """The jobs' mean, weighed by the reference's seconds: total time against total time."""
-    with np.errstate(divide="ignore"):  # who wrote nothing in the time would take for ever
-        total: Floats = seconds.sum(axis=-1) / (seconds / quotients).sum(axis=-1)
+    total: Floats = seconds.sum(axis=-1) / (seconds / quotients).sum(axis=-1)
     return total
 
 

@@ -70,10 +70,14 @@ class RoundRecord:
 
 
 def record_run(run: Run, steady: bool) -> RunRecord:
-    """What is kept of a run. Raises ValueError for one without an account."""
+    """What is kept of a run. Raises ValueError for one without an account.
+
+    A steady run so short that all of it came in one piece, as on a busy machine over HTTP, has no time
+    in which as many run as ever: it counts whole."""
     account = run.account
     if account is None:
         raise ValueError("only runs of this engine have an account")
+    steady = steady and run.num_decode_tokens > 0 and run.decode_seconds > 0
     written = sum(map(len, run.output_token_ids))
     return RunRecord(
         seconds=run.decode_seconds if steady else run.seconds,

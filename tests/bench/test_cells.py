@@ -141,6 +141,8 @@ def test_of_a_steady_run_the_full_batch_is_kept_and_of_others_all() -> None:
     other = record_run(replace(run, output_token_ids=((1, 2), (3, 4, 6))), steady=False)
     assert other.texts[0] == whole.texts[0]
     assert other.texts[1] != whole.texts[1]
+    in_one_piece = replace(run, decode_seconds=0.0, num_decode_tokens=0)
+    assert record_run(in_one_piece, steady=True) == record_run(in_one_piece, steady=False)
     assert record_run(replace(run, account=Account()), steady=False).estimate is None
     with pytest.raises(ValueError, match="account"):
         record_run(replace(run, account=None), steady=False)
