@@ -19,6 +19,7 @@ from engine.process.streams import EventStreams
 from engine.request.info import EngineInfo
 from server.endpoints import Services, routers
 from server.errors import install_error_handlers
+from server.http.framing import HeadLimits
 from server.http.middleware import AnswerMiddleware, BodyLimitMiddleware, GuardMiddleware
 from server.http.openapi import describe_as_it_is
 from server.http.protocol import HttpConfig, Patience
@@ -190,4 +191,5 @@ def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
         keep_alive=settings.keep_alive_timeout,
         cut_off=partial(app.state.services.metrics.count, "connections_cut_off"),
     )
-    return HttpConfig(app, patience)
+    limits = HeadLimits(settings.max_header_bytes, settings.max_headers)
+    return HttpConfig(app, patience, limits)

@@ -42,6 +42,8 @@ _TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    414: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -133,6 +135,17 @@ def unauthorized(which: str = "API") -> ApiError:
 
 def body_too_large() -> ApiError:
     return ApiError(413, "The body is larger than this server accepts.", code="body_too_large")
+
+
+def url_too_long(num_bytes: int) -> ApiError:
+    message = f"The URL is too long: with the headers it may have {num_bytes:,} bytes."
+    return ApiError(414, message, code="url_too_long")
+
+
+def headers_too_large(num_bytes: int, num_headers: int | None = None) -> ApiError:
+    most = f"{num_bytes:,} bytes with the URL" if num_headers is None else str(num_headers)
+    message = f"There are more headers than this server accepts, trailers among them: {most}."
+    return ApiError(431, message, code="headers_too_large")
 
 
 def request_timeout() -> ApiError:

@@ -252,6 +252,15 @@ class Settings(BaseSettings):
         description="Preload Intel's OpenMP (extra cpu) and a thread-caching malloc into "
         "the engine's process where they are installed and the model runs on a CPU.",
     )
+    max_header_bytes: int = Field(
+        default=64 << 10,
+        ge=1024,
+        description="Most bytes of a request's URL, headers, trailers and extensions of chunks "
+        "together; more is a 431, or a 414 where the URL is most of it.",
+    )
+    max_headers: int = Field(
+        default=100, ge=1, description="Most headers of a request, trailers among them; more is a 431."
+    )
     max_body_bytes: int | None = Field(
         default=None,
         ge=1024,
