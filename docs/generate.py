@@ -26,7 +26,8 @@ from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
 from server.metrics.prometheus import Metrics, aliases
-from server.settings import all_settings, flag_name, with_drafters
+from server.setting_names import all_settings, flag_name
+from server.settings import with_drafters
 from server.tenants.keys import TenantEntry
 
 DOCS = Path(__file__).resolve().parent

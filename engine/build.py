@@ -29,18 +29,25 @@ from engine.capture.replays import graph_sizes
 from engine.config import EngineConfig
 from engine.core import EngineCore, ModelLimits
 from engine.drafting.checked import check_drafts
-from engine.drafting.drafts import SMALL_MODEL, Draft, find_drafts, with_bundled_drafts
+from engine.drafting.drafts import (
+    SMALL_MODEL,
+    Draft,
+    check_names,
+    find_drafts,
+    with_bundled_drafts,
+)
 from engine.drafting.heads import DraftHeads, prepare_heads
 from engine.drafting.models import DraftModels, prepare_drafts
 from engine.grammar.compiler import GrammarCompiler
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
-from engine.machine import can_pack, free_bytes
+from engine.machine import can_pack, check_device, free_bytes
 from engine.model.fusing import fuse
 from engine.model.int8 import is_exact
 from engine.model.linear import pack_linears
 from engine.model.loader import (
     attach_attention,
+    check_length,
     eos_token_ids,
     load_model,
     max_position,
@@ -88,7 +95,8 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     none, DrafterPluginError if an installed drafter plugin is at fault.
     """
     # Wrong names are refused before a model is loaded.
-    find_plugins(config.drafter_plugins)
+    check_names(config)
+    check_device(config.device)
     check_backend_name(config.attention_backend)
     check_kv_events(config)
     completed = with_bundled_drafts(with_fastest_weights(config))
@@ -103,6 +111,7 @@ def follow_engine(config: EngineConfig) -> None:
     """Loads a part of the model and runs its rows with the first rank until that one is done: the other
     ranks call this in place of ``build_engine``. Raises as that, and RanksError where the first rank goes
     without a word."""
+    check_device(config.device)
     ranks = join_ranks(config)
     assert ranks is not None, "a process that follows was launched as a rank"
     model = _load(config, ranks)
@@ -135,6 +144,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
         config.trust_remote_code,
         config.tensor_parallel_size,
         packed=config.quantization is None,
+        max_model_len=config.max_model_len,
     )
 
 
@@ -329,9 +339,10 @@ def _context(
 
 
 def _wanted_len(model: PreTrainedModel, config: EngineConfig) -> int:
-    """Returns how long a request may grow as far as model and settings go."""
-    most = max_position(model.config)
-    return min(config.max_model_len or most, most)
+    """Returns how long a request may grow as far as model and settings go. Raises UnsupportedModelError
+    where the settings go beyond the model."""
+    check_length(model.config, config.max_model_len)
+    return config.max_model_len or max_position(model.config)
 
 
 def _size_store(
@@ -356,7 +367,16 @@ def _size_store(
         num_blocks = max(1, min(affordable, useful))
         if ranks is not None:
             num_blocks = min(ranks.of_all(num_blocks))
-    return num_blocks, min(wanted_len, num_blocks * config.block_size)
+    longest = min(wanted_len, num_blocks * config.block_size)
+    if longest < wanted_len:
+        logger.warning(
+            "requests may have %d tokens, not %d: %d KV blocks of %d tokens hold no more",
+            longest,
+            wanted_len,
+            num_blocks,
+            config.block_size,
+        )
+    return num_blocks, longest
 
 
 def _build_core(

@@ -145,6 +145,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_ranges(type(self), {each.name: getattr(self, each.name) for each in fields(self)})
+        if self.model == "":
+            raise ValueError("model: an empty name is none")
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
+            raise ValueError(f"device: {self.device!r} is none of cpu, cuda and cuda:N")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 "max_num_batched_tokens must not be below max_num_seqs: each needs a row per step"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from pathlib import Path
 
 import torch
@@ -15,6 +16,25 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return min(_available(), _cgroup_left())
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError where torch does not have this device here."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        return
+    if torch.version.cuda is None:
+        raise ValueError(f"device {device}: torch {torch.__version__} here is a build without CUDA")
+    with warnings.catch_warnings():
+        # What torch has to say of a driver is for the message.
+        warnings.simplefilter("ignore")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise ValueError(f"device {device}: torch finds no CUDA device here")
+    if int(number or 0) >= count:
+        raise ValueError(
+            f"device {device}: there are {count} CUDA devices here, the last is {count - 1}"
+        )
 
 
 def release_memory() -> None:

@@ -9,9 +9,8 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from drafters.registry import find_plugins
 from engine.config import EngineConfig
-from engine.drafting.drafts import parse_drafts
+from engine.drafting.drafts import check_name, check_names
 from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
@@ -70,9 +69,13 @@ def serve(settings: Settings, config: EngineConfig) -> None:
 def check(settings: Settings, config: EngineConfig) -> None:
     """Refuse what can be refused before anything is loaded. Raises EngineError, ValueError, OSError."""
     locate(config.served_model)
-    find_plugins(config.drafter_plugins)
-    parse_drafts(config.draft)
-    keys_of(settings.api_key, settings.api_keys_file)
+    known = check_names(config)
+    strategy = settings.speculative.draft_strategy
+    if strategy is not None:
+        check_name("speculative.draft_strategy", strategy, known)
+    for name in settings.speculative_caps.draft_strategies or ():
+        check_name("speculative_caps.draft_strategies", name, known)
+    keys_of(settings.api_key, settings.api_keys_file, known)
     check_telemetry(settings.otlp_endpoint)
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -34,9 +32,11 @@ from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
     CliSettingsSource,
+    EnvSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from drafters.options import SpeculativeParams
@@ -44,11 +44,21 @@ from drafters.registry import drafter_settings
 from engine.config import EngineConfig
 from engine.logs import LogFormat, LogLevel, LogOptions
 from engine.speculation.gamma import gamma_policy_names
+from server.documents import DocumentError, read_document
 from server.formats.registry import reasoning_formats, tool_call_formats
 from server.request.body import described_by
 from server.request.speculative import SpeculativeCaps, SpeculativeField
-
-_PREFIX = "SLIPSTREAM_"
+from server.setting_names import (
+    INSTEAD,
+    NESTED,
+    PREFIX,
+    REPLACED,
+    flag_name,
+    unknown_names,
+    unknown_variables,
+    variable_name,
+    with_field_names,
+)
 
 
 @described_by(
@@ -85,9 +95,6 @@ def _split_paths(value: object) -> object:
 Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
 Paths = Annotated[list[str] | None, NoDecode, BeforeValidator(_split_paths)]
 
-_REPLACED = ("draft_model", "medusa_heads", "eagle_head")
-"""Settings of earlier versions in whose place is ``draft``."""
-
 
 class CapSettings(SpeculativeCaps):
     """The operator's bounds, as text may say them."""
@@ -105,8 +112,29 @@ class DrafterSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class VariableSource(EnvSettingsSource):
+    """Reads the environment, which may have no variable that only looks like a setting: it would be
+    dropped without a word, and a key that it was meant to set would guard nothing."""
+
+    def __call__(self) -> dict[str, Any]:
+        if unknown := unknown_variables(self.settings_cls, os.environ):
+            raise ValueError("\n".join(unknown))
+        try:
+            return super().__call__()
+        except SettingsError as error:
+            raise ValueError(str(error.__cause__)) from error
+
+    def prepare_field_value(
+        self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool
+    ) -> Any:
+        try:
+            return super().prepare_field_value(field_name, field, value, value_is_complex)
+        except ValueError as error:
+            raise ValueError(f"variable {variable_name((field_name,))}: {error}") from error
+
+
 class ConfigFileSource(PydanticBaseSettingsSource):
-    """Reads the YAML or TOML file that a source of higher rank has named in ``config``."""
+    """Reads the YAML, TOML or JSON file that a source of higher rank has named in ``config``."""
 
     def get_field_value(
         self,
@@ -119,18 +147,25 @@ class ConfigFileSource(PydanticBaseSettingsSource):
         name = self.current_state.get("config")
         if name is None:
             return {}
-        path = Path(name)
+        where = f"settings file {name}"
         try:
-            text = path.read_text(encoding="utf-8")
-            content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"cannot read the settings file: {error}") from error
+            content = read_document(Path(name))
+        except DocumentError as error:
+            raise ValueError(f"cannot read the {where}: {error}") from error
         if content is None:
             return {}
         if not isinstance(content, dict):
-            raise ValueError(f"the settings file {path.name} does not hold a mapping")
-        # Files may spell names as flags do.
-        return {str(key).replace("-", "_"): value for key, value in content.items()}
+            raise ValueError(f"the {where} does not hold a mapping")
+        try:
+            values = with_field_names(self.settings_cls, content)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        faults = unknown_names(self.settings_cls, values)
+        if "config" in values:
+            faults.append("config: a file names no other")
+        if faults:
+            raise ValueError("\n".join(f"{where}: {fault}" for fault in faults))
+        return values
 
 
 @described_by(EngineConfig)
@@ -145,9 +180,10 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX,
-        env_nested_delimiter="__",
+        env_prefix=PREFIX,
+        env_nested_delimiter=NESTED,
         extra="forbid",
+        allow_inf_nan=False,
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_hide_none_type=True,
@@ -305,11 +341,9 @@ class Settings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_replaced(cls, values: dict[str, Any]) -> dict[str, Any]:
-        # Variables that no field has are dropped without a word by what reads them.
-        for name in _REPLACED:
-            if name in values or f"{_PREFIX}{name.upper()}" in os.environ:
-                raise ValueError(f"{name} is no setting any more: use --draft [NAME=]PATH")
+    def _refuse_unknown(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if unknown := unknown_names(cls, values):
+            raise ValueError("\n".join(unknown))
         return values
 
     @field_validator("api_key", "admin_key")
@@ -333,12 +367,12 @@ class Settings(BaseSettings):
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Highest rank first; a source of flags, where there is one, comes before all."""
-        return init_settings, env_settings, ConfigFileSource(settings_cls)
+        return init_settings, VariableSource(settings_cls), ConfigFileSource(settings_cls)
 
     def log_options(self) -> LogOptions:
         """For all processes of the server."""
@@ -370,22 +404,6 @@ def with_drafters(declared: Mapping[str, type]) -> type[Settings]:
     )
 
 
-def all_settings(
-    model: type[BaseModel], prefix: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Every setting with its path: those of nested models, too."""
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from all_settings(kind, (*prefix, name))
-        else:
-            yield (*prefix, name), field
-
-
-def flag_name(path: Sequence[str]) -> str:
-    return f"--{'.'.join(path).replace('_', '-')}"
-
-
 Flags = CliSettingsSource[Any]
 
 
@@ -396,12 +414,12 @@ class _Replaced(Action):
         self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
     ) -> None:
         del namespace, values
-        parser.error(f"{option} is no flag any more: use --draft [NAME=]PATH")
+        parser.error(f"{option}: {INSTEAD}")
 
 
 def add_flags(parser: ArgumentParser) -> Flags:
     """Gives ``parser`` a flag for each setting. Returns what turns its findings into settings."""
-    for name in _REPLACED:
+    for name in REPLACED:
         parser.add_argument(flag_name((name,)), action=_Replaced, help=SUPPRESS)
     return CliSettingsSource(with_drafters(drafter_settings()), root_parser=parser)
 

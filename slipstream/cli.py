@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from engine.names import usual_model
 from engine.request.errors import EngineError
+from server.setting_names import all_settings, unknown_flag
 from server.settings import Flags, Settings, add_flags, load_settings
 from server.version import server_version
 from slipstream.client.commands import add_client_commands
@@ -45,8 +46,30 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return super()._expand_help(action).replace(" (default: None)", "")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes flags by their whole names only, since a shortened one may mean another in the next version;
+    and says in one line what is wrong."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **more})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        for each in unknown:
+            if each.startswith("-"):
+                self.error(unknown_flag(each, self._option_string_actions))
+        if unknown:
+            self.error(f"one argument too many: {unknown[0]}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (--help lists all flags)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="slipstream", description="An LLM inference server in which every request drafts."
     )
     parser.add_argument("--version", action="version", version=f"slipstream {server_version()}")
@@ -90,17 +113,32 @@ def _serve(flags: Flags, parsed: argparse.Namespace) -> int:
 
 
 def _explain(error: Exception) -> str:
+    """Returns a line per setting at fault."""
     if not isinstance(error, ValidationError):
         return str(error)
-    lines = []
-    for finding in error.errors():
-        name = ".".join(str(part) for part in finding["loc"]).replace("_", "-")
-        lines.append(f"{name}: {finding['msg']}")
-    return "\n".join(lines)
+    lines: dict[str, list[str]] = {}
+    for finding in error.errors(include_url=False):
+        name = ".".join(_field_path(finding["loc"])).replace("_", "-")
+        message = finding["msg"].removeprefix("Value error, ")
+        found = lines.setdefault(name, [])
+        if message not in found:
+            found.append(message)
+    return "\n".join(
+        f"{name}: {'; or '.join(found)}" if name else "; ".join(found)
+        for name, found in lines.items()
+    )
+
+
+def _field_path(place: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Returns the way to a setting, without what pydantic adds for each type that a value may have."""
+    parts = tuple(map(str, place))
+    known = {path for path, _ in all_settings(Settings)}
+    return next((parts[:end] for end in range(1, len(parts)) if parts[:end] in known), parts)
 
 
 def _refuse(message: str) -> int:
-    sys.stderr.write(f"slipstream: {message}\n")
+    for line in message.splitlines():
+        sys.stderr.write(f"slipstream: {line}\n")
     return 2
 
 

@@ -7,10 +7,12 @@ model is loaded and without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
+from drafters.options import NO_DRAFTER
 from drafters.registry import NAME, draft_methods, drafter_names, find_plugins
 from engine.config import EngineConfig
 from engine.names import BUNDLED, BUNDLED_MODEL, SMOLLM2
@@ -69,6 +71,36 @@ def parse_drafts(texts: Iterable[str]) -> list[NamedDraft]:
     return parsed
 
 
+def check_names(config: EngineConfig) -> tuple[str, ...]:
+    """Returns the names that drafters may have once the model is loaded, as far as that is known before.
+
+    Raises ValueError for a name that no drafter can have, and as ``parse_drafts`` and ``find_plugins``.
+    """
+    plugins = find_plugins(config.drafter_plugins)
+    named = [each.name for each in parse_drafts(config.draft) if each.name is not None]
+    for name in named:
+        if name in plugins or (name in drafter_names() and name not in draft_methods()):
+            raise ValueError(f"draft {name}: a drafter has that name; name it otherwise")
+        if not is_wanted(config, name):
+            raise ValueError(f"draft {name} is set, but drafters leaves out {_takers(name)}")
+    known = tuple(dict.fromkeys((*drafter_names(), *plugins, *named)))
+    for name in config.drafters or ():
+        check_name("drafters", name, known)
+    return (
+        known if config.drafters is None else tuple(dict.fromkeys((NO_DRAFTER, *config.drafters)))
+    )
+
+
+def check_name(setting: str, name: str, known: Sequence[str]) -> None:
+    """Raises ValueError, with the setting's name, for a drafter that is none of the known."""
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        meant = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"{setting}: there is no drafter {name!r}{meant}; there are: {', '.join(known)}"
+        )
+
+
 def find_drafts(config: EngineConfig) -> dict[str, Draft]:
     """Returns the drafts of the setting by name, as what they are found to be.
 
@@ -88,7 +120,9 @@ def find_drafts(config: EngineConfig) -> dict[str, Draft]:
                 f"{draft.method}; name it otherwise"
             )
         if not is_wanted(config, draft.name):
-            raise ValueError(f"draft {draft.name} is set, but drafters leaves out {_takers(draft)}")
+            raise ValueError(
+                f"draft {draft.name} is set, but drafters leaves out {_takers(draft.name)}"
+            )
     return {each.name: each for each in found}
 
 
@@ -140,8 +174,8 @@ def _find(named: NamedDraft) -> Draft:
     return Draft(named.name or method, path, method)
 
 
-def _takers(draft: Draft) -> str:
-    return f"{draft.name} and quantized" if draft.name == SMALL_MODEL else draft.name
+def _takers(name: str) -> str:
+    return f"{name} and quantized" if name == SMALL_MODEL else name
 
 
 def _check_unique(names: Iterable[str]) -> None:

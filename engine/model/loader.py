@@ -56,10 +56,12 @@ def load_model(
     trust_remote_code: bool = False,
     num_ranks: int = 1,
     packed: bool = True,
+    max_model_len: int | None = None,
 ) -> PreTrainedModel:
     """Returns the model in eval mode on ``device``, still on transformers' own attention; of several
     ranks, which load it at the same time, each gets its part. ``packed``: weights of a checkpoint in few
-    bits stay so, where the device has kernels for it; else floats are made of them.
+    bits stay so, where the device has kernels for it; else floats are made of them. ``max_model_len``: a
+    length that it has to be made for.
 
     Raises UnsupportedModelError for what the configuration already rules out and for weights that are
     not those that it asks for, OSError if there is no such folder or hub id, or no model in it.
@@ -73,6 +75,7 @@ def load_model(
                 raise UnsupportedModelError("the weights of GGUF files are not divided among ranks")
             header, config = read_config(gguf)
             refuse_unservable(config)
+            check_length(config, max_model_len)
             loaded = load_gguf(gguf, header, config, wanted, packed)
             return prepare_model(loaded, device, packed)
         check_folder(path, "config.json")
@@ -80,6 +83,7 @@ def load_model(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
         refuse_unservable(text_of(config))
+        check_length(text_of(config), max_model_len)
         half = find_text_half(path, config, revision)
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         if half is not None:
@@ -208,6 +212,15 @@ def max_position(config: Any) -> int:
         if isinstance(rope, dict) and rope.get("rope_type") in _CALL_WIDE_ROPES:
             lengths.append(rope.get("original_max_position_embeddings") or lengths[0])
     return int(min(lengths))
+
+
+def check_length(config: Any, max_model_len: int | None) -> None:
+    """Raises UnsupportedModelError where requests are to grow beyond what the model was made for."""
+    most = max_position(config)
+    if max_model_len is not None and max_model_len > most:
+        raise UnsupportedModelError(
+            f"max_model_len is {max_model_len}, but the model was made for {most} tokens"
+        )
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from engine.request.params import Tenant
+from server.documents import DocumentError, read_document
 from server.tenants.terms import Terms
 
 logger = logging.getLogger(__name__)
@@ -126,16 +126,11 @@ def read_tenants(path: Path, drafters: Container[str] | None = None) -> dict[byt
     Raises ValueError with one line that names the file and the field, and quotes nothing of it.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_document(path)
         return _by_digest(_Content.model_validate(content).tenants, drafters)
-    except OSError as error:
-        fault = str(error.strerror)
-    except UnicodeDecodeError:
-        fault = "is not UTF-8"
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        # What the parser says would quote the line, and the key in it.
-        fault = f"neither YAML nor JSON{f' at line {mark.line + 1}' if mark else ''}"
+    except DocumentError as error:
+        # In full words it would quote the line, and the key in it.
+        fault = f"{error.place}: {error.kind}" if error.place else error.kind
     except ValidationError as error:
         fault = _first(error)
     except ValueError as error:
@@ -159,7 +154,7 @@ def _by_digest(tenants: list[TenantEntry], drafters: Container[str] | None) -> d
             raise ValueError(f"{field}.name: an earlier tenant has this name")
         for at, name in enumerate(tenant.drafters or ()):
             if drafters is not None and name not in drafters:
-                raise ValueError(f"{field}.drafters.{at}: no such drafter is loaded")
+                raise ValueError(f"{field}.drafters.{at}: there is no such drafter")
         try:
             digest = bytes.fromhex(tenant.digest())
         except ValueError as error:

@@ -16,7 +16,8 @@ from engine.process.launch import _STOP_SECONDS
 from server.endpoints import routers
 from server.http.draining import _LAST_BYTES_SECONDS
 from server.metrics.prometheus import Metrics
-from server.settings import Settings, all_settings
+from server.setting_names import all_settings
+from server.settings import Settings
 from worlds.deploy_tools import DEPLOY, ROOT, find_tool
 from worlds.scripted_engine import engine_info
 

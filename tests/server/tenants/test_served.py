@@ -225,7 +225,7 @@ async def test_a_tenant_gets_the_drafters_of_its_list_and_no_others(
 async def test_a_drafter_that_is_not_loaded_ends_the_start(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("tenants: [{name: a, key: k, drafters: [ngram, eagle3]}]")
-    with pytest.raises(ValueError, match=r"tenants\.0\.drafters\.1: no such drafter is loaded"):
+    with pytest.raises(ValueError, match=r"tenants\.0\.drafters\.1: there is no such drafter"):
         build_app(ScriptedEngine(), byte_tokenizer(), Settings(api_keys_file=str(file)))
 
 
