@@ -73,6 +73,7 @@ class Exchange:
     """A request that the application has, and its answer: how far they are."""
 
     def __init__(self, scope: Scope) -> None:
+        self.scope = scope
         lengths = (value for name, value in scope["headers"] if name == b"content-length")
         encoded = any(name == b"transfer-encoding" for name, _ in scope["headers"])
         self.is_whole = not encoded and all(value == b"0" for value in lengths)
@@ -217,8 +218,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """End the connection, and say why unless an answer is under way."""
-        if self._exchange is None or not self._exchange.is_answered:
-            content = to_json(error.body())
+        exchange = self._exchange
+        if exchange is None or not exchange.is_answered:
+            content = to_json(error.body_at(None if exchange is None else exchange.scope))
             headers = {
                 "date": formatdate(usegmt=True),
                 "content-type": "application/json",
