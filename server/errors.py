@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -89,6 +89,11 @@ class ApiError(Exception):
         make = partial(ApiError, param=self.param, code=self.code, headers=self.headers)
         return make, (self.status, self.message)
 
+    def about(self, param: str) -> ApiError:
+        """Returns the same of another field, which stands in the message for this one's."""
+        message = self.message.replace(self.param, param) if self.param else self.message
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
     def body(self) -> ErrorReply:
         """Returns the error in OpenAI's shape."""
         return {
@@ -116,18 +121,23 @@ class ApiError(Exception):
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
-def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+class AnthropicErrorReply(TypedDict):
+    """``request_id``: that of the answer's header."""
+
+    type: Literal["error"]
+    error: ErrorDetails
+    request_id: NotRequired[str | None]
+
+
+def anthropic_error(error: ApiError) -> AnthropicErrorReply:
     """The error in Anthropic's shape, with OpenAI's ``param`` and ``code`` beside its own words."""
-    kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
-    return {
-        "type": "error",
-        "error": {**error.body()["error"], "type": kind},
-        "request_id": request_id,
-    }
+    found = error.body()["error"]
+    found["type"] = _ANTHROPIC_TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": found}
 
 
 def _anthropic_answer(error: ApiError, scope: Scope) -> Mapping[str, Any]:
-    return anthropic_error(error, scope.get(REQUEST_ID_KEY))
+    return {**anthropic_error(error), "request_id": scope.get(REQUEST_ID_KEY)}
 
 
 _SHAPES: Mapping[str, Callable[[ApiError, Scope], Mapping[str, Any]]] = {

@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import Response
-from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
@@ -138,15 +137,15 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class DeltaStreamResponse(EventSourceResponse):
-    """A reply as server-sent events, with a comment in every pause in which proxies might hang up. Its
+class DeltaStreamResponse(StreamingResponse):
+    """A reply in pieces, with one that says nothing in every pause in which proxies might hang up. Its
     choices are aborted as soon as it ends, by whatever end. ``account`` makes the usage of the choices'
     ends."""
 
     def __init__(self, feed: DeltaFeed, writer: Writer, account: Account) -> None:
         # No proxy may hold events back.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__((), headers=headers)
+        super().__init__((), headers=headers, media_type=writer.media_type)
         self._feed = feed
         self._writer = writer
         self._account = account
@@ -172,7 +171,7 @@ class DeltaStreamResponse(EventSourceResponse):
                 await self._write_through(content)
             while not await self._feed.run(self._take, max(0.0, self._pause())):
                 if self._pause() <= 0:
-                    await self._write_through(KEEPALIVE_COMMENT)
+                    await self._write_through(self._writer.pause())
             ends = [self._ends[index] for index in sorted(self._ends)]
             last = self._writer.finish(self._account(ends))
         except Exception as error:
@@ -182,7 +181,7 @@ class DeltaStreamResponse(EventSourceResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _pause(self) -> float:
-        """Returns the seconds until a comment has to be sent."""
+        """Returns the seconds until something has to be sent."""
         return self._latest + KEEPALIVE_SECONDS - self._time()
 
     def _take(self, delta: ChoiceDelta) -> Coroutine[Any, Any, None] | None:

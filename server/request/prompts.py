@@ -121,16 +121,16 @@ class Prompts:
 
 
 class ChatTemplate:
-    """The tokenizer's: which variables it reads, what it makes of messages, and who is to blame where it
-    makes nothing of them."""
+    """The tokenizer's: which ``variables`` it reads that are the client's, what it makes of messages, and
+    who is to blame where it makes nothing of them."""
 
     def __init__(self, tokenizer: Any, spellings: Spellings) -> None:
         self._tokenizer = tokenizer
         self._spellings = spellings
         self._source = str(tokenizer.chat_template) if tokenizer.chat_template else None
-        self._variables = _variables(self._source or "")
-        self._takes_tools = "tools" in self._variables
-        self._variables -= _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
+        self.variables = _variables(self._source or "")
+        self._takes_tools = "tools" in self.variables
+        self.variables -= _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
         self._takes_parts = self._source is not None and self._shows_only_parts()
 
     def render(
@@ -152,7 +152,7 @@ class ChatTemplate:
                 "messages", "this model's tokenizer has no chat template; use /v1/completions"
             )
         for name in variables:
-            if name not in self._variables:
+            if name not in self.variables:
                 field = f"chat_template_kwargs.{name}"
                 raise refused(field, ": the chat template has no such variable")
         if tools and not self._takes_tools:
