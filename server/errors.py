@@ -121,18 +121,33 @@ class ApiError(Exception):
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
+class ErrorCode(TypedDict):
+    error_code: str | None
+
+
+class AnthropicErrorDetails(ErrorDetails):
+    """``details``: the code, where Anthropic's clients look for it."""
+
+    details: ErrorCode
+
+
 class AnthropicErrorReply(TypedDict):
     """``request_id``: that of the answer's header."""
 
     type: Literal["error"]
-    error: ErrorDetails
+    error: AnthropicErrorDetails
     request_id: NotRequired[str | None]
 
 
 def anthropic_error(error: ApiError) -> AnthropicErrorReply:
     """The error in Anthropic's shape, with OpenAI's ``param`` and ``code`` beside its own words."""
-    found = error.body()["error"]
-    found["type"] = _ANTHROPIC_TYPES.get(error.status, "api_error")
+    found: AnthropicErrorDetails = {
+        "type": _ANTHROPIC_TYPES.get(error.status, "api_error"),
+        "message": error.message,
+        "param": error.param,
+        "code": error.code,
+        "details": {"error_code": error.code},
+    }
     return {"type": "error", "error": found}
 
 

@@ -38,6 +38,7 @@ from server.request.protocol import (
 from server.request.translate import Translator
 
 _NOTHING_RUNS = "no tool runs here"
+_STATELESS = "nothing is stored here; send the messages themselves"
 _THINKS = ("enable_thinking", "thinking")
 """How chat templates call the switch of reasoning."""
 _BUDGET = "thinking_budget"
@@ -157,7 +158,6 @@ class MessageFields(Body):
         "container": f"{_NOTHING_RUNS}, and nothing is kept",
         "fallbacks": "one model is served",
         "compaction": "shorten the messages before sending them",
-        "thread": "nothing is stored here; send the messages themselves",
     }
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],)}
 
@@ -178,6 +178,7 @@ class MessageFields(Body):
         "Nothing is taken out of the messages, which the reply says."
     )
     speed: str | None = optional("There is one speed.")
+    thread: JsonValue | None = optional("Refused by a code at which clients send messages whole.")
 
     def turns(self) -> list[Turn]:
         """The messages of a chat that say the same, the system prompt first."""
@@ -297,7 +298,7 @@ def plan_messages(
 ) -> RequestPlan:
     """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
     one."""
-    _refuse_foreign_parts(body, translator)
+    _refuse_the_unserved(body, translator)
     try:
         plan = translator.plan(body.to_chat(translator), arrival_time, drafters)
     except ApiError as error:
@@ -310,7 +311,7 @@ def plan_messages(
 
 def count_tokens(translator: Translator, body: CountTokensRequest) -> int:
     """The tokens of the prompt that the messages make. Raises ApiError."""
-    _refuse_foreign_parts(body, translator)
+    _refuse_the_unserved(body, translator)
     given = body.for_chat(translator.template_variables)
     names = {"messages", "tools", *TemplateFields.model_fields}
     if given.get("tool_choice") == "none":
@@ -324,7 +325,11 @@ def count_tokens(translator: Translator, body: CountTokensRequest) -> int:
     return len(tokens)
 
 
-def _refuse_foreign_parts(body: MessageFields, translator: Translator) -> None:
+def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
+    """Raises ApiError 400 for a thread, and for parts that are no text."""
+    if body.thread not in (None, False):
+        # The client's loop of tools asks for one, and on this code goes on without.
+        raise refused("thread", f"is not supported: {_STATELESS}", "thread_unsupported_request")
     for index, message in enumerate(body.messages):
         for place, part in message.foreign_parts():
             raise part.refusal(f"messages.{index}.{place}", translator.unserved)
