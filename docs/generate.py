@@ -6,6 +6,7 @@ Between ``<!-- generated: NAME -->`` and ``<!-- end -->`` stands what the functi
 
 from __future__ import annotations
 
+import json
 import re
 import types
 from dataclasses import fields
@@ -26,6 +27,9 @@ from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
 from server.metrics.prometheus import Metrics, aliases
+from server.request.body import Hint
+from server.request.protocol import ChatRequest, CompletionRequest
+from server.request.responses import ResponsesRequest
 from server.settings import all_settings, flag_name, with_drafters
 from server.tenants.keys import TenantEntry
 
@@ -193,6 +197,30 @@ def sampling_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def hints_table() -> str:
+    bodies = {"completions": CompletionRequest, "chats": ChatRequest, "responses": ResponsesRequest}
+    of: dict[str, list[str]] = {}
+    about: dict[str, tuple[FieldInfo, Hint]] = {}
+    for name, body in bodies.items():
+        for path, *found in body.hint_fields():
+            of.setdefault(path, []).append(name)
+            about[path] = found[0], found[1]
+    lines = ["| field | of | what comes of it | |", "| --- | --- | --- | --- |"]
+    for path, (field, hint) in about.items():
+        where = "all" if len(of[path]) == len(bodies) else ", ".join(of[path])
+        lines.append(f"| `{path}` | {where} | {_outcome(hint)} | {field.description or ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def _outcome(hint: Hint) -> str:
+    if hint.effect:
+        return hint.effect
+    if hint.variable:
+        return f"handed to a chat template that reads `{hint.variable}`, else told"
+    done = " or ".join(f"`{json.dumps(each)}`" for each in hint.does)
+    return f"told, unless {done}" if done else "told"
+
+
 def tenants_table() -> str:
     lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
     for name, field in TenantEntry.model_fields.items():
@@ -209,6 +237,7 @@ TABLES = {
     "speculative": speculative_table,
     "sampling": sampling_table,
     "tenants": tenants_table,
+    "hints": hints_table,
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ logger = logging.getLogger("slipstream.requests")
 
 ADMISSION_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
+IGNORED_HEADER = "x-slipstream-ignored"
+"""Names the request's hints that nothing came of."""
 
 T = TypeVar("T")
 Run = Callable[[ChoicePlan, Sink, ChoiceRecord | None], Awaitable[None]]
@@ -142,10 +144,12 @@ class DeltaStreamResponse(StreamingResponse):
     choices are aborted as soon as it ends, by whatever end. ``account`` makes the usage of the choices'
     ends."""
 
-    def __init__(self, feed: DeltaFeed, writer: Writer, account: Account) -> None:
+    def __init__(
+        self, feed: DeltaFeed, writer: Writer, account: Account, headers: Mapping[str, str]
+    ) -> None:
         # No proxy may hold events back.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__((), headers=headers, media_type=writer.media_type)
+        unheld = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__((), headers={**headers, **unheld}, media_type=writer.media_type)
         self._feed = feed
         self._writer = writer
         self._account = account
@@ -211,6 +215,8 @@ async def answer(request: Request, run: Run, writer: Writer) -> Response:
     add_log_fields(
         request_id=plan.request_id,
         user=plan.user,
+        safety_identifier=plan.safety_identifier,
+        prompt_cache_key=plan.prompt_cache_key,
         metadata=plan.metadata or None,
         tenant=plan.choices[0].request.tenant.name or None,
     )
@@ -218,11 +224,12 @@ async def answer(request: Request, run: Run, writer: Writer) -> Response:
     if record is not None:
         record.begin(plan)
     account = partial(_account, plan, request.scope.get(REQUEST_ID_KEY))
+    headers = {IGNORED_HEADER: ", ".join(plan.ignored)} if plan.ignored else {}
     feed = DeltaFeed(run, plan, record)
     try:
         if plan.stream:
             await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
-            return DeltaStreamResponse(feed, writer, account)
+            return DeltaStreamResponse(feed, writer, account, headers)
         choices = await unless_client_leaves(request.receive, feed.collect)
     except ClientGoneError:
         await feed.aclose()
@@ -232,7 +239,9 @@ async def answer(request: Request, run: Run, writer: Writer) -> Response:
         raise
     usage = account([choice.end for choice in choices if choice.end is not None])
     return Response(
-        to_json(writer.reply(choices, usage), inf_nan_mode="null"), media_type="application/json"
+        to_json(writer.reply(choices, usage), inf_nan_mode="null"),
+        headers=headers,
+        media_type="application/json",
     )
 
 
@@ -241,11 +250,13 @@ def _account(plan: RequestPlan, sender: str | None, ends: Sequence[ChoiceEnd]) -
     usage = build_usage(plan, ends)
     spec = usage["speculative"]
     logger.info(
-        "%s x-request-id=%s user=%r metadata=%r prompt=%d completion=%d finish=%s drafter=%s "
-        "accepted=%d/%d",
+        "%s x-request-id=%s user=%r safety_identifier=%r prompt_cache_key=%r metadata=%r prompt=%d "
+        "completion=%d finish=%s drafter=%s accepted=%d/%d",
         plan.request_id,
         sender,
         plan.user,
+        plan.safety_identifier,
+        plan.prompt_cache_key,
         dict(plan.metadata),
         usage["prompt_tokens"],
         usage["completion_tokens"],

@@ -79,6 +79,7 @@ class Envelope(TypedDict):
     model: str
     system_fingerprint: str
     seed: int
+    service_tier: NotRequired[str]
 
 
 class Chunk(Envelope):
@@ -166,6 +167,8 @@ class ChunkWriter(Writer):
             "system_fingerprint": fingerprint,
             "seed": plan.seed,
         }
+        if plan.service_tier is not None:
+            self._envelope["service_tier"] = plan.service_tier
 
     def events(self, delta: ChoiceDelta) -> bytes:
         """A chunk, unless the delta is of tokens that add no text and were not asked for."""

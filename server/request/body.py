@@ -1,15 +1,16 @@
 """The base of all parts of a request's body: strict types, no unknown fields, refusals that say why.
 
 A field of OpenAI's API that this server does not implement is known by name, so that sending it
-gives a 400 with a reason and leaving it out (or null) is fine: nothing is accepted and ignored.
+gives a 400 with a reason and leaving it out (or null) is fine. Fields that change no text are hints:
+they are taken, and the reply names those without effect. Nothing is accepted and ignored without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from annotated_types import MaxLen, MinLen
 from pydantic import (
@@ -34,11 +35,39 @@ MAX_SEED = 2**63 - 1
 Model = TypeVar("Model", bound=BaseModel)
 
 
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Marks a field, in its annotation, that says nothing of what the text is to be: it is taken, and
+    told where nothing comes of it.
+
+    ``effect``: what always comes of it. ``variable``: the chat template's that it is handed to, where the
+    template reads it. ``does``: values that mean what this server does anyway.
+    """
+
+    effect: str = ""
+    variable: str = ""
+    does: tuple[Any, ...] = ()
+
+    def has_effect(self, value: Any, variables: Collection[str] = ()) -> bool:
+        """Whether the value needs no telling. ``variables``: those that the template reads."""
+        return bool(self.effect) or self.variable in variables or _is_one_of(value, self.does)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenHint:
+    """``path``: the field's, dotted, as the client wrote it."""
+
+    path: str
+    hint: Hint
+    value: Any
+
+
 class Body(BaseModel):
     """``unsupported``: fields known from OpenAI or vLLM and refused, with the reason.
 
     ``fixed``: fields of which only these values mean what this server does anyway. Null is the same as
-    leaving a field out, for all that may be left out.
+    leaving a field out, for all that may be left out. A field annotated with a ``Hint`` is taken, and
+    told where it is without effect.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -67,6 +96,26 @@ class Body(BaseModel):
             raise ValidationError.from_exception_data(cls.__name__, findings)
         return kept
 
+    def hints(self) -> Iterator[GivenHint]:
+        """Yields the hints that were given here and in the parts within."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                yield from (replace(each, path=f"{name}.{each.path}") for each in value.hints())
+            elif value is not None:
+                marks = (each for each in field.metadata if isinstance(each, Hint))
+                yield from (GivenHint(name, each, value) for each in marks)
+
+    @classmethod
+    def hint_fields(cls) -> Iterator[tuple[str, FieldInfo, Hint]]:
+        """Yields the hints that may be given here and in the parts within, by their paths."""
+        for name, field in cls.model_fields.items():
+            for kind in (field.annotation, *get_args(field.annotation)):
+                if isinstance(kind, type) and issubclass(kind, Body):
+                    within = kind.hint_fields()
+                    yield from ((f"{name}.{path}", each, hint) for path, each, hint in within)
+            yield from ((name, field, each) for each in field.metadata if isinstance(each, Hint))
+
     @classmethod
     @cache
     def _fields_by_name(cls) -> dict[str, FieldInfo]:
@@ -78,9 +127,8 @@ class Body(BaseModel):
         """Returns what rules out a value of an unsupported or fixed field."""
         if name in cls.unsupported:
             return f"is not supported: {cls.unsupported[name]}"
-        # bool is an int to Python: ``0 in (False,)`` must not pass for false.
         allowed = cls.fixed[name]
-        if any(type(value) is type(each) and value == each for each in allowed):
+        if _is_one_of(value, allowed):
             return None
         return f"only {' or '.join(map(repr, allowed))} is supported"
 
@@ -94,6 +142,11 @@ class Body(BaseModel):
             if name in properties and not field.is_required():
                 properties[name] = _or_null(properties[name])
         return described
+
+
+def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
+    # bool is an int to Python: ``0 in (False,)`` must not pass for false.
+    return any(type(value) is type(each) and value == each for each in allowed)
 
 
 NOTHING: JsonDict = {"type": "null"}

@@ -3,8 +3,8 @@ limits.
 
 OpenAI's fields, the extras vLLM made common, what the logits processors declare, and
 ``speculative``. ``user`` goes into the request's log line, and nowhere else; ``metadata`` comes back,
-too. Whether a value fits the model served (token ids, lengths, drafters) is checked when the request is
-translated.
+too. A ``Hint`` changes no text. Whether a value fits the model served (token ids, lengths, drafters)
+is checked when the request is translated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.sampling.processor import parameters
 from server.request.body import (
     MAX_SEED,
     Body,
+    Hint,
     PromptField,
     StopField,
     TokenId,
@@ -42,6 +43,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_COUNT = 2**31 - 1
 MAX_MESSAGES = 1 << 14
 
+_CACHE_KEY = "keeps requests together behind the ingress; written to the request's log line"
 _NOT_MOVED = "keys and values stay in this server"
 _UNSUPPORTED = {
     "stream_interval": "a chunk is sent for each step",
@@ -64,8 +66,6 @@ _UNSUPPORTED = {
     "media_io_kwargs": TEXT_ONLY,
 }
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     # What else there is concerns tokenizers written in Python.
     "spaces_between_special_tokens": (True,),
 }
@@ -76,10 +76,11 @@ class StreamOptions(Body):
     usage. ``continuous_usage_stats``: every chunk counts the tokens so far.
     """
 
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
-
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Annotated[bool | None, Hint(does=(False,))] = optional(
+        "Events are not padded."
+    )
 
 
 class Prediction(Body):
@@ -119,6 +120,21 @@ class CommonFields(Body):
         "Caches are shared within one cache_salt only.", min_length=1, max_length=256
     )
     user: str | None = optional("Written to the request log.", max_length=256)
+    safety_identifier: Annotated[str | None, Hint("written to the request's log line")] = optional(
+        "Written to the request log.", max_length=256
+    )
+    prompt_cache_key: Annotated[str | None, Hint(_CACHE_KEY)] = optional(
+        "Requests with one key go to one replica; what they share is found by their texts.",
+        max_length=256,
+    )
+    prompt_cache_retention: Annotated[
+        Literal["in_memory", "in-memory", "24h"] | None, Hint(does=("in_memory", "in-memory"))
+    ] = optional("Blocks are kept as long as there is room.")
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "scale", "priority"] | None,
+        Hint(does=("auto", "default")),
+    ] = optional("There is one tier, 'default'; 'priority' is a field of its own.")
+    store: Annotated[bool | None, Hint(does=(False,))] = optional("Nothing is stored.")
     metadata: dict[_MetadataKey, _MetadataValue] | None = optional(
         "Written to the request log, and sent back with whole replies.", max_length=16
     )
@@ -216,6 +232,9 @@ class TemplateFields(Body):
     )
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
 _LOGPROBS: JsonDict = {
     "anyOf": [in_case({}, ("top_logprobs",)), in_case({"logprobs": {"const": True}})]
 }
@@ -230,15 +249,10 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
         "functions": "use 'tools'",
         "function_call": "use 'tool_choice'",
         "audio": TEXT_ONLY,
-        "reasoning_effort": "the chat template decides; see 'chat_template_kwargs'",
-        "verbosity": "say it in a message",
         "web_search_options": "the server reads nothing from the web",
-        "prompt_cache_key": "use 'cache_salt'",
-        "safety_identifier": "use 'user'",
         "chat_template": "the tokenizer's own template is used",
         "documents": "write them into a message",
         "return_prompt_text": "use 'return_token_ids' and /detokenize",
-        "prompt_cache_retention": "the prefix cache keeps what there is room for",
     }
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED | {
         "modalities": (["text"],),
@@ -250,6 +264,12 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = optional("Begin with the last message, the assistant's own.", default=False)
+    reasoning_effort: Annotated[Effort | None, Hint(variable="reasoning_effort")] = optional(
+        "For chat templates that read 'reasoning_effort'."
+    )
+    verbosity: Annotated[Verbosity | None, Hint(variable="verbosity")] = optional(
+        "For chat templates that read 'verbosity'."
+    )
     add_special_tokens: bool = optional("Templates write their own BOS.", default=False)
 
     @property

@@ -25,13 +25,13 @@ from pydantic.config import JsonDict
 
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
-from server.request.body import Body, in_case, optional, refusal
+from server.request.body import Body, Hint, in_case, optional, refusal
 from server.request.foreign_parts import ForeignPart, find_foreign_part
 from server.request.grammars import Schema
 from server.request.messages import MAX_TOOLS, NAME_PATTERN, FunctionDefinition
 from server.request.parsing import check
-from server.request.protocol import MAX_COUNT, ChatRequest, CommonFields
-from server.request.translate import Translator
+from server.request.protocol import MAX_COUNT, ChatRequest, CommonFields, Effort, Verbosity
+from server.request.translate import SERVICE_TIER, Translator
 
 MAX_ITEMS = 1 << 14
 _STATELESS = "nothing is stored here; send the items themselves"
@@ -209,20 +209,35 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    unsupported: ClassVar[dict[str, str]] = {"verbosity": "say it in a message"}
-
     format: TextFormat | None = None
+    verbosity: Annotated[Verbosity | None, Hint(variable="verbosity")] = optional(
+        "For chat templates that read 'verbosity'."
+    )
+
+
+_Summary = Literal["auto", "concise", "detailed"]
 
 
 class ReasoningConfig(Body):
-    """``effort`` is handed to the chat template as ``reasoning_effort``."""
+    """How much the model is to think, and how that is shown."""
 
-    unsupported: ClassVar[dict[str, str]] = {
-        "summary": "reasoning is shown as the model writes it",
-        "generate_summary": "reasoning is shown as the model writes it",
-    }
+    effort: Annotated[Effort | None, Hint(variable="reasoning_effort")] = optional(
+        "For chat templates that read 'reasoning_effort'."
+    )
+    summary: Annotated[_Summary | None, Hint()] = optional("Reasoning is shown as it is written.")
+    generate_summary: Annotated[_Summary | None, Hint()] = optional("The same as 'summary'.")
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+_Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ResponsesRequest(CommonFields):
@@ -235,17 +250,11 @@ class ResponsesRequest(CommonFields):
         "max_tool_calls": "no tool runs here",
         "top_logprobs": "use /v1/chat/completions",
         "stream_options": "the last event has the usage, and events are not padded",
-        "service_tier": "use 'priority'",
-        "prompt_cache_key": "use 'cache_salt'",
-        "prompt_cache_retention": "blocks are kept as long as there is room",
-        "safety_identifier": "use 'user'",
         "context_management": "shorten the input before sending it",
     }
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "store": (False,),
         "background": (False,),
         "truncation": ("disabled",),
-        "include": ([],),
     }
 
     input: InputField = Field(description="A text, or the items of a conversation.")
@@ -259,6 +268,9 @@ class ResponsesRequest(CommonFields):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = optional("'format': what the text has to match.")
     reasoning: ReasoningConfig | None = None
+    include: Annotated[list[_Included] | None, Hint(does=([],))] = optional(
+        "A response has what it has: no item here has more to it."
+    )
 
     def for_chat(self) -> ChatRequest:
         """The chat request that says the same. Raises ApiError 400, in the chat's words."""
@@ -277,15 +289,17 @@ class ResponsesRequest(CommonFields):
         }
         if self.text is not None and self.text.format is not None:
             given["response_format"] = self.text.format.for_chat()
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            given["chat_template_kwargs"] = {"reasoning_effort": self.reasoning.effort}
+        if self.text is not None:
+            given["verbosity"] = self.text.verbosity
+        if self.reasoning is not None:
+            given["reasoning_effort"] = self.reasoning.effort
         said = {name: value for name, value in given.items() if value not in (None, [])}
         return check(ChatRequest, said)
 
     def repeated(self) -> dict[str, JsonValue]:
         """Returns the fields that a response repeats."""
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text else {}
-        reasoning = self.reasoning.model_dump() if self.reasoning else {"effort": None}
+        effort = self.reasoning.effort if self.reasoning else None
         tools = [tool.model_dump() for tool in self.tools or []]
         choice = self.tool_choice or "auto"
         return {
@@ -295,7 +309,10 @@ class ResponsesRequest(CommonFields):
             "metadata": dict(self.metadata or {}),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {**reasoning, "summary": None},
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": {"effort": effort, "summary": None},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": SERVICE_TIER,
             "store": False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": {"type": "text"}, **text},
@@ -339,7 +356,8 @@ _RENAMED = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tool_choice.function": "tool_choice",
-    "chat_template_kwargs.reasoning_effort": "reasoning.effort",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }
 
 
@@ -356,7 +374,11 @@ def plan_response(
         plan = translator.plan(body.for_chat(), arrival_time, drafters)
     except ApiError as error:
         raise _in_own_words(error) from error
-    return replace(plan, repeated=body.repeated())
+    # What the chat request has no field for.
+    own = [each for each in body.hints() if not each.hint.variable]
+    ignored = [_own_name(each) for each in plan.ignored]
+    ignored += [each.path for each in own if not each.hint.has_effect(each.value)]
+    return replace(plan, repeated=body.repeated(), ignored=tuple(dict.fromkeys(ignored)))
 
 
 def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:
@@ -370,13 +392,19 @@ def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> 
 def _in_own_words(error: ApiError) -> ApiError:
     """A refusal of the chat request, with the field of this one that is at fault."""
     param = error.param or ""
-    own = param.replace(".function.", ".") if param.startswith("tools.") else param
-    for name, new in _RENAMED.items():
-        if param == name or param.startswith(f"{name}."):
-            # Messages and items are not the same in number.
-            own = new if name == "messages" else new + param.removeprefix(name)
-            break
+    own = _own_name(param)
     message = error.message.replace(param, own) if param else error.message
     return ApiError(
         error.status, message, param=own or None, code=error.code, headers=error.headers
     )
+
+
+def _own_name(param: str) -> str:
+    """The field of this request that became the chat request's."""
+    if param.startswith("tools."):
+        return param.replace(".function.", ".")
+    for name, new in _RENAMED.items():
+        if param == name or param.startswith(f"{name}."):
+            # Messages and items are not the same in number.
+            return new if name == "messages" else new + param.removeprefix(name)
+    return param

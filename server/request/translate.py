@@ -41,6 +41,7 @@ from server.request.special_tokens import Text
 from server.request.speculative import SpeculativeResolver
 
 GRAMMAR_DRAFTER = "grammar"
+SERVICE_TIER = "default"
 
 
 class Translator:
@@ -125,7 +126,11 @@ class Translator:
             return_token_ids=body.return_token_ids,
             return_drafted=speculative.return_drafted,
             user=body.user,
+            safety_identifier=body.safety_identifier,
+            prompt_cache_key=body.prompt_cache_key,
+            service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
+            ignored=self._ignored(body),
         )
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -189,12 +194,30 @@ class Translator:
             raise refused("continue_final_message", "needs 'add_generation_prompt': false")
         return self._prompts.template.render(
             template_messages(body.messages or ()),
-            body.chat_template_kwargs or {},
+            self._variables(body),
             tools=template_tools(tools),
             allow_special_tokens=allows,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
+
+    def _variables(self, body: TemplateFields) -> dict[str, Any]:
+        """Returns the client's variables of the chat template, and the hints that it reads. Raises
+        ApiError."""
+        variables = dict(body.chat_template_kwargs or {})
+        for each in body.hints():
+            name = each.hint.variable
+            if name not in self._prompts.template.variables:
+                continue
+            if variables.setdefault(name, each.value) != each.value:
+                raise refused(each.path, f"contradicts chat_template_kwargs.{name}")
+        return variables
+
+    def _ignored(self, body: CompletionRequest | ChatRequest) -> tuple[str, ...]:
+        is_chat = isinstance(body, ChatRequest)
+        variables = self._prompts.template.variables if is_chat else ()
+        given = body.hints()
+        return tuple(each.path for each in given if not each.hint.has_effect(each.value, variables))
 
     def _text(self, body: CompletionRequest | ChatRequest, prompt: str) -> tuple[TextOptions, str]:
         """Returns what becomes of the tokens, and the grammar that they match. Raises ApiError."""

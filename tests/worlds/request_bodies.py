@@ -111,6 +111,18 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
     ),
     "cache_salt": ({"cache_salt": "tenant"}, lambda o: o.request.cache_salt == "tenant"),
     "user": ({"user": "someone"}, lambda o: "user='someone'" in o.log),
+    "safety_identifier": (
+        {"safety_identifier": "someone"},
+        lambda o: "safety_identifier='someone'" in o.log,
+    ),
+    "prompt_cache_key": (
+        {"prompt_cache_key": "thread"},
+        lambda o: "prompt_cache_key='thread'" in o.log and o.request.cache_salt == "",
+    ),
+    "service_tier": (
+        {"service_tier": "priority"},
+        lambda o: o.reply.get("service_tier") == "default" and o.request.priority == 0,
+    ),
     "metadata": (
         {"metadata": {"a": "b"}},
         lambda o: o.reply.get("metadata") == {"a": "b"} and "{'a': 'b'}" in o.log,
@@ -240,6 +252,10 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
         {"tools": TOOLS, "parallel_tool_calls": False},
         lambda o: "get_weather" in o.sampling.grammar,
     ),
+    "reasoning_effort": (
+        {"reasoning_effort": "low"},
+        lambda o: b"effort low" in prompt_of(o),
+    ),
     "chat_template_kwargs": (
         {"chat_template_kwargs": {"shout": True}},
         lambda o: b"LOUD" in prompt_of(o),
@@ -247,12 +263,24 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
 }
 
 
-# Accepted for their meaning, which the server has anyway; another value is a 400.
-WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
-    "service_tier": ("auto", "flex"),
+# Hints, by their paths, with values that nothing comes of.
+IGNORED: dict[str, Any] = {
+    "prompt_cache_retention": "24h",
+    "service_tier": "flex",
+    "store": True,
+}
+SAMPLED_IGNORED: dict[str, Any] = IGNORED | {"stream_options.include_obfuscation": True}
+CHAT_IGNORED: dict[str, Any] = SAMPLED_IGNORED | {"verbosity": "low"}
+
+
+# Accepted for their meaning, which the server has anyway, or as hints; another value is a 400.
+HINTS: dict[str, tuple[Any, Any]] = {
+    "prompt_cache_retention": ("in_memory", "1h"),
+    "store": (False, "yes"),
+}
+WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
     "spaces_between_special_tokens": (True, False),
     "model": ("test/scripted", "gpt-4"),
-    "store": (False, True),
 }
 
 
@@ -264,6 +292,7 @@ COMPLETION_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
 
 CHAT_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
     "modalities": (["text"], ["text", "audio"]),
+    "verbosity": ("low", "least"),
     # No reasoning is split off here.
     "include_reasoning": (True, False),
     "add_special_tokens": (False, "no"),
@@ -277,6 +306,7 @@ FLAT_TOOLS = [{"type": "function", **TOOLS[0]["function"]}]
 RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
     **{each: SHARED[each] for each in ("temperature", "top_p", "seed", "priority", "timeout")},
     **{each: SHARED[each] for each in ("cache_salt", "user", "speculative", "metadata")},
+    **{each: SHARED[each] for each in ("prompt_cache_key", "safety_identifier")},
     "stream": ({"stream": True}, lambda o: o.raw.startswith("event: ")),
     "input": ({"input": "zz"}, lambda o: b"user: zz" in prompt_of(o)),
     "instructions": ({"instructions": "zz"}, lambda o: b"system: zz" in prompt_of(o)),
@@ -295,12 +325,18 @@ RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
 }
 
 
-RESPONSE_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+RESPONSE_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
     "model": ("test/scripted", "gpt-4"),
-    "store": (False, True),
     "background": (False, True),
     "truncation": ("disabled", "auto"),
-    "include": ([], ["reasoning.encrypted_content"]),
+    "service_tier": ("auto", "free"),
+    "include": ([], "reasoning.encrypted_content"),
+}
+RESPONSE_IGNORED: dict[str, Any] = IGNORED | {
+    "text.verbosity": "high",
+    "reasoning.summary": "auto",
+    "reasoning.generate_summary": "concise",
+    "include": ["reasoning.encrypted_content"],
 }
 
 

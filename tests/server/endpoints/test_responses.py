@@ -192,11 +192,3 @@ async def test_formats_tools_and_effort_are_those_of_chats(connect: Connect) -> 
     assert b"effort low" in bytes(
         each for each in engine.requests[2].prompt_token_ids if each < 256
     )
-
-
-async def test_an_effort_that_the_template_ignores_is_a_400(connect: Connect) -> None:
-    body = {"input": "hi", "reasoning": {"effort": "low"}}
-    async with connect(ScriptedEngine(), byte_tokenizer("{{ messages[0].content }}")) as client:
-        refused = await client.post("/responses", json=body)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "reasoning.effort"

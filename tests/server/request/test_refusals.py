@@ -68,7 +68,6 @@ COMPLETIONS: list[Row] = [
         ({"stream": True, "stream_options": {name: True}}, f"stream_options.{name}")
         for name in [
             *StreamOptions.unsupported,
-            "include_obfuscation",
             "continuous_usage_stats",
             "unknown",
         ]
@@ -149,13 +148,17 @@ CHATS: list[Row] = [
     ({"messages": [called(), answer("1", name="g")]}, "messages.1.name"),
     ({"messages": [called() | {"role": "user"}]}, "messages.0.tool_calls"),
     ({"include_reasoning": False}, "include_reasoning"),
+    (
+        {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+        "reasoning_effort",
+    ),
 ]
 
 TOOL: dict[str, Any] = {"type": "function", **TOOLS[0]["function"]}
 SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "x"}}
 RESPONSES: list[Row] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"include": ["reasoning.encrypted_content", "thoughts"]}, "include.1"),
     ({"input": []}, "input"),
     ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0.type"),
     ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input.0.colour"),
@@ -176,9 +179,9 @@ RESPONSES: list[Row] = [
     ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ({"text": {"format": SCHEMA}}, "text.format.schema"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"verbosity": "least"}}, "text.verbosity"),
     ({"reasoning": {"effort": "lots"}}, "reasoning.effort"),
-    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"reasoning": {"summary": "short"}}, "reasoning.summary"),
     ({"metadata": {"a": 1}}, "metadata.a"),
     # What only the chat request that it comes to can tell.
     ({"tools": [TOOL, TOOL]}, "tools.1.name"),
