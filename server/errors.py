@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``.
+"""Errors as OpenAI's clients expect them, ``{"error": {"message", "type", "param", "code"}}``, unless
+the path belongs to an API with a shape of its own.
 
 Text a client sent is never echoed at length, and an unexpected exception's text never leaves the
 log.
@@ -10,12 +11,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from engine.request.errors import (
@@ -29,6 +31,8 @@ from engine.request.errors import (
 
 logger = logging.getLogger(__name__)
 
+REQUEST_ID_KEY = "slipstream.request_id"
+"""In a request's scope: the id that its answer carries."""
 MAX_LISTED_ERRORS = 10
 MAX_MESSAGE_CHARS = 400
 MAX_PARAM_CHARS = 120
@@ -87,7 +91,13 @@ class ApiError(Exception):
         make = partial(ApiError, param=self.param, code=self.code, headers=self.headers)
         return make, (self.status, self.message)
 
+    def about(self, param: str) -> ApiError:
+        """Returns the same of another field, which stands in the message for this one's."""
+        message = self.message.replace(self.param, param) if self.param else self.message
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
     def body(self) -> ErrorReply:
+        """Returns the error in OpenAI's shape."""
         return {
             "error": {
                 "message": self.message,
@@ -97,8 +107,60 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, self.headers)
+    def body_at(self, scope: Scope | None) -> Mapping[str, Any]:
+        """Returns the error in the shape of the API that a request's path belongs to; None: the request
+        has not come far enough to have a path."""
+        if scope is not None:
+            for prefix, shape in _SHAPES.items():
+                if f"{scope['path']}/".startswith(f"{prefix}/"):
+                    return shape(self, scope)
+        return self.body()
+
+    def response(self, scope: Scope) -> JSONResponse:
+        return JSONResponse(self.body_at(scope), self.status, self.headers)
+
+
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
+
+
+class ErrorCode(TypedDict):
+    error_code: str | None
+
+
+class AnthropicErrorDetails(ErrorDetails):
+    """``details``: the code, where Anthropic's clients look for it."""
+
+    details: ErrorCode
+
+
+class AnthropicErrorReply(TypedDict):
+    """``request_id``: that of the answer's header."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+    request_id: NotRequired[str | None]
+
+
+def anthropic_error(error: ApiError) -> AnthropicErrorReply:
+    """The error in Anthropic's shape, with OpenAI's ``param`` and ``code`` beside its own words."""
+    found: AnthropicErrorDetails = {
+        "type": _ANTHROPIC_TYPES.get(error.status, "api_error"),
+        "message": error.message,
+        "param": error.param,
+        "code": error.code,
+        "details": {"error_code": error.code},
+    }
+    return {"type": "error", "error": found}
+
+
+def _anthropic_answer(error: ApiError, scope: Scope) -> Mapping[str, Any]:
+    return {**anthropic_error(error), "request_id": scope.get(REQUEST_ID_KEY)}
+
+
+_SHAPES: Mapping[str, Callable[[ApiError, Scope], Mapping[str, Any]]] = {
+    "/v1/messages": _anthropic_answer,
+}
+"""By what the paths of an API begin with: whole segments."""
 
 
 def clip(text: str, num_chars: int) -> str:
@@ -127,7 +189,7 @@ def not_found() -> ApiError:
 def unauthorized(which: str = "API") -> ApiError:
     return ApiError(
         401,
-        f"Give this server's {which} key as 'Authorization: Bearer KEY'.",
+        f"Give this server's {which} key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
@@ -210,29 +272,30 @@ def _finding(error: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def install_error_handlers(app: FastAPI, count_rejection: Callable[[str], None]) -> None:
-    """Every error leaves the app in one shape, and is counted by its code."""
+    """Every error leaves the app in the shape of its path, and is counted by its code."""
 
-    def answer(error: ApiError) -> JSONResponse:
+    def answer(request: Request, error: ApiError) -> JSONResponse:
         count_rejection(error.code or str(error.status))
-        return error.response()
+        return error.response(request.scope)
 
-    async def on_api_error(_: Request, error: Exception) -> JSONResponse:
-        return answer(to_api_error(error))
+    async def on_api_error(request: Request, error: Exception) -> JSONResponse:
+        return answer(request, to_api_error(error))
 
-    async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+    async def on_invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return answer(from_validation(error.errors()))
+        return answer(request, from_validation(error.errors()))
 
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if error.status_code == 413:
-            return answer(body_too_large())
+            return answer(request, body_too_large())
         if error.status_code == 404:
-            return not_found().response()
+            return not_found().response(request.scope)
         code, message = None, str(error.detail)
         if error.status_code == 405:
             code, message = "method_not_allowed", "This path does not take this method."
-        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+        found = ApiError(error.status_code, message, code=code, headers=error.headers)
+        return found.response(request.scope)
 
     for kind in (ApiError, EngineError, Exception):
         app.add_exception_handler(kind, on_api_error)

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 # What the text to continue begins with, in the order in which templates put it.
-_BEGINNINGS = ("instructions", "messages", "prompt", "input")
+_BEGINNINGS = ("instructions", "system", "messages", "prompt", "input")
 # Of a longer body the start is read, so that no body, however large, keeps other requests waiting.
 _READ_BYTES = 64 << 10
 
@@ -35,7 +35,8 @@ def affinity_key(
     if not isinstance(fields, Mapping):
         return None
     found = hashlib.blake2b(digest_size=16)
-    key = next((value for name, value in headers if name.lower() == b"authorization"), b"")
+    given = {name.lower(): value for name, value in headers}
+    key = given.get(b"authorization") or given.get(b"x-api-key", b"")
     beginning = "".join(_leading([fields.get(name) for name in _BEGINNINGS], num_characters))
     parts = (key, str(fields.get("cache_salt", "")).encode(errors="replace"))
     for part in (*parts, beginning.encode(errors="replace")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic_core import from_json
-from starlette.types import Message, Send
+from starlette.types import Message, Scope, Send
 
 from deploy.ray.exchange import ReplicaLostError
 from server.errors import ApiError
@@ -22,10 +22,10 @@ class Answer:
     another replica's may take its place: a stream's head and comments commit to nothing. ``is_lost``:
     whether a stream that had begun was cut short, by this ingress or by the replica itself."""
 
-    def __init__(self, send: Send, is_typed: bool) -> None:
-        """``is_typed``: whether events have names and numbers, as those of ``/v1/responses`` have."""
+    def __init__(self, send: Send, scope: Scope) -> None:
+        """``scope``: the request's."""
         self._send = send
-        self._is_typed = is_typed
+        self._scope = scope
         self._head: Message | None = None
         self._is_head_sent = False
         self._is_stream = False
@@ -54,9 +54,9 @@ class Answer:
         """The end of an answer that no replica gives."""
         if self._is_stream:
             self.is_lost = self.has_begun
-            await self._send_event(error.body())
+            await self._send_event(error.body_at(self._scope))
         elif not self._is_head_sent:
-            await _respond(self._send, error)
+            await self._respond(error)
         # Else a whole reply was cut off, which its length tells.
 
     async def _take_body(self, message: Message) -> None:
@@ -84,12 +84,20 @@ class Answer:
         await self._send(self._head)
 
     async def _send_event(self, error: Any) -> None:
-        if self._is_typed:
+        if self._scope["path"] == "/v1/responses":
             fields = {**error["error"], "type": "error", "sequence_number": self._num_events}
             content = event(fields, "error")
+        elif error.get("type") == "error":  # in Anthropic's shape
+            content = event(error, "error")
         else:
             content = event(error) + DONE
         await self._send({"type": "http.response.body", "body": content, "more_body": False})
+
+    async def _respond(self, error: ApiError) -> None:
+        found = error.response(self._scope)
+        head = {"type": "http.response.start", "status": found.status_code}
+        await self._send({**head, "headers": found.raw_headers})
+        await self._send({"type": "http.response.body", "body": found.body, "more_body": False})
 
 
 def _is_stream(head: Message) -> bool:
@@ -105,10 +113,3 @@ def _says_elsewhere(status: int, body: bytes) -> bool:
         return error["code"] in _ELSEWHERE
     except (ValueError, KeyError, TypeError):
         return False
-
-
-async def _respond(send: Send, error: ApiError) -> None:
-    found = error.response()
-    head = {"type": "http.response.start", "status": found.status_code}
-    await send({**head, "headers": found.raw_headers})
-    await send({"type": "http.response.body", "body": found.body, "more_body": False})

@@ -76,7 +76,7 @@ class Gateway:
         try:
             request = await self._read(scope, receive)
         except HTTPException:
-            await body_too_large().response()(scope, receive, send)
+            await body_too_large().response(scope)(scope, receive, send)
             return
         if request is None:
             return
@@ -94,12 +94,9 @@ class Gateway:
         except ClientGoneError:
             return
         except ApiError as error:
-            response = self._refusal(error)
+            self._figures.error(error.code)
+            response = error.response(request.scope)
         await response(scope, receive, send)
-
-    def _refusal(self, error: ApiError) -> Response:
-        self._figures.error(error.code)
-        return error.response()
 
     async def _read(self, scope: Scope, receive: Receive) -> Forwarded | None:
         """The request, whole; None where the client left meanwhile. Raises HTTPException where it is too
@@ -121,7 +118,7 @@ class Gateway:
         return Forwarded(kept, body, key)
 
     async def _forward(self, request: Forwarded, send: Send) -> None:
-        answer = Answer(send, request.scope["path"] == "/v1/responses")
+        answer = Answer(send, request.scope)
         try:
             error = await self._ask_in_turn(request, answer)
             if error is not None and not answer.has_begun:

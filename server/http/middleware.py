@@ -14,10 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.logs import add_log_fields
-from server.errors import ApiError, body_too_large, not_found, shutting_down, unauthorized
+from server.errors import (
+    REQUEST_ID_KEY,
+    ApiError,
+    body_too_large,
+    not_found,
+    shutting_down,
+    unauthorized,
+)
 from server.metrics.prometheus import RequestMetrics
 
-REQUEST_ID_KEY = "slipstream.request_id"
 KEY_OF = "slipstream.key_of"
 _GUARDED = ("/v1", "/tokenize", "/detokenize")
 _ADMIN = "/admin"
@@ -25,8 +31,8 @@ _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
 
 
 class AnswerMiddleware:
-    """Gives answers an ``x-request-id``, the client's own where it is sound, else a new one, and counts
-    them by route template and status."""
+    """Gives answers an ``x-request-id``, the client's own where it is sound, else a new one, also by the
+    name that Anthropic's clients read, and counts them by route template and status."""
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
         self._app = app
@@ -44,7 +50,8 @@ class AnswerMiddleware:
 
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = request_id
                 # The router has put the route it chose into the scope by now.
                 path = getattr(scope.get("route"), "path", "unmatched")
                 method = scope["method"] if path != "unmatched" else "any"
@@ -68,7 +75,7 @@ class BodyLimitMiddleware:
             return
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
-            await body_too_large().response()(scope, receive, send)
+            await body_too_large().response(scope)(scope, receive, send)
             return
         num_bytes = 0
 
@@ -108,7 +115,7 @@ class GuardMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
-        answer = self._app if refusal is None else refusal.response()
+        answer = self._app if refusal is None else refusal.response(scope)
         await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
@@ -129,7 +136,8 @@ class GuardMiddleware:
 
 
 def _given_key(scope: Scope) -> bytes | None:
-    """In bytes, as it came: what is no ASCII is no key, and comparing text would fail over it."""
-    given = dict(scope["headers"]).get(b"authorization", b"")
-    scheme, _, key = given.partition(b" ")
-    return key.strip(b" ") if scheme.lower() == b"bearer" else None
+    """In bytes, as it came: what is no ASCII is no key, and comparing text would fail over it.
+    Anthropic's clients send ``x-api-key``, and the other header beside it where their users set both."""
+    headers = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip(b" ") if scheme.lower() == b"bearer" else headers.get(b"x-api-key")

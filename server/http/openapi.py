@@ -29,21 +29,23 @@ _MEANINGS = {
 }
 
 
-def errors(*statuses: int) -> Answers:
-    """Answers of an endpoint's ``responses``."""
-    return {each: {"model": ErrorReply, "description": _MEANINGS[each]} for each in statuses}
+def errors(*statuses: int, shape: Any = ErrorReply) -> Answers:
+    """Answers of an endpoint's ``responses``. ``shape``: that of the API it belongs to."""
+    return {each: {"model": shape, "description": _MEANINGS[each]} for each in statuses}
 
 
-def generated(whole: Any, chunk: Any, *, ends_with_done: bool = True) -> Answers:
+def generated(
+    whole: Any, chunk: Any, *, ends_with_done: bool = True, shape: Any = ErrorReply
+) -> Answers:
     """The answers of an endpoint that has the engine write: whole replies, streams, all errors.
-    ``ends_with_done``: a stream's last event is no JSON; otherwise it has the whole reply."""
-    event = TypeAdapter(chunk | ErrorReply).json_schema(mode="serialization", ref_template=_REFS)
+    ``ends_with_done``: a stream's last event is no JSON. ``shape``: of errors."""
+    event = TypeAdapter(chunk | shape).json_schema(mode="serialization", ref_template=_REFS)
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": event,
     }
-    last = "The last event has the whole response."
+    last = "The last event has the whole response, or says that it has ended."
     if ends_with_done:
         data = {"anyOf": [data, {"const": _DONE}]}
         last = f"The last event's data is `{_DONE}`."
@@ -60,7 +62,7 @@ def generated(whole: Any, chunk: Any, *, ends_with_done: bool = True) -> Answers
         "description": "The whole reply; or with `stream` its events.",
         "content": {"text/event-stream": stream},
     }
-    return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504)}
+    return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=shape)}
 
 
 def describe_as_it_is(app: FastAPI, drafters: Iterable[str]) -> None:

@@ -87,6 +87,7 @@ class Exchange:
     """A request that the application has, and its answer: how far they are."""
 
     def __init__(self, scope: Scope, cycle: RequestResponseCycle) -> None:
+        self.scope = scope
         lengths = (value for name, value in scope["headers"] if name == b"content-length")
         encoded = any(name == b"transfer-encoding" for name, _ in scope["headers"])
         self.is_whole = not encoded and all(value == b"0" for value in lengths)
@@ -402,7 +403,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._end.is_closing() or (is_served and self.cycle.response_started):
             self._end.close()
             return
-        content = to_json(error.body())
+        exchange = self._exchange
+        content = to_json(error.body_at(None if exchange is None else exchange.scope))
         headers = {
             "date": formatdate(usegmt=True),
             "content-type": "application/json",

@@ -16,14 +16,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import Response
-from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from engine.logs import add_log_fields
-from server.errors import CLIENT_GONE_STATUS, to_api_error
-from server.http.middleware import REQUEST_ID_KEY
+from server.errors import CLIENT_GONE_STATUS, REQUEST_ID_KEY, to_api_error
 from server.http.protocol import SEND_BODY, SendBody
 from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
 from server.plan import ChoicePlan, RequestPlan
@@ -141,8 +139,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class DeltaStreamResponse(EventSourceResponse):
-    """A reply as server-sent events, with a comment in every pause in which proxies might hang up. Its
+class DeltaStreamResponse(StreamingResponse):
+    """A reply in pieces, with one that says nothing in every pause in which proxies might hang up. Its
     choices are aborted as soon as it ends, by whatever end. ``account`` makes the usage of the choices'
     ends."""
 
@@ -151,7 +149,7 @@ class DeltaStreamResponse(EventSourceResponse):
     ) -> None:
         # No proxy may hold events back.
         unheld = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__((), headers={**headers, **unheld})
+        super().__init__((), headers={**headers, **unheld}, media_type=writer.media_type)
         self._feed = feed
         self._writer = writer
         self._account = account
@@ -177,7 +175,7 @@ class DeltaStreamResponse(EventSourceResponse):
                 await self._write_through(content)
             while not await self._feed.run(self._take, max(0.0, self._pause())):
                 if self._pause() <= 0:
-                    await self._write_through(KEEPALIVE_COMMENT)
+                    await self._write_through(self._writer.pause())
             ends = [self._ends[index] for index in sorted(self._ends)]
             last = self._writer.finish(self._account(ends))
         except Exception as error:
@@ -187,7 +185,7 @@ class DeltaStreamResponse(EventSourceResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _pause(self) -> float:
-        """Returns the seconds until a comment has to be sent."""
+        """Returns the seconds until something has to be sent."""
         return self._latest + KEEPALIVE_SECONDS - self._time()
 
     def _take(self, delta: ChoiceDelta) -> Coroutine[Any, Any, None] | None:

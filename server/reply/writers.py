@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NotRequired, TypeAlias
 
+from fastapi.sse import KEEPALIVE_COMMENT
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
@@ -102,10 +103,11 @@ def _account(usage: Usage) -> dict[str, Any]:
 
 
 class Writer(ABC):
-    """Puts one request's deltas into an endpoint's shape. ``ending``: what its streams end with, however
-    they went.
+    """Puts one request's deltas into an endpoint's shape. ``media_type``: that of its streams;
+    ``ending``: what they end with, however they went.
     """
 
+    media_type = "text/event-stream"
     ending = b""
 
     def __init__(
@@ -119,6 +121,10 @@ class Writer(ABC):
     def begin(self) -> bytes:
         """Returns the events before those of deltas."""
         return b""
+
+    def pause(self) -> bytes:
+        """Returns what says nothing, for a pause in which proxies might hang up."""
+        return KEEPALIVE_COMMENT
 
     @abstractmethod
     def events(self, delta: ChoiceDelta) -> bytes:

@@ -46,6 +46,10 @@ class MessageFormats:
             if token.special and str(token) in markers
         }
 
+    @property
+    def splits_reasoning(self) -> bool:
+        return bool(self._reasoning)
+
     def check(self, body: ToolFields) -> None:
         """Raises ApiError 400 where fields of tools and reasoning have no effect here."""
         if not body.tools:

@@ -77,6 +77,21 @@ class Translator:
         """Returns the parts of the model besides text."""
         return self._info.unserved
 
+    @property
+    def max_model_len(self) -> int:
+        """Returns how many tokens a prompt and its text may have."""
+        return self._info.max_model_len
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Returns the chat template's variables that requests may set."""
+        return self._prompts.template.variables
+
+    @property
+    def splits_reasoning(self) -> bool:
+        """Returns whether reasoning is split off from the model's text."""
+        return self._formats.splits_reasoning
+
     def plan(
         self,
         body: CompletionRequest | ChatRequest,

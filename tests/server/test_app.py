@@ -133,6 +133,13 @@ async def test_an_api_key_guards_v1_only(connect: Connect) -> None:
         for scheme in ("Bearer", "bearer", "BEARER", "Bearer "):
             good = await client.get("/models", headers={"authorization": f"{scheme} s3cret"})
             assert good.status_code == 200
+        for headers, status in (
+            ({"x-api-key": "s3cret"}, 200),
+            ({"x-api-key": "wrong"}, 401),
+            ({"x-api-key": "unused", "authorization": "Bearer s3cret"}, 200),
+            ({"x-api-key": "s3cret", "authorization": "Bearer wrong"}, 401),
+        ):
+            assert (await client.get("/models", headers=headers)).status_code == status
         for path in ("health", "ready", "version", "metrics"):
             assert (await client.get(f"http://test/{path}")).status_code == 200
 
@@ -143,7 +150,7 @@ async def test_answers_carry_a_request_id(connect: Connect) -> None:
         drawn = [(await client.get("/models")).headers["x-request-id"] for _ in range(2)]
         unsound = await client.get("/models", headers={"x-request-id": "a b\tc"})
         refused = await client.post("/completions", json={})
-    assert own.headers["x-request-id"] == "abc-1"
+    assert own.headers["x-request-id"] == own.headers["request-id"] == "abc-1"
     assert len(set(drawn)) == 2
     assert unsound.headers["x-request-id"] != "a b\tc"
     assert refused.headers["x-request-id"]

@@ -51,7 +51,8 @@ async def test_every_status_is_told_and_422_is_none(connect: Connect) -> None:
             for status, answer in answers.items():
                 if int(status) >= 400 and path not in ("/health", "/ready"):
                     shape = answer["content"]["application/json"]["schema"]
-                    assert shape == {"$ref": "#/components/schemas/ErrorReply"}
+                    name = "AnthropicErrorReply" if "/messages" in path else "ErrorReply"
+                    assert shape == {"$ref": f"#/components/schemas/{name}"}
     for path in GENERATING:
         statuses = schema["paths"][path]["post"]["responses"].keys()
         assert statuses == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,16 @@ async def test_a_request_that_does_not_come_whole_is_a_408(sent: bytes) -> None:
         assert b"connection: close" in reply
         assert b'"code":"request_timeout"' in reply
         assert await figure(found, 'slipstream_connections_cut_off_total{waiting_for="read"}') == 1
+
+
+async def test_a_408_has_the_shape_of_its_path() -> None:
+    head = HALF.replace(b"/v1/completions", b"/v1/messages")
+    async with live(endless(), read_timeout=IN_TIME) as found, RawConnection(found) as client:
+        await client.send(head)
+        reply = await client.read_to_end()
+    body = json.loads(reply.partition(b"\r\n\r\n")[2])
+    assert (body["type"], body["error"]["code"]) == ("error", "request_timeout")
+    assert body["request_id"]
 
 
 async def test_bytes_in_time_do_not_make_a_request_in_time() -> None:

@@ -1,0 +1,515 @@
+"""``/v1/messages`` and its count of tokens, by Anthropic's own client and by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic, beta_async_tool
+from anthropic.types import Message
+
+from engine.request.errors import EngineDeadError
+from engine.request.params import GenerationRequest
+from worlds.anthropic_clients import anthropic_client
+from worlds.scripted_engine import (
+    ASSISTANT,
+    CHAT_TEMPLATE,
+    EOS,
+    USER,
+    ScriptedEngine,
+    byte_tokenizer,
+    engine_info,
+)
+from worlds.serving import Connect
+
+pytestmark = pytest.mark.anyio
+
+TEXT = "hello wörld"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL: Any = {"name": "get_weather", "description": "The weather.", "input_schema": SCHEMA}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+THINKING = CHAT_TEMPLATE + "{% if false %}</think>{% endif %}"
+SWITCHED = (
+    THINKING + "{% if enable_thinking is defined %}thinks {{ enable_thinking }} {% endif %}"
+    "{% if thinking_budget %}budget {{ thinking_budget }} {% endif %}"
+)
+HI: Any = [{"role": "user", "content": "hi"}]
+ASKED: Any = {"model": "test/scripted", "max_tokens": 400, "messages": HI}
+
+
+def prompt_of(request: GenerationRequest) -> str:
+    marks = {USER: "<|user|>", ASSISTANT: "<|assistant|>"}
+    parts = [
+        marks[each].encode() if each in marks else bytes([each])
+        for each in request.prompt_token_ids
+    ]
+    return b"".join(parts).decode()
+
+
+def said(message: Message) -> list[dict[str, Any]]:
+    """The blocks of a message without the ids of its calls, which differ between requests."""
+    return [block.model_dump(exclude={"id"}) for block in message.content]
+
+
+async def test_a_message_and_the_account_of_its_drafts() -> None:
+    engine = ScriptedEngine(TEXT)
+    async with anthropic_client(engine) as client:
+        message = await client.messages.create(
+            **ASKED,
+            system="be brief",
+            metadata={"user_id": "somebody"},
+            extra_body={
+                **{"temperature": 0.5, "top_p": 0.5, "top_k": 7, "seed": 3, "cache_salt": "a"},
+                "speculative": {"draft_strategy": "none"},
+            },
+        )
+    assert said(message) == [{"type": "text", "text": TEXT, "citations": None}]
+    assert (message.role, message.model) == ("assistant", "test/scripted")
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    (request,) = engine.requests
+    assert prompt_of(request) == "<|user|>system: be brief\n<|user|>user: hi\n<|assistant|>"
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.5, 7)
+    assert (sampling.seed, sampling.max_tokens, request.cache_salt) == (3, 400, "a")
+    assert request.speculative.draft_strategy == "none"
+    usage = message.usage
+    assert usage.cache_read_input_tokens == 3
+    assert usage.input_tokens + 3 == len(request.prompt_token_ids)
+    assert usage.cache_creation_input_tokens == 0
+    assert usage.output_tokens == len(TEXT.encode())
+    own = message.model_dump()
+    assert own["seed"] == 3
+    assert own["usage"]["speculative"]["num_accepted_tokens"] == 7
+
+
+@pytest.mark.parametrize("group_sizes", [(1,), (1, 3, 2), (400,)])
+@pytest.mark.parametrize(
+    "text",
+    ["", TEXT, f"Look.\n{CALL}\n{CALL}", f"<think>hm\nso</think>Look.\n{CALL}", "<think>hm"],
+)
+async def test_a_stream_says_what_the_whole_message_says(
+    text: str, group_sizes: tuple[int, ...]
+) -> None:
+    engine = ScriptedEngine(text, group_sizes=group_sizes)
+    async with anthropic_client(engine, byte_tokenizer(THINKING)) as client:
+        whole = await client.messages.create(**ASKED, tools=[TOOL])
+        async with client.messages.stream(**ASKED, tools=[TOOL]) as stream:
+            texts = [piece async for piece in stream.text_stream]
+            streamed = await stream.get_final_message()
+    assert said(streamed) == said(whole)
+    assert "".join(texts) == "".join(each.text for each in whole.content if each.type == "text")
+    assert (streamed.stop_reason, streamed.model) == (whole.stop_reason, whole.model)
+    assert streamed.stop_reason == ("tool_use" if CALL in text else "end_turn")
+    for usage in (whole.usage, streamed.usage):
+        assert usage.output_tokens == len(text.encode())
+        assert usage.output_tokens_details is not None
+        thoughts = text.partition("</think>")[0] if "<think>" in text else ""
+        marks = "</think>" if "</think>" in text else ""
+        assert usage.output_tokens_details.thinking_tokens == len((thoughts + marks).encode())
+    ids = {block.id for block in streamed.content if block.type == "tool_use"}
+    assert len(ids) == text.count(CALL)
+
+
+async def test_events_come_in_anthropics_order(connect: Connect) -> None:
+    text = f"<think>hm</think>Look.\n{CALL}"
+    async with connect(ScriptedEngine(text), byte_tokenizer(THINKING)) as http:
+        body = ASKED | {"tools": [TOOL], "stream": True}
+        reply = await http.post("/messages?beta=true", json=body)
+    found = []
+    for block in reply.text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    kinds = [each.get("delta", {}).get("type", each["type"]) for each in found]
+    order = [kind for index, kind in enumerate(kinds) if kinds[index - 1 : index] != [kind]]
+    start, stop = "content_block_start", "content_block_stop"
+    assert order == [
+        *("message_start", "ping"),
+        *(start, "thinking_delta", "signature_delta", stop),
+        *(start, "text_delta", stop),
+        *(start, "input_json_delta", stop),
+        *("message_delta", "message_stop"),
+    ]
+    assert [each["index"] for each in found if each["type"] == start] == [0, 1, 2]
+    first, last = found[0]["message"], found[-2]
+    assert (first["content"], first["stop_reason"]) == ([], None)
+    assert first["usage"]["input_tokens"] == last["usage"]["input_tokens"] + 3
+    assert last["usage"]["cache_read_input_tokens"] == 3
+    assert last["usage"]["speculative"]["num_draft_tokens"] == 10
+    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+async def test_the_clients_tool_runner_goes_round() -> None:
+    """Its messages come back as they were, with what its function returned."""
+
+    def script(request: GenerationRequest) -> list[int]:
+        is_answered = "tool: rain in Köln" in prompt_of(request)
+        return [*("It rains." if is_answered else f"Look.\n{CALL}").encode(), EOS]
+
+    @beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather.
+
+        Args:
+            city: where
+        """
+        return f"rain in {city}"
+
+    engine = ScriptedEngine(script=script)
+    async with anthropic_client(engine, tool_call_parser="hermes") as client:
+        for stream in (False, True):
+            runner = client.beta.messages.tool_runner(**ASKED, tools=[get_weather], stream=stream)
+            message = await runner.until_done()
+            assert [each.text for each in message.content if each.type == "text"] == ["It rains."]
+    assert len(engine.requests) == 4
+    called = '{"name": "get_weather", "arguments": {"city": "Köln"}}'
+    for request in engine.requests[1::2]:
+        told = prompt_of(request).split("</tools>")[-1]
+        expected = f"<|user|>user: hi\n<|user|>assistant: Look.<tool_call>{called}</tool_call>\n"
+        assert told == f"{expected}<|user|>tool: rain in Köln\n<|assistant|>"
+
+
+CONVERSATION: Any = [
+    {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+    {"role": "user", "content": "three"},
+    {"role": "system", "content": "be kind"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "x"},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "four", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+            {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}},
+            {"type": "tool_use", "id": "b", "name": "g", "input": {}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": "five"},
+            {
+                "type": "tool_result",
+                "tool_use_id": "b",
+                "content": [{"type": "text", "text": "six"}],
+                "is_error": True,
+            },
+            {
+                "type": "document",
+                "title": "seven",
+                "source": {"type": "text", "media_type": "text/plain", "data": "eight"},
+            },
+            {"type": "text", "text": "nine"},
+        ],
+    },
+]
+SYSTEM: Any = [
+    {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=2;"},
+    {"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}},
+    {"type": "text", "text": "be good"},
+]
+
+
+async def test_blocks_become_the_messages_of_a_chat() -> None:
+    template = CHAT_TEMPLATE.replace(
+        "{{ message['content'] }}",
+        "{{ message['content'] }}{% if message.reasoning_content %} thought "
+        "{{ message.reasoning_content }}{% endif %}",
+    )
+    engine = ScriptedEngine(TEXT)
+    async with anthropic_client(engine, byte_tokenizer(template)) as client:
+        await client.messages.create(**ASKED | {"messages": CONVERSATION}, system=SYSTEM)
+    calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
+    called = "".join(f"<tool_call>{json.dumps(each)}</tool_call>" for each in calls)
+    assert prompt_of(engine.requests[0]).split("<|user|>") == [
+        "",
+        "system: be brief\nbe good\n",
+        "user: one\ntwo\nthree\n",
+        "system: be kind\n",
+        f"assistant: four thought hm{called}\n",
+        "tool: five\n",
+        "tool: Error: six\n",
+        "user: seven\neight\nnine\n<|assistant|>",
+    ]
+
+
+async def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
+    engine = ScriptedEngine(TEXT)
+    messages = [*HI, {"role": "assistant", "content": "The answer is ("}]
+    async with anthropic_client(engine) as client:
+        message = await client.messages.create(**ASKED | {"messages": messages})
+    assert prompt_of(engine.requests[0]).endswith("<|user|>assistant: The answer is (")
+    assert said(message)[0]["text"] == TEXT
+
+
+async def test_the_count_is_that_of_the_message() -> None:
+    engine = ScriptedEngine(TEXT)
+    asked: Any = {"model": "test/scripted", "messages": CONVERSATION, "system": SYSTEM}
+    none: Any = {"tool_choice": {"type": "none"}}
+    async with anthropic_client(engine, tool_call_parser="hermes") as client:
+        counts = []
+        for more in ({}, {"tools": [TOOL]}, {"tools": [TOOL], **none}):
+            counted = await client.messages.count_tokens(**asked, **more)
+            usage = (await client.messages.create(**asked, **more, max_tokens=5)).usage
+            assert usage.cache_read_input_tokens is not None
+            assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+            counts.append(counted.input_tokens)
+        long: Any = [{"role": "user", "content": "a" * 2000}]
+        assert (
+            await client.messages.count_tokens(**asked | {"messages": long})
+        ).input_tokens > 2000
+    assert counts[0] == counts[2] < counts[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "sequence"),
+    [
+        ({}, "end_turn", None),
+        ({"max_tokens": 5}, "max_tokens", None),
+        ({"max_tokens": 20_000}, "end_turn", None),
+        ({"stop_sequences": ["x", "wör"]}, "stop_sequence", "wör"),
+    ],
+)
+async def test_reasons_of_the_end(asked: Any, reason: str, sequence: str | None) -> None:
+    async with anthropic_client(ScriptedEngine(TEXT)) as client:
+        message = await client.messages.create(**ASKED | asked)
+        async with client.messages.stream(**ASKED | asked) as stream:
+            streamed = await stream.get_final_message()
+    for each in (message, streamed):
+        assert (each.stop_reason, each.stop_sequence) == (reason, sequence)
+
+
+async def test_more_tokens_than_there_is_room_for_are_what_there_is_room_for() -> None:
+    engine = ScriptedEngine(script=lambda _: [97] * 600, info=engine_info(max_model_len=64))
+    async with anthropic_client(engine) as client:
+        for asked in (60, 20_000):
+            message = await client.messages.create(**ASKED | {"max_tokens": asked})
+            assert message.stop_reason == "model_context_window_exceeded"
+            assert message.usage.output_tokens == 64 - len(engine.requests[0].prompt_token_ids)
+
+
+async def test_arguments_that_were_cut_off_are_what_is_whole_of_them() -> None:
+    asked = ASKED | {"tools": [TOOL], "max_tokens": len(CALL[: CALL.index("ln")].encode())}
+    async with anthropic_client(ScriptedEngine(CALL), tool_call_parser="hermes") as client:
+        whole = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+    assert said(whole) == said(streamed)
+    assert said(whole)[0]["input"] == {}
+    assert whole.stop_reason == streamed.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "told"),
+    [
+        ({"type": "enabled", "budget_tokens": 2000}, "thinks True budget 2000 "),
+        ({"type": "disabled"}, "thinks False "),
+        ({"type": "adaptive"}, ""),
+    ],
+)
+async def test_thinking_is_the_templates_switch(thinking: Any, told: str) -> None:
+    engine = ScriptedEngine("<think>hm</think>yes")
+    async with anthropic_client(engine, byte_tokenizer(SWITCHED)) as client:
+        message = await client.messages.create(**ASKED, thinking=thinking)
+        await client.messages.count_tokens(model="test/scripted", messages=HI, thinking=thinking)
+    assert prompt_of(engine.requests[0]).endswith(f"<|assistant|>{told}")
+    assert [block.type for block in message.content] == ["thinking", "text"]
+
+
+async def test_thoughts_may_be_left_out_and_are_counted() -> None:
+    async with anthropic_client(
+        ScriptedEngine("<think>hm</think>yes"), byte_tokenizer(THINKING)
+    ) as client:
+        message = await client.messages.create(
+            **ASKED, thinking={"type": "adaptive", "display": "omitted"}
+        )
+    assert [block.type for block in message.content] == ["text"]
+    assert message.usage.output_tokens_details is not None
+    assert message.usage.output_tokens_details.thinking_tokens == 17
+
+
+async def test_effort_and_a_format_have_their_effect() -> None:
+    engine = ScriptedEngine('{"city": "Köln"}')
+    config: Any = {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}
+    async with anthropic_client(engine) as client:
+        await client.messages.create(**ASKED, output_config=config)
+    (request,) = engine.requests
+    assert prompt_of(request).endswith("effort low <|assistant|>")
+    assert "city" in request.sampling.grammar
+
+
+@pytest.mark.parametrize(
+    ("choice", "part"),
+    [
+        ({"type": "any"}, "get_weather"),
+        ({"type": "tool", "name": "get_weather"}, "get_weather"),
+        ({"type": "auto", "disable_parallel_tool_use": True}, "get_weather"),
+        ({"type": "auto"}, ""),
+    ],
+)
+async def test_a_choice_of_tools_holds_the_text(choice: Any, part: str) -> None:
+    engine = ScriptedEngine(CALL)
+    async with anthropic_client(engine, tool_call_parser="hermes") as client:
+        await client.messages.create(**ASKED, tools=[TOOL], tool_choice=choice)
+    grammar = engine.requests[0].sampling.grammar
+    assert (part in grammar) if part else not grammar
+
+
+async def test_examples_are_shown_with_the_schema() -> None:
+    engine = ScriptedEngine(TEXT)
+    tool = TOOL | {"input_examples": [{"city": "Bonn"}], "eager_input_streaming": True}
+    async with anthropic_client(engine, tool_call_parser="hermes") as client:
+        await client.messages.create(**ASKED, tools=[tool])
+    assert '"examples": [{"city": "Bonn"}]' in prompt_of(engine.requests[0])
+
+
+AGENTS: dict[str, Any] = {
+    "metadata": {"user_id": '{"device_id":"e5","account_uuid":"","session_id":"5e"}'},
+    "max_tokens": 32000,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+    "cache_control": {"type": "ephemeral"},
+    "service_tier": "auto",
+    "speed": "standard",
+    "inference_geo": "eu",
+    "mcp_servers": [],
+    "diagnostics": {"previous_message_id": None},
+    "system": SYSTEM,
+    "messages": CONVERSATION,
+    "stream": True,
+}
+"""What a coding agent sends, and what others may."""
+
+
+async def test_what_agents_send_is_taken(connect: Connect) -> None:
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a-2025-01-01,b-2025-01-01"}
+    async with connect(ScriptedEngine(TEXT)) as http:
+        reply = await http.post("/messages?beta=true", json=ASKED | AGENTS, headers=headers)
+    assert reply.status_code == 200, reply.text
+    assert '"context_management":{"applied_edits":[]}' in reply.text
+    assert "event: message_stop" in reply.text
+
+
+def _block(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": kind, **fields}]}]}
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+CONTENT = "messages.0.content"
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_tokens": None}, "max_tokens", "integer"),
+    ({"no_such_field": 1}, "no_such_field", "knows no such field"),
+    ({"container": "x"}, "container", "no tool runs here"),
+    ({"mcp_servers": [{"name": "x"}]}, "mcp_servers", "only"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'user'"),
+    (_block("image"), f"{CONTENT}.0", "no vision part"),
+    (_block("text", text=1), f"{CONTENT}.0.text", "string"),
+    (_block("text", text="a", x=1), f"{CONTENT}.0.x", "not permitted"),
+    (_block("guess"), f"{CONTENT}.0.type", "tool_result"),
+    (_block("server_tool_use"), f"{CONTENT}.0.type", "no tool runs here"),
+    (_block("web_search_tool_result"), f"{CONTENT}.0.type", "no tool runs here"),
+    (_block("tool_use", id="a", name="f", input={}), f"{CONTENT}.0.type", "no place"),
+    (_block("document", source={"type": "url"}), f"{CONTENT}.0.source.type", "files are not"),
+    (_block("tool_result", tool_use_id="a", content="b"), CONTENT, "no message before"),
+    (_block("tool_result", tool_use_id="a", content=[IMAGE]), f"{CONTENT}.0.content.0", "vision"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type", "'input_schema'"),
+    ({"tools": [TOOL, TOOL]}, "tools.1.name", "twice"),
+    ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "required"),
+    (
+        {"tools": [TOOL | {"input_schema": {"type": "object", "properties": {"a": {"type": 1}}}}],
+         "tool_choice": {"type": "any"}},
+        "tools.0.input_schema", "",
+    ),
+    ({"tool_choice": {"type": "any"}}, "tool_choice", "needs 'tools'"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "missing"),
+    ({"tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name", "no effect"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}},
+        "tool_choice.name", "no tool 'f'",
+    ),
+    ({"thinking": {"type": "disabled", "budget_tokens": 1}}, "thinking.budget_tokens", "no effect"),
+    (
+        {"output_config": {"effort": "low"}, "chat_template_kwargs": {"reasoning_effort": "high"}},
+        "output_config.effort", "contradicts",
+    ),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+        "output_config.format", "",
+    ),
+    ({"stop_sequences": [""]}, "stop_sequences.0", "at least 1"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "prompt is too long"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "field", "part"), REFUSED)
+async def test_what_cannot_be_is_refused_by_name(
+    connect: Connect, asked: dict[str, Any], field: str, part: str
+) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine, tool_call_parser="hermes") as http:
+        reply = await http.post("/messages", json=ASKED | asked)
+        assert (reply.status_code, reply.json()["type"]) == (400, "error"), reply.text
+        error = reply.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["param"].startswith(field)
+        assert part in error["message"]
+        fields = {"messages", "tools", "tool_choice", "thinking", "output_config", "container"}
+        counted = {"messages": HI} | asked
+        if asked.keys() <= fields and "prompt is too long" not in part:
+            reply = await http.post("/messages/count_tokens", json=counted)
+            assert reply.json().get("error", {}).get("param", field).startswith(field)
+    assert engine.requests == []
+
+
+async def fails(client: AsyncAnthropic, kind: type[anthropic.APIStatusError], **asked: Any) -> Any:
+    with pytest.raises(kind) as caught:
+        await client.messages.create(**ASKED | asked)
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["type"] == "error"
+    assert caught.value.request_id == caught.value.body["request_id"]
+    return caught.value
+
+
+async def test_errors_are_the_clients_own() -> None:
+    engine = ScriptedEngine(TEXT)
+    async with anthropic_client(
+        engine, key="s3cret", api_key="s3cret", max_body_bytes=4000
+    ) as client:
+        await client.messages.create(**ASKED)
+        await fails(client, anthropic.NotFoundError, model="claude")
+        await fails(client, anthropic.BadRequestError, stop_sequences=[""])
+        long = [{"role": "user", "content": "a" * 5000}]
+        await fails(client, anthropic.ContentTooLargeError, messages=long)
+        engine.capacity = 0
+        found = await fails(client, anthropic.RateLimitError)
+        assert found.response.headers["retry-after"] == "3"
+        engine.is_alive = False
+        await fails(client, anthropic.ServiceUnavailableError)
+        await fails(client.with_options(api_key="wrong"), anthropic.AuthenticationError)
+
+
+async def test_an_error_within_a_stream_is_an_event_of_it() -> None:
+    engine = ScriptedEngine(TEXT)
+    engine.break_after, engine.error = 2, EngineDeadError("the engine died")
+    async with anthropic_client(engine) as client:
+        pieces: list[str] = []
+        with pytest.raises(anthropic.APIStatusError) as caught:  # noqa: PT012
+            async with client.messages.stream(**ASKED) as stream:
+                async for piece in stream.text_stream:
+                    pieces.append(piece)
+    assert TEXT.startswith("".join(pieces))
+    assert pieces
+    assert caught.value.body == {
+        "type": "error",
+        "error": {
+            "type": "overloaded_error",
+            "message": "The engine has stopped; no request is served.",
+            "param": None,
+            "code": "engine_dead",
+            "details": {"error_code": "engine_dead"},
+        },
+    }

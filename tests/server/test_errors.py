@@ -1,0 +1,49 @@
+"""Errors have the shape of the API that their path belongs to, whoever refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from worlds.scripted_engine import ScriptedEngine
+from worlds.serving import Connect
+
+pytestmark = pytest.mark.anyio
+KEY = {"x-api-key": "s3cret"}
+
+
+def check(reply: httpx.Response, status: int, kind: str, code: str) -> None:
+    assert reply.status_code == status
+    body = reply.json()
+    assert body.keys() == {"type", "error", "request_id"}
+    assert body["type"] == "error"
+    assert (body["error"]["type"], body["error"]["code"]) == (kind, code)
+    assert body["error"]["message"]
+    assert body["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
+
+
+async def test_whoever_refuses_does_so_in_the_shape_of_the_path(connect: Connect) -> None:
+    async with connect(ScriptedEngine(), api_key="s3cret", max_body_bytes=2000) as client:
+
+        async def post(path: str, headers: dict[str, str], **body: Any) -> httpx.Response:
+            return await client.post(path, json=body, headers=headers)
+
+        check(await post("/messages", {}), 401, "authentication_error", "invalid_api_key")
+        check(await post("/messages/x", KEY), 404, "not_found_error", "not_found")
+        too_long = await post("/messages/x", KEY, text="a" * 3000)
+        check(too_long, 413, "request_too_large", "body_too_large")
+        client.app.state.services.state = "draining"  # type: ignore[attr-defined]
+        ending = await post("/messages", KEY)
+        check(ending, 503, "overloaded_error", "shutting_down")
+        assert ending.headers["retry-after"] == "5"
+
+
+async def test_other_paths_keep_openais_shape(connect: Connect) -> None:
+    async with connect(ScriptedEngine()) as client:
+        for path in ("/messagesx", "/nowhere", "/models/messages"):
+            reply = await client.get(path)
+            assert reply.status_code == 404
+            assert reply.json().keys() == {"error"}
+            assert reply.json()["error"].keys() == {"message", "type", "param", "code"}
