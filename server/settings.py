@@ -259,7 +259,9 @@ class Settings(BaseSettings):
         "together; more is a 431, or a 414 where the URL is most of it.",
     )
     max_headers: int = Field(
-        default=100, ge=1, description="Most headers of a request, trailers among them; more is a 431."
+        default=100,
+        ge=1,
+        description="Most headers of a request, trailers among them; more is a 431.",
     )
     max_body_bytes: int | None = Field(
         default=None,
