@@ -6,7 +6,6 @@ import gc
 import logging
 import signal
 import socket
-from contextlib import suppress
 from typing import Any
 
 from engine.config import EngineConfig
@@ -20,7 +19,7 @@ from engine.ranks.rank import rank_here
 from engine.request.info import EngineInfo
 from engine.tokenizer import load_tokenizer
 from server.app import build_app, http_config, public_name
-from server.http.draining import DrainingServer, exit_at_sigterm
+from server.http.draining import DrainingServer, exit_at_signals
 from server.http.listener import bind
 from server.metrics.prometheus import Metrics
 from server.metrics.telemetry.begin import check_telemetry
@@ -33,14 +32,15 @@ logger = logging.getLogger("slipstream")
 
 
 def serve(settings: Settings, config: EngineConfig) -> None:
-    """Serve until a signal says to end. Raises EngineError, ValueError or OSError where the model, the
-    settings or the port rule it out."""
+    """Serve until a signal says to end; returns once that has been done in order. Raises EngineError,
+    ValueError or OSError where the model, the settings or the port rule it out, and SystemExit with 128
+    and the signal's number where one ended it at once: a second one, or one before it served."""
     check(settings, config)
     rank = rank_here(config.tensor_parallel_size)
     if rank is not None and rank.number > 0:
         _follow(config)
         return
-    with exit_at_sigterm(), bind(settings.host, settings.port) as listener:
+    with exit_at_signals(), bind(settings.host, settings.port) as listener:
         if not settings.engine_process:
             if settings.api_workers > 1:
                 raise ValueError("api_workers: several need the engine in a process of its own")
@@ -130,8 +130,7 @@ def _speak_http(
     gc.collect()
     gc.freeze()
     server = DrainingServer(http_config(app, settings), app.state.services.drain)
-    with suppress(KeyboardInterrupt):
-        server.run([listener])
+    server.run([listener])
 
 
 def preloads(settings: Settings, config: EngineConfig) -> dict[str, str]:

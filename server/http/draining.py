@@ -26,15 +26,20 @@ Drain = Callable[[], Awaitable[None]]
 
 class DrainingServer(uvicorn.Server):
     """On the first SIGTERM or SIGINT it awaits ``drain``, after which no request goes on, while its port
-    stays open; then it sees the last bytes out and ends. On the second it ends at once."""
+    stays open; then it sees the last bytes out and ends. On the second it ends at once, and raises that
+    signal anew once it has."""
 
     def __init__(self, config: HttpConfig, drain: Drain) -> None:
         super().__init__(config)
         self._drain = drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        del frame
         self.force_exit = self.should_exit
-        super().handle_exit(sig, frame)
+        self.should_exit = True
+        if self.force_exit:
+            # Raised again by uvicorn in the end. The first one is not: what it asked for was done.
+            self._captured_signals.append(sig)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in sockets or ():
@@ -76,16 +81,17 @@ class DrainingServer(uvicorn.Server):
 
 
 @contextmanager
-def exit_at_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block with the status that it has in shells, and cleans up on the way. uvicorn
-    catches the signal, drains, and raises it once more."""
+def exit_at_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT end the block with the status that they have in shells, and clean up on the way.
+    A ``DrainingServer`` in it takes them over while it runs."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         del frame
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

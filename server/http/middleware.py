@@ -17,6 +17,7 @@ from engine.logs import add_log_fields
 from server.errors import (
     REQUEST_ID_KEY,
     ApiError,
+    bad_request,
     body_too_large,
     not_found,
     shutting_down,
@@ -92,7 +93,7 @@ class BodyLimitMiddleware:
 
 
 class GuardMiddleware:
-    """Refuses, before a body is read, what has no right to be here.
+    """Refuses, before a body is read, what has no right to be here, and who says twice by which.
 
     ``/admin`` wants the admin key, ASCII too; without one there is nothing at those paths. ``/v1``,
     ``/tokenize`` and ``/detokenize`` want a key that ``find`` knows, where there is a ``find``: it gets a
@@ -119,6 +120,9 @@ class GuardMiddleware:
         await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
+        if len(Headers(scope=scope).getlist("authorization")) > 1:
+            # Of a proxy and this server each might go by another one.
+            return bad_request(None, "There is more than one Authorization header.", "invalid_http")
         if scope["path"].startswith(_ADMIN):
             if self._admin_key is None:
                 return not_found()

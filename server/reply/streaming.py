@@ -21,13 +21,13 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from engine.logs import add_log_fields
-from server.errors import CLIENT_GONE_STATUS, REQUEST_ID_KEY, to_api_error
+from server.errors import CLIENT_GONE_STATUS, REQUEST_ID_KEY, ApiError, to_api_error
 from server.http.protocol import SEND_BODY, SendBody
 from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
 from server.plan import ChoicePlan, RequestPlan
 from server.reply.deltas import ChoiceDelta, ChoiceEnd, Sink, fold
 from server.reply.usage import Usage, build_usage
-from server.reply.writers import Writer
+from server.reply.writers import Writer, event
 
 logger = logging.getLogger("slipstream.requests")
 
@@ -180,9 +180,17 @@ class DeltaStreamResponse(StreamingResponse):
             last = self._writer.finish(self._account(ends))
         except Exception as error:
             # The status has been sent: the error can only go into the stream.
-            last = self._writer.failure(to_api_error(error))
+            last = self._failure(to_api_error(error))
         await self._write_through(last + self._writer.ending)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _failure(self, error: ApiError) -> bytes:
+        try:
+            return self._writer.failure(error)
+        except Exception:
+            # What cannot be written may be what the writer shows beside the error.
+            logger.exception("an error could not be told in the form of its endpoint")
+            return event(error.body())
 
     def _pause(self) -> float:
         """Returns the seconds until something has to be sent."""

@@ -3,7 +3,8 @@ checked, templated and tokenized there.
 
 Each of these may take seconds for a body of some megabytes, mostly under the interpreter's lock, and
 would keep every other request's tokens waiting. What comes back is what the event loop would have
-made of the body: a plan, or the same refusal.
+made of the body: a plan, or the same refusal. Where a process dies, each body that it had is read once
+more, in a process of its own: only who ends that one, too, is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
-from server.errors import CLIENT_GONE_STATUS, ApiError
+from server.errors import CLIENT_GONE_STATUS, ApiError, bad_request, shutting_down
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
 from server.request.speculative import SpeculativeResolver
@@ -103,6 +104,8 @@ class BodyReader:
         self._logs = logs or LogOptions()
         self._pool: ProcessPoolExecutor | None = None
         self._processes: list[BaseProcess] = []
+        self._one_at_a_time = asyncio.Lock()
+        self._is_closed = False
 
     def warm(self) -> None:
         """Begins now, so that the first large body need not wait for it."""
@@ -114,24 +117,58 @@ class BodyReader:
             return work(self.translator, body)
         pool = self._get_pool()
         if pool is None:
-            return work(self.translator, parse(body.kind, body.content))
+            return self._read(body, work)
         try:
-            loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(
-                pool, _read_here, body, work, self.translator.resolver
-            )
-        except BrokenProcessPool as error:
-            # The next one gets a new pool. Which body broke it is not known: all that it had are refused.
+            return await self._read_in(pool, body, work)
+        except BrokenProcessPool:
             if self._pool is pool:
                 self._pool = None
-            raise ApiError(500, "The body could not be read.", code="internal_error") from error
+            if self._is_closed:
+                raise shutting_down() from None
+        logger.warning("a process that read large bodies ended; what it had is read once more")
+        async with self._one_at_a_time:
+            return await self._read_alone(body, work)
+
+    async def _read_alone(self, body: LargeBody, work: Work[Result]) -> Result:
+        """In a new process, which reads nothing else. Raises ApiError, a 400 where that ends, too."""
+        pool = self._begin_pool(1)
+        if pool is None:
+            return self._read(body, work)
+        own, has_begun = self._processes[-1], False
+        try:
+            await asyncio.get_running_loop().run_in_executor(pool, os.getpid)
+            has_begun = True
+            return await self._read_in(pool, body, work)
+        except BrokenProcessPool:
+            if self._is_closed:
+                raise shutting_down() from None
+            if has_begun:
+                message = "Reading this body has ended the process that did it, and another one."
+                raise bad_request(None, message, "unreadable_body") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            own.kill()
+        logger.warning("no process for large bodies begins: the server reads them itself")
+        self._num_processes = 0
+        return self._read(body, work)
+
+    async def _read_in(
+        self, pool: ProcessPoolExecutor, body: LargeBody, work: Work[Result]
+    ) -> Result:
+        """Raises ApiError, and BrokenProcessPool where a process of the pool has ended."""
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(pool, _read_here, body, work, self.translator.resolver)
         if isinstance(found, ApiError):
             raise found
         return found
 
+    def _read(self, body: LargeBody, work: Work[Result]) -> Result:
+        return work(self.translator, parse(body.kind, body.content))
+
     def close(self) -> None:
         """Ends the pool. Its processes are killed: the interpreter would wait at its end for one that is
         still starting, which takes minutes beside work that comes before it."""
+        self._is_closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
@@ -141,24 +178,30 @@ class BodyReader:
 
     def _get_pool(self) -> ProcessPoolExecutor | None:
         if self._pool is None and self._num_processes > 0:
-            try:
-                translator = pickle.dumps(self.translator)
-            except Exception as error:  # whatever a tokenizer of somebody else's raises
-                logger.warning("large bodies are read by the server itself: %s", error)
-                self._num_processes = 0
-                return None
-            _begin_tracker()
-            self._pool = ProcessPoolExecutor(
-                self._num_processes,
-                # A copy of this process would copy its threads' locks.
-                multiprocessing.get_context("spawn"),
-                _begin,
-                (translator, self._logs),
-            )
-            before = multiprocessing.active_children()
-            self._pool.submit(os.getpid)  # starts all its processes
-            self._processes = [p for p in multiprocessing.active_children() if p not in before]
+            self._pool = self._begin_pool(self._num_processes)
         return self._pool
+
+    def _begin_pool(self, num_processes: int) -> ProcessPoolExecutor | None:
+        """None where processes cannot be told what they need."""
+        try:
+            translator = pickle.dumps(self.translator)
+        except Exception as error:  # whatever a tokenizer of somebody else's raises
+            logger.warning("large bodies are read by the server itself: %s", error)
+            self._num_processes = 0
+            return None
+        _begin_tracker()
+        pool = ProcessPoolExecutor(
+            num_processes,
+            # A copy of this process would copy its threads' locks.
+            multiprocessing.get_context("spawn"),
+            _begin,
+            (translator, self._logs),
+        )
+        before = multiprocessing.active_children()
+        pool.submit(os.getpid)  # starts all its processes
+        begun = [each for each in multiprocessing.active_children() if each not in before]
+        self._processes = [each for each in self._processes if each.is_alive()] + begun
+        return pool
 
 
 _TRACKER_FILTER = "ignore:resource_tracker:UserWarning"

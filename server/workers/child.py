@@ -12,7 +12,6 @@ import asyncio
 import os
 import socket
 import sys
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import FrameType
 
@@ -27,7 +26,7 @@ from engine.tokenizer import load_tokenizer
 from server.app import Shared, build_app, http_config
 from server.endpoints import Services
 from server.errors import ApiError
-from server.http.draining import Drain, DrainingServer, exit_at_sigterm
+from server.http.draining import Drain, DrainingServer, exit_at_signals
 from server.http.protocol import HttpConfig
 from server.request.speculative import SpeculativeChange, SpeculativeResolver
 from server.settings import Settings
@@ -118,7 +117,7 @@ def main() -> int:
     # Without the process that launched it, this one ends.
     link.listen_in_thread({"replace": replace, "adopt": adopt}, lambda: os._exit(1))
     services.bodies.warm()
-    with suppress(KeyboardInterrupt), exit_at_sigterm():
+    with exit_at_signals():
         server = _Server(http_config(app, settings), services.drain, link)
         server.run([socket.socket(fileno=listening)])
     return 0

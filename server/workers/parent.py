@@ -97,14 +97,16 @@ class Workers:
         self._info = serve.info
         self._workers: list[_Worker] = []
         self._num_signals = 0
+        self._status = 0
 
     @property
     def is_draining(self) -> bool:
         return self._num_signals > 0
 
     def run(self, drain_seconds: float, restart_engine: bool, step_timeout: float) -> None:
-        """Serve until SIGTERM or SIGINT, and then let requests finish; a second signal ends them. Raises
-        EngineError where the workers cannot start."""
+        """Serve until SIGTERM or SIGINT, and then let requests finish. Raises EngineError where the
+        workers cannot start, and SystemExit where a second signal ended them, with 128 and its number, or
+        where they did not end in time, with 1."""
         before = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -119,10 +121,14 @@ class Workers:
             self._end(drain_seconds)
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if self._status:
+            raise SystemExit(self._status)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+        del frame
         self._num_signals += 1
+        if self._num_signals > 1:
+            self._status = 128 + number
 
     def _keep_up(self) -> None:
         while True:
@@ -162,6 +168,9 @@ class Workers:
 
     def _kill_after(self, deadline: float) -> None:
         if self._num_signals > 1 or time.monotonic() > deadline:
+            if not self._status:
+                logger.error("ending the server's processes, which did not end in time")
+                self._status = 1
             for worker in self._workers:
                 worker.process.kill()
 

@@ -131,7 +131,7 @@ def test_requests_that_outlast_the_drain_are_told_and_the_port_answers(server: S
     """Ends the server that the tests before share."""
     until(lambda: server.is_ready())
     assert_told(asyncio.run(drain(server)))
-    assert server.process.wait(HANG) == 128 + signal.SIGTERM
+    assert server.process.wait(HANG) == 0
 
 
 def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing(tmp_path: Path) -> None
         next(stream)
         server.process.terminate()
         assert list(stream)[-1].choices[0].finish_reason == "length"
-        assert server.process.wait(HANG) == 128 + signal.SIGTERM
+        assert server.process.wait(HANG) == 0
         # Triton, where it is installed, has leaks of its own to tell of.
         assert "resource_tracker" not in server.log.read_text()
         assert has_gone(pid)

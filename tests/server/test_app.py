@@ -144,6 +144,19 @@ async def test_an_api_key_guards_v1_only(connect: Connect) -> None:
             assert (await client.get(f"http://test/{path}")).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/admin/speculative", "/health"])
+async def test_two_keys_are_a_400_wherever_the_right_one_stands(
+    connect: Connect, path: str
+) -> None:
+    right, wrong = (b"authorization", b"Bearer s3cret"), (b"Authorization", b"Bearer wrong")
+    async with connect(ScriptedEngine(), api_key="s3cret", admin_key="s3cret") as client:
+        for headers in ([right, wrong], [wrong, right], [right, right]):
+            reply = await client.get(f"http://test{path}", headers=headers)
+            assert reply.status_code == 400
+            assert reply.json()["error"]["code"] == "invalid_http"
+            assert "Authorization" in reply.json()["error"]["message"]
+
+
 async def test_answers_carry_a_request_id(connect: Connect) -> None:
     async with connect(ScriptedEngine()) as client:
         own = await client.get("/models", headers={"x-request-id": "abc-1"})

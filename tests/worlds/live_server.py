@@ -26,9 +26,12 @@ HANG = 300.0
 
 @dataclass
 class Live:
+    """``raised``: signals that the server raised anew once it had ended."""
+
     server: DrainingServer
     address: tuple[str, int]
     running: asyncio.Future[None]
+    raised: list[int]
 
     @property
     def url(self) -> str:
@@ -47,12 +50,13 @@ async def live(engine: Any, **settings: Any) -> AsyncIterator[Live]:
     with bind("127.0.0.1", 0) as listener:
         server = DrainingServer(http_config(app, chosen), app.state.services.drain)
         address = listener.getsockname()
-        # What a signal ended ends by it in turn, which is not the tests' own end.
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # What a second signal ended ends by it in turn, which is not the tests' own end.
+        raised: list[int] = []
+        before = signal.signal(signal.SIGTERM, lambda number, _: raised.append(number))
         running = asyncio.ensure_future(server.serve([listener]))
         await until(lambda: server.started or running.done())
         try:
-            yield Live(server, address, running)
+            yield Live(server, address, running, raised)
         finally:
             server.should_exit = True
             await asyncio.wait_for(running, HANG)

@@ -40,6 +40,8 @@ async def test_requests_that_outlast_the_drain_end_in_an_event_or_a_503() -> Non
             assert reply.json()["error"]["code"] == "shutting_down"
             assert int(reply.headers["retry-after"]) >= 1
         await asyncio.wait_for(found.running, HANG)
+        # All were told: that is an end in order, too.
+        assert found.raised == []
 
 
 async def test_connections_that_the_kernel_remembers_keep_no_successor_from_the_port() -> None:
@@ -85,6 +87,7 @@ async def test_the_port_answers_until_the_last_request_has_finished() -> None:
         assert reply.status_code == 200
         assert reply.json()["choices"][0]["finish_reason"] == "length"
         await asyncio.wait_for(found.running, HANG)
+        assert found.raised == []
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{found.url}/health")
 
@@ -101,6 +104,7 @@ async def test_a_second_signal_ends_at_once() -> None:
         assert not found.running.done()
         signal.raise_signal(signal.SIGTERM)
         await asyncio.wait_for(found.running, HANG)
+        assert found.raised == [signal.SIGTERM]
         with pytest.raises(httpx.TransportError):
             await open_
         await until(lambda: engine.open == set())

@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from server.request.large_bodies import LARGE, default_body_bytes
+from server.errors import ApiError
+from server.request.large_bodies import LARGE, BodyReader, default_body_bytes
+from worlds import deadly_bodies
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect, endless, until
 
@@ -95,7 +97,7 @@ async def test_other_requests_go_on_while_a_body_is_read(connect: Connect, body:
     assert engine.num_events >= before + 50 * finished
 
 
-async def test_a_pool_that_was_killed_costs_its_bodies_and_no_others(connect: Connect) -> None:
+async def test_a_process_that_was_killed_costs_nobody_an_error(connect: Connect) -> None:
     async with connect(ScriptedEngine(), max_body_bytes=8 << 20) as client:
         headers = {"content-type": "application/json"}
         content = json.dumps(COMPLETION) + PADDING
@@ -108,9 +110,44 @@ async def test_a_pool_that_was_killed_costs_its_bodies_and_no_others(connect: Co
         )
         await until(lambda: pool._pending_work_items)
         os.kill(pid, signal.SIGKILL)
-        assert (await reading).status_code == 500
+        refused = await reading
+        assert refused.status_code == 400
+        # What is wrong with it, found by the next process.
+        assert refused.json()["error"]["param"] == "prompt"
         assert (await client.post("completions", json=COMPLETION)).is_success
         assert (await client.post("completions", content=content, headers=headers)).is_success
+
+
+async def test_a_body_that_ends_its_process_is_refused_and_its_neighbours_are_read(
+    tmp_path: Path,
+) -> None:
+    reader: Any = BodyReader(deadly_bodies.Translator(), 2)  # type: ignore[arg-type]
+    try:
+        waiting = asyncio.create_task(
+            reader.read(deadly_bodies.body(f"{tmp_path}"), deadly_bodies.read)
+        )
+        await until((tmp_path / "begun").exists)
+        with pytest.raises(ApiError) as refused:
+            await reader.read(deadly_bodies.body("deadly"), deadly_bodies.read)
+        assert (refused.value.status, refused.value.code) == (400, "unreadable_body")
+        assert await waiting == (f"{tmp_path}", False)
+        assert await reader.read(deadly_bodies.body("more"), deadly_bodies.read) == ("more", False)
+        processes = list(reader._processes)
+    finally:
+        reader.close()
+    for each in processes:
+        each.join()
+    assert not any(each.is_alive() for each in processes)
+
+
+async def test_where_no_process_begins_the_server_reads_bodies_itself() -> None:
+    reader: Any = BodyReader(deadly_bodies.Translator(fails_to_begin=True), 1)  # type: ignore[arg-type]
+    try:
+        for prompt in ("one", "two"):
+            found = await reader.read(deadly_bodies.body(prompt), deadly_bodies.read)
+            assert found == (prompt, True)
+    finally:
+        reader.close()
 
 
 KILLED = """
