@@ -27,6 +27,7 @@ from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
 from server.metrics.prometheus import Metrics, aliases
+from server.request.anthropic import MessagesRequest
 from server.request.body import Hint
 from server.request.protocol import ChatRequest, CompletionRequest
 from server.request.responses import ResponsesRequest
@@ -199,7 +200,12 @@ def sampling_table() -> str:
 
 
 def hints_table() -> str:
-    bodies = {"completions": CompletionRequest, "chats": ChatRequest, "responses": ResponsesRequest}
+    bodies = {
+        "completions": CompletionRequest,
+        "chats": ChatRequest,
+        "responses": ResponsesRequest,
+        "messages": MessagesRequest,
+    }
     of: dict[str, list[str]] = {}
     about: dict[str, tuple[FieldInfo, Hint]] = {}
     for name, body in bodies.items():

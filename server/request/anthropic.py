@@ -24,7 +24,7 @@ from server.request.anthropic_blocks import (
     system_text,
     turns,
 )
-from server.request.body import MAX_STOP_CHARS, MAX_STOP_STRINGS, Body, optional, refusal
+from server.request.body import MAX_STOP_CHARS, MAX_STOP_STRINGS, Body, Hint, optional, refusal
 from server.request.messages import MAX_TOOLS, NAME_PATTERN, ParametersField
 from server.request.parsing import check
 from server.request.protocol import (
@@ -32,6 +32,7 @@ from server.request.protocol import (
     MAX_MESSAGES,
     ChatRequest,
     CommonFields,
+    Effort,
     TemplateFields,
     TokenizeRequest,
 )
@@ -43,6 +44,7 @@ _THINKS = ("enable_thinking", "thinking")
 """How chat templates call the switch of reasoning."""
 _BUDGET = "thinking_budget"
 _EFFORT = "reasoning_effort"
+_CACHED = "the prefix cache holds every full block of itself"
 
 
 class CustomTool(Body):
@@ -105,7 +107,9 @@ class Thinking(Body):
     shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    budget_tokens: Annotated[int | None, Hint(variable=_BUDGET)] = optional(
+        "For chat templates that read 'thinking_budget'.", ge=1, le=MAX_COUNT
+    )
     display: Literal["summarized", "omitted"] | None = None
 
     @model_validator(mode="after")
@@ -130,8 +134,8 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = optional(
-        "For chat templates with the variable 'reasoning_effort'."
+    effort: Annotated[Effort | None, Hint(variable=_EFFORT)] = optional(
+        "For chat templates that read 'reasoning_effort'."
     )
     format: OutputFormat | None = optional("What the text has to match.")
 
@@ -173,11 +177,15 @@ class MessageFields(Body):
     chat_template_kwargs: dict[str, JsonValue] | None = optional(
         "Variables of the tokenizer's chat template."
     )
-    cache_control: CacheControl | None = optional("Prefixes are cached of themselves.")
-    context_management: dict[str, JsonValue] | None = optional(
-        "Nothing is taken out of the messages, which the reply says."
+    cache_control: Annotated[CacheControl | None, Hint(_CACHED)] = optional(
+        "In blocks and tools, too."
     )
-    speed: str | None = optional("There is one speed.")
+    context_management: Annotated[dict[str, JsonValue] | None, Hint()] = optional(
+        "Nothing is taken out of the messages; 'applied_edits' of the reply says so, too."
+    )
+    speed: Annotated[Literal["standard", "fast"] | None, Hint(does=("standard",))] = optional(
+        "There is one speed."
+    )
     thread: JsonValue | None = optional("Refused by a code at which clients send messages whole.")
 
     def turns(self) -> list[Turn]:
@@ -213,20 +221,14 @@ class MessageFields(Body):
 
     def ignored(self, variables: Collection[str]) -> Iterator[str]:
         """Yields the hints that nothing comes of, by their paths."""
-        thinking = self.thinking
-        if thinking is not None:
-            if thinking.type != "adaptive" and not any(name in variables for name in _THINKS):
-                yield "thinking.type"
-            if thinking.budget_tokens is not None and _BUDGET not in variables:
-                yield "thinking.budget_tokens"
-        effort = None if self.output_config is None else self.output_config.effort
-        if effort is not None and _EFFORT not in variables:
-            yield "output_config.effort"
+        for each in self.hints():
+            if not each.hint.has_effect(each.value, variables):
+                yield each.path
+        switched = self.thinking is not None and self.thinking.type != "adaptive"
+        if switched and not any(name in variables for name in _THINKS):
+            yield "thinking.type"
         if any(tool.defer_loading for tool in self.tools or ()):
             yield "tools.defer_loading"
-        for name in ("context_management", "speed"):
-            if getattr(self, name) is not None:
-                yield name
 
     def _for_template(self, variables: Collection[str]) -> dict[str, Any]:
         """Raises ApiError 400."""
@@ -251,6 +253,10 @@ class CountTokensRequest(MessageFields):
 
 
 _Stop = Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARS)]
+_Tier = Annotated[
+    Literal["auto", "default", "flex", "scale", "priority", "standard_only"] | None,
+    Hint(does=("auto", "default", "standard_only")),
+]
 _METADATA = CommonFields.model_fields["metadata"].annotation
 
 
@@ -264,9 +270,13 @@ class MessagesRequest(CommonFields, MessageFields):
     metadata: Annotated[_METADATA, BeforeValidator(_without_nulls)] = optional(  # type: ignore[valid-type]
         "'user_id', and what else is to be in the request's log line.", max_length=16
     )
-    service_tier: str | None = optional("There is one tier; 'priority' is a field of its own.")
-    inference_geo: str | None = optional("The server is where it is.")
-    diagnostics: dict[str, JsonValue] | None = optional("Usage says what the cache had.")
+    service_tier: _Tier = optional(  # type: ignore[assignment]
+        "There is one tier, 'standard'; 'priority' is a field of its own."
+    )
+    inference_geo: Annotated[str | None, Hint()] = optional("The server is where it is.")
+    diagnostics: Annotated[dict[str, JsonValue] | None, Hint()] = optional(
+        "The usage says what the cache had."
+    )
 
     def to_chat(self, translator: Translator) -> ChatRequest:
         """The chat request that says the same. Raises ApiError 400, in the chat's words."""
@@ -282,12 +292,6 @@ class MessagesRequest(CommonFields, MessageFields):
         if self.thinking is not None and self.thinking.display == "omitted":
             given["include_reasoning"] = not translator.splits_reasoning
         return check(ChatRequest, {name: each for name, each in given.items() if each is not None})
-
-    def ignored(self, variables: Collection[str]) -> Iterator[str]:
-        yield from super().ignored(variables)
-        for name in ("service_tier", "inference_geo", "diagnostics"):
-            if getattr(self, name) not in (None, "auto", "standard_only"):
-                yield name
 
 
 def plan_messages(
@@ -306,7 +310,8 @@ def plan_messages(
     repeated: dict[str, JsonValue] = {"max_tokens": body.max_tokens}
     if body.context_management is not None:
         repeated["context_management"] = {"applied_edits": []}
-    return replace(plan, repeated=repeated)
+    ignored = tuple(dict.fromkeys(body.ignored(translator.template_variables)))
+    return replace(plan, repeated=repeated, ignored=ignored)
 
 
 def count_tokens(translator: Translator, body: CountTokensRequest) -> int:
@@ -341,7 +346,6 @@ _RENAMED = {
     "response_format": "output_config.format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "tool_choice.function": "tool_choice",
-    "reasoning_effort": "output_config.effort",
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.request.params import GenerationRequest
+from server.request.anthropic import MessagesRequest
 from server.request.body import Body
 from server.request.protocol import ChatRequest, CompletionRequest
 from server.request.responses import ResponsesRequest
@@ -340,6 +341,68 @@ RESPONSE_IGNORED: dict[str, Any] = IGNORED | {
 }
 
 
+MESSAGES = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 64}
+OWN_TOOLS = [
+    {"name": "get_weather", "input_schema": TOOLS[0]["function"]["parameters"]}  # type: ignore[index]
+]
+ANSWER = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+MESSAGES_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
+    **{each: SHARED[each] for each in ("temperature", "top_p", "top_k", "seed", "priority")},
+    **{each: SHARED[each] for each in ("timeout", "cache_salt", "user", "speculative")},
+    **{each: SHARED[each] for each in ("prompt_cache_key", "safety_identifier")},
+    "metadata": ({"metadata": {"user_id": "b"}}, lambda o: "{'user_id': 'b'}" in o.log),
+    "stream": ({"stream": True}, lambda o: o.raw.startswith("event: ")),
+    "messages": (
+        {"messages": [{"role": "user", "content": "zz"}]},
+        lambda o: b"user: zz" in prompt_of(o),
+    ),
+    "system": ({"system": "zz"}, lambda o: b"system: zz" in prompt_of(o)),
+    "max_tokens": ({"max_tokens": 5}, lambda o: o.sampling.max_tokens == 5),
+    "stop_sequences": (
+        {"stop_sequences": ["wör"]},
+        lambda o: o.reply["stop_sequence"] == "wör",
+    ),
+    "tools": ({"tools": OWN_TOOLS}, lambda o: b"get_weather" in prompt_of(o)),
+    "tool_choice": (
+        {"tools": OWN_TOOLS, "tool_choice": {"type": "any"}},
+        lambda o: "get_weather" in o.sampling.grammar,
+    ),
+    "output_config": (
+        {"output_config": {"effort": "low", "format": ANSWER}},
+        lambda o: b"effort low" in prompt_of(o) and o.sampling.grammar != "",
+    ),
+    "output_format": ({"output_format": ANSWER}, lambda o: o.sampling.grammar != ""),
+    "chat_template_kwargs": CHAT_ONLY["chat_template_kwargs"],
+    "context_management": (
+        {"context_management": {}},
+        lambda o: o.reply["context_management"] == {"applied_edits": []},
+    ),
+}
+
+
+MESSAGES_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
+    "model": ("test/scripted", "gpt-4"),
+    "cache_control": ({"type": "ephemeral"}, 1),
+    "thinking": ({"type": "adaptive"}, 1),
+    "service_tier": ("standard_only", "free"),
+    "speed": ("standard", "slow"),
+    "inference_geo": ("eu", 1),
+    "diagnostics": ({}, 1),
+    "mcp_servers": ([], [{"name": "a"}]),
+    "thread": (False, {"type": "create"}),
+}
+MESSAGES_IGNORED: dict[str, Any] = IGNORED | {
+    "thinking.type": "enabled",
+    "thinking.budget_tokens": 2000,
+    "context_management": {},
+    "speed": "fast",
+    "inference_geo": "eu",
+    "diagnostics": {},
+}
+
+
 ENDPOINTS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "/completions": (
         CompletionRequest,
@@ -354,4 +417,5 @@ ENDPOINTS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Any], dict[str,
         WITHOUT_CHANGE | CHAT_WITHOUT_CHANGE,
     ),
     "/responses": (ResponsesRequest, RESPONSE, RESPONSE_FIELDS, RESPONSE_WITHOUT_CHANGE),
+    "/messages": (MessagesRequest, MESSAGES, MESSAGES_FIELDS, MESSAGES_WITHOUT_CHANGE),
 }
