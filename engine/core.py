@@ -18,7 +18,7 @@ import torch
 
 from drafters.checks import is_interrupt
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
-from engine.grammar.constraint import GrammarConstraint
+from engine.grammar.compiler import Constrain
 from engine.kv_events.begin import KvEvents
 from engine.request.errors import DeadlineExceededError, RanksError, RequestFailedError
 from engine.request.events import ErrorEvent, StepResult, TokenEvent
@@ -62,7 +62,7 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    constrain: Callable[[str], GrammarConstraint] | None = None
+    constrain: Constrain | None = None
 
 
 class EngineCore:
@@ -343,6 +343,8 @@ class EngineCore:
         request, outcome, finish = scheduled.request, scheduled.outcome, None
         assert outcome is not None
         if outcome.finish_reason is not None:
+            if outcome.cut:
+                logger.warning("request %s was cut: its grammar %s", request.request_id, outcome.cut)
             self._remove(request)
             self._early.finish(request.stats)
             finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id)

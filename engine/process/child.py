@@ -25,6 +25,7 @@ from multiprocessing.reduction import ForkingPickler
 from pkgutil import resolve_name
 
 from engine.logs import log_through_root
+from engine.process.admissions import SlowAdmissions
 from engine.process.follower import Followers
 from engine.process.launch import Launch, begin_child, ignore_signals
 from engine.process.link import Acts, Link
@@ -58,6 +59,7 @@ class EngineHost:
         self._lock = threading.Lock()
         self._clients: list[_Client] = []
         self._owners: dict[str, _Client] = {}
+        self._slow = SlowAdmissions(self._admit, lambda name: self._built.result().abort(name))
         self._tally = StepTally()
 
     @property
@@ -88,7 +90,7 @@ class EngineHost:
             self._clients = [*self._clients, client]
         acts: Acts = {
             "submit": partial(self._submit, client),
-            "abort": lambda request_id: self._built.result().abort(request_id),
+            "abort": self._abort,
             "charge": lambda tenant: self._built.result().charge(tenant),
         }
         client.link.listen_in_thread(acts, partial(self._leave, client))
@@ -96,11 +98,22 @@ class EngineHost:
     def _leave(self, client: _Client) -> None:
         with self._lock:
             self._clients = [each for each in self._clients if each is not client]
+            self._slow.forget(client)
             left = [name for name, owner in self._owners.items() if owner is client]
         for request_id in left:
             self._built.result().abort(request_id)
 
+    def _abort(self, request_id: str) -> None:
+        if not self._slow.forget_one(request_id):
+            self._built.result().abort(request_id)
+
     def _submit(self, client: _Client, request: GenerationRequest) -> None:
+        if request.sampling.grammar:
+            self._slow.put(client, request)
+        else:
+            self._admit(client, request)
+
+    def _admit(self, client: _Client, request: GenerationRequest) -> None:
         runtime = self._built.result()
         try:
             prepared = runtime.admit(request)

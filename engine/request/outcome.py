@@ -25,6 +25,8 @@ class Outcome:
     num_accepted: int
     finish_reason: Literal["stop", "length"] | None = None
     stop_token_id: int | None = None
+    cut: str = ""
+    """Why the request's grammar had the text end before it was whole, if it had."""
 
     @property
     def num_emitted_drafts(self) -> int:

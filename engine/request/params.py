@@ -42,6 +42,9 @@ class SamplingParams:
     """Reported wherever log-probabilities are, whether or not they are among the likeliest."""
     grammar: str = ""
     """The output has to match this, as llguidance's ``grammar_from_*`` give it; "": anything."""
+    grammar_fields: tuple[tuple[str, str], ...] = ()
+    """Fields of the request and the grammars that ``grammar`` was made of: a refusal names the one that
+    is at fault."""
     further: Mapping[str, Any] = field(default_factory=dict)
     """Values of parameters that nothing but their logits processor reads, by name."""
 

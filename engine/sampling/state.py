@@ -6,12 +6,13 @@ One :class:`SamplingState` lives as long as its request, preemption included. Ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 from drafters.base import GREEDY, DraftSampling
 from drafters.tree import DraftTree
+from engine.grammar.compiler import Constrain
 from engine.grammar.constraint import GrammarConstraint
 from engine.request.errors import RequestError
 from engine.request.outcome import Outcome
@@ -36,7 +37,7 @@ class SamplingState:
         eos_token_ids: Iterable[int],
         vocab_size: int,
         max_model_len: int,
-        constrain: Callable[[str], GrammarConstraint] | None = None,
+        constrain: Constrain | None = None,
     ) -> None:
         params = request.sampling
         check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -95,7 +96,7 @@ class SamplingState:
 
 
 def _constraint(
-    params: SamplingParams, constrain: Callable[[str], GrammarConstraint] | None
+    params: SamplingParams, constrain: Constrain | None
 ) -> GrammarConstraint | None:
     if not params.grammar:
         return None
@@ -103,7 +104,7 @@ def _constraint(
         raise RequestError("grammar", "this engine has no tokenizer, which grammars need")
     if params.ignore_eos:
         raise RequestError("ignore_eos", "ignore_eos: a text ends where its grammar ends")
-    return constrain(params.grammar)
+    return constrain(params.grammar, params.grammar_fields)
 
 
 class SampledRequest(Protocol):

@@ -28,6 +28,9 @@ def trimmed(state: SamplingState, row_token_ids: tuple[int, ...], path: Sequence
     """The outcome of a walk along the rows ``path``, cut where the request ends."""
     target = [row_token_ids[row] for row in path]
     num_kept, finish_reason, stop_token_id = _trim(state, target)
+    cut = "" if finish_reason != "stop" else _cut(state, target[:num_kept])
+    if cut:
+        finish_reason, stop_token_id = "length", None
     return Outcome(
         row_token_ids=row_token_ids,
         path=tuple(path[: 1 + min(num_kept, len(path) - 1)]),
@@ -35,7 +38,13 @@ def trimmed(state: SamplingState, row_token_ids: tuple[int, ...], path: Sequence
         num_accepted=len(path) - 1,
         finish_reason=finish_reason,
         stop_token_id=stop_token_id,
+        cut=cut,
     )
+
+
+def _cut(state: SamplingState, token_ids: Sequence[int]) -> str:
+    """Returns why a text that is stopped after these tokens had to be; "" where it is whole."""
+    return "" if state.grammar is None else state.grammar.is_cut(tuple(token_ids))
 
 
 def _accepted_path(tree: DraftTree, row_token_ids: Sequence[int]) -> list[int]:

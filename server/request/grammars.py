@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, JsonValue
 from pydantic.config import JsonDict
@@ -86,13 +86,23 @@ class StructuredOutputs(Body):
     )
 
 
+class Grammar(NamedTuple):
+    """For ``SamplingParams.grammar``; "" for any text. ``fields``: what it is made of, by the fields that
+    say it, for ``SamplingParams.grammar_fields``. Whether it can be used is found by the engine."""
+
+    text: str = ""
+    fields: tuple[tuple[str, str], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+
 def grammar_of(
     response_format: ResponseFormat | None,
     structured_outputs: StructuredOutputs | None,
-) -> str:
-    """Returns the grammar of the output, for ``SamplingParams.grammar``; "" for any. Raises ApiError 400
-    naming the field at fault."""
-    wanted = "" if response_format is None else _of_response_format(response_format)
+) -> Grammar:
+    """Returns the grammar of the output. Raises ApiError 400 naming the field at fault."""
+    wanted = Grammar() if response_format is None else _of_response_format(response_format)
     if structured_outputs is None:
         return wanted
     if wanted:
@@ -100,7 +110,7 @@ def grammar_of(
     return _of_structured_outputs(structured_outputs)
 
 
-def _of_response_format(wanted: ResponseFormat) -> str:
+def _of_response_format(wanted: ResponseFormat) -> Grammar:
     field = "response_format.json_schema"
     if wanted.type == "json_schema" and wanted.json_schema is None:
         raise refused(field, "is missing")
@@ -108,10 +118,10 @@ def _of_response_format(wanted: ResponseFormat) -> str:
         raise refused(field, f"has no effect with type {wanted.type!r}")
     if wanted.json_schema is not None:
         return json_grammar(wanted.json_schema.schema_, f"{field}.schema")
-    return json_grammar(_ANY_OBJECT, "response_format") if wanted.type == "json_object" else ""
+    return json_grammar(_ANY_OBJECT, "response_format") if wanted.type == "json_object" else Grammar()
 
 
-def _of_structured_outputs(wanted: StructuredOutputs) -> str:
+def _of_structured_outputs(wanted: StructuredOutputs) -> Grammar:
     given = wanted.model_dump(by_alias=True, exclude_none=True)
     ways = [name for name in _WAYS if name in given]
     if len(ways) != 1:
@@ -121,7 +131,7 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> str:
         for name in _FOR_JSON:
             if name in given:
                 raise refused(f"structured_outputs.{name}", f"has no effect with {way!r}")
-        return checked(field, lambda library: _WRITERS[way](library, given[way]))
+        return written(field, lambda library: _WRITERS[way](library, given[way]))
     schema = _ANY_OBJECT if way == "json_object" else _schema(given[way], field)
     return json_grammar(schema, field, _whitespace(given))
 
@@ -135,9 +145,9 @@ _WRITERS: dict[str, Callable[[Any, Any], str]] = {
 }
 
 
-def json_grammar(schema: Any, field: str, options: Mapping[str, Any] | None = None) -> str:
+def json_grammar(schema: Any, field: str, options: Mapping[str, Any] | None = None) -> Grammar:
     """JSON that matches a schema. ``options``: of llguidance's JSON compiler. Raises ApiError 400 naming
-    ``field`` where the schema is none, or says what cannot be held to."""
+    ``field`` where the schema is none."""
     if schema is False:
         raise refused(field, "matches nothing")
     overrides = AS_WRITTEN if options is None else options
@@ -147,22 +157,19 @@ def json_grammar(schema: Any, field: str, options: Mapping[str, Any] | None = No
         grammar: str = library.LLMatcher.grammar_from_json_schema(text, overrides=overrides)
         return grammar
 
-    return checked(field, write)
+    return written(field, write)
 
 
-def checked(field: str, write: Callable[[Any], str]) -> str:
+def written(field: str, write: Callable[[Any], str]) -> Grammar:
     """Returns the grammar that ``write`` makes of llguidance. Raises ApiError 400 naming the field where
-    it cannot be used, but for what hangs on the tokenizer."""
+    none can be made; most of what is wrong with one shows when it is compiled, which is the engine's."""
     import llguidance  # loaded with the first grammar
 
     try:
         grammar = write(llguidance)
-        fault = llguidance.LLMatcher.validate_grammar(grammar)
     except (ValueError, RecursionError) as error:
         raise refused(field, f"cannot be used: {error}") from error
-    if fault:
-        raise refused(field, f"cannot be used: {fault.strip()}")
-    return grammar
+    return Grammar(grammar, ((field, grammar),))
 
 
 def _schema(given: Any, field: str) -> Any:

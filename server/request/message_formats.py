@@ -23,7 +23,7 @@ from server.formats.format import (
 from server.formats.registry import F, format_of, markers_of, reasoning_formats, tool_call_formats
 from server.formats.tool_calls.arguments import in_regex, word
 from server.plan import TextOptions
-from server.request.grammars import checked
+from server.request.grammars import Grammar, written
 from server.request.messages import NamedTool, Tool, ToolFields
 
 AUTO, NONE = "auto", "none"
@@ -82,37 +82,44 @@ class MessageFormats:
             include_reasoning=body.include_reasoning,
         )
 
-    def grammar(self, body: ToolFields, text: TextOptions, answer: str) -> str:
-        """Returns the grammar of the text. ``answer`` is that of the content; "" is for anything.
+    def grammar(self, body: ToolFields, text: TextOptions, answer: Grammar) -> Grammar:
+        """Returns the grammar of the text. ``answer`` is that of the content.
 
-        Raises ApiError 400 where a function's schema cannot be used.
+        Raises ApiError 400 where no grammar can be made of a function's schema.
         """
-        rules = self._call_rules(body, bool(answer)) if text.tool_calls else None
+        rules, fields = None, answer.fields
+        if text.tool_calls:
+            rules, of_calls = self._call_rules(body, bool(answer))
+            fields = (*fields, *of_calls)
         if rules is None and not (answer and text.parses):
             return answer
-        grammar = MessageGrammar(self._special, rules, answer)
-        return grammar.write(reasoning_formats().get(text.reasoning), text.reasoning_is_open)
+        grammar = MessageGrammar(self._special, rules, answer.text)
+        reasoning = reasoning_formats().get(text.reasoning)
+        return Grammar(grammar.write(reasoning, text.reasoning_is_open), fields)
 
-    def _call_rules(self, body: ToolFields, has_answer: bool) -> CallRules | None:
-        """None where the model may write calls as it likes."""
+    def _call_rules(
+        self, body: ToolFields, has_answer: bool
+    ) -> tuple[CallRules | None, list[tuple[str, str]]]:
+        """None where the model may write calls as it likes. Also the fields that say how calls are, and
+        the grammars of each."""
         tools = _callable(body)
         must = body.tool_choice not in (None, AUTO)
         is_strict = any(tool.function.strict for _, tool in tools)
         parallel = body.parallel_tool_calls is not False
         if not (must or is_strict or not parallel or has_answer):
-            return None
+            return None, []
         form = tool_call_formats()[self._tool_calls]
         spelling = form.spelling(self._template)
-        functions = []
+        functions, fields = [], []
         for place, tool in tools:
             schema = tool.function.schema_of_arguments()
             if not must and not tool.function.strict:
                 schema = {"type": "object"}
-            check_schema(schema, spelling, f"tools.{place}.function.parameters")
+            fields += argument_grammars(schema, spelling, f"tools.{place}.function.parameters")
             functions.append((tool.function.name, schema))
         # A function that is named is called once.
         parallel = parallel and not isinstance(body.tool_choice, NamedTool)
-        return CallRules(functions, form, spelling, must, parallel)
+        return CallRules(functions, form, spelling, must, parallel), fields
 
 
 def _named(wanted: str, formats: dict[str, F], template: str) -> str:
@@ -276,8 +283,9 @@ def _nested(lark: str, answer: str) -> str:
     return json.dumps({"grammars": [first, {**given[0], "name": "given"}, *given[1:]]})
 
 
-def check_schema(schema: Schema, spelling: Spelling, field: str) -> None:
-    """Raises ApiError 400 where arguments that are spelt so cannot be held to it."""
+def argument_grammars(schema: Schema, spelling: Spelling, field: str) -> list[tuple[str, str]]:
+    """Returns grammars by which it shows whether arguments that are spelt so can be held to the schema.
+    Raises ApiError 400 where none can be made."""
 
     def write(library: Any) -> str:
         lines = ["start: arguments", *spelling.arguments("arguments", schema)]
@@ -285,5 +293,7 @@ def check_schema(schema: Schema, spelling: Spelling, field: str) -> None:
         return grammar
 
     # Of what is wrong with the schema itself, this knows where.
-    checked(field, lambda library: library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-    checked(field, write)
+    plain = written(
+        field, lambda library: library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    )
+    return [*plain.fields, *written(field, write).fields]

@@ -19,7 +19,7 @@ from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
 from server.request.body import MAX_SEED
-from server.request.grammars import grammar_of
+from server.request.grammars import Grammar, grammar_of
 from server.request.message_formats import MessageFormats
 from server.request.messages import (
     Tool,
@@ -219,7 +219,7 @@ class Translator:
         given = body.hints()
         return tuple(each.path for each in given if not each.hint.has_effect(each.value, variables))
 
-    def _text(self, body: CompletionRequest | ChatRequest, prompt: str) -> tuple[TextOptions, str]:
+    def _text(self, body: CompletionRequest | ChatRequest, prompt: str) -> tuple[TextOptions, Grammar]:
         """Returns what becomes of the tokens, and the grammar that they match. Raises ApiError."""
         grammar = grammar_of(body.response_format, body.structured_outputs)
         text = TextOptions(
@@ -278,7 +278,7 @@ class Translator:
         self,
         body: CompletionRequest | ChatRequest,
         prompts: Sequence[tuple[int, ...]],
-        grammar: str,
+        grammar: Grammar,
         speculative: SpeculativeParams,
         request_id: str,
         arrival_time: float,
@@ -315,7 +315,7 @@ class Translator:
         text = _marked(body.prediction.content, body.allow_special_tokens)
         return self._prompts.of_prediction("prediction.content", text)
 
-    def _sampling(self, body: CompletionRequest | ChatRequest, grammar: str) -> dict[str, Any]:
+    def _sampling(self, body: CompletionRequest | ChatRequest, grammar: Grammar) -> dict[str, Any]:
         """Returns the sampling parameters that all choices share."""
         values = sampling_values(dict(body), self._vocabulary)
         values.pop("min_tokens", None)
@@ -330,7 +330,8 @@ class Translator:
             "logprobs": body.num_logprobs,
             "prompt_logprobs": max(scored, default=None),
             "logprob_token_ids": tuple(dict.fromkeys(body.logprob_token_ids or ())),
-            "grammar": grammar,
+            "grammar": grammar.text,
+            "grammar_fields": grammar.fields,
             # Drawn where not given, and sent with the reply, so that any text can be had again.
             "seed": secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed,
         }
@@ -354,7 +355,7 @@ def _min_tokens(body: SamplingFields) -> int:
     return num
 
 
-def _check_agreement(body: CompletionRequest | ChatRequest, grammar: str) -> None:
+def _check_agreement(body: CompletionRequest | ChatRequest, grammar: Grammar) -> None:
     """Raises ApiError where a field would have no effect next to the others."""
     if body.num_logprobs is None:
         for name in ("return_tokens_as_token_ids", "logprob_token_ids"):

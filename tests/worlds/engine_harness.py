@@ -19,7 +19,7 @@ from drafters.registry import build_drafters
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.config import ShedSpeculation
 from engine.core import EngineCore, ModelLimits, Runner
-from engine.grammar.constraint import GrammarConstraint
+from engine.grammar.compiler import Constrain
 from engine.kv_events.begin import KvEvents
 from engine.model.loader import attach_attention, prepare_model
 from engine.model.runner import ModelRunner
@@ -87,7 +87,7 @@ class Setup:
     cost: CostModel = field(default_factory=DictatedCost)
     drafters: Mapping[str, Drafter] | None = None
     check_integrity: bool = False
-    constrain: Callable[[str], GrammarConstraint] | None = None
+    constrain: Constrain | None = None
     clock: Callable[[], float] = time.perf_counter
     shed: ShedSpeculation = "never"
     shed_queue: int = 1

@@ -1,0 +1,68 @@
+"""What llguidance has to know of a tokenizer, and the bounds that it works within."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.request.errors import RequestError
+
+_MAX_ITEMS = 50_000
+"""Of the parser, for one mask or one run of forced text; also in one row, of which the library's own 2,000
+would be looked at only once a token is taken in that the mask has allowed."""
+_MAX_LEXER_STATES = 50_000
+"""Of one grammar, for all that share it; 1 to 2 kB each."""
+_MAX_GRAMMAR_SIZE = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer's definition as JSON, the number of tokens that a mask is about, and those that end a
+    text."""
+
+    tokenizer: str
+    size: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+        """Raises RequestError where the tokenizer does not fit."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise RequestError(
+                "grammar", "this model's tokenizer is not a fast one; grammars need one"
+            )
+        size = len(tokenizer)
+        # A model's configuration may name some that its tokenizer does not have.
+        ends = tuple(token_id for token_id in eos_token_ids if token_id < size)
+        if not ends:
+            raise RequestError("grammar", "this model's tokenizer has no end-of-sequence token")
+        return cls(backend.to_str(), max(vocab_size, size), ends)
+
+    def build(self) -> Any:
+        """Returns an ``llguidance.LLTokenizer``."""
+        from llguidance import LLTokenizer  # loaded with the first grammar
+
+        ends = list(self.eos_token_ids)
+        return LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=ends)
+
+
+def new_matcher(vocabulary: Any, grammar: str, log_level: int = 0) -> Any:
+    """Returns an ``llguidance.LLMatcher``, which may be in error. ``vocabulary``: what ``build`` gave."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        max_items_in_row=_MAX_ITEMS,
+        step_max_items=_MAX_ITEMS,
+        max_lexer_states=_MAX_LEXER_STATES,
+        max_grammar_size=_MAX_GRAMMAR_SIZE,
+        verbose_errors=False,
+    )
+    return LLMatcher(vocabulary, grammar, log_level=log_level, limits=limits)
+
+
+def error_of(matcher: Any) -> str:
+    """Returns what is wrong with a matcher, in one line."""
+    lines = str(matcher.get_error()).strip().splitlines()
+    return lines[0][:300] if lines else ""
