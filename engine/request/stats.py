@@ -34,8 +34,8 @@ class SpeculativeStats:
     sums, None where there is nothing to divide by.
 
     ``gammas[g]``: steps that verified g draft tokens; ``accepted[k]``: steps in which k of them were
-    accepted; ``disabled[reason]``: steps whose proposal was cut to nothing. ``num_stop_tokens``: those that
-    ended a text and are not emitted (EOS, stop ids), which took a step like others. ``draft_seconds`` and
+    accepted; ``disabled[reason]``: steps whose proposal was cut to nothing. ``num_stop_tokens``: tokens
+    that ended a text and are not emitted (EOS, stop ids); each took a step. ``draft_seconds`` and
     ``verify_seconds`` are the requests' shares (of their drafter's call; of forward and verification, by
     rows), ``step_seconds`` whole steps, ``baseline_seconds`` those of the same tokens at gamma 0.
     """
