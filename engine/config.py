@@ -64,7 +64,9 @@ class EngineConfig:
     max_num_batched_tokens: int = described(
         1024, "Most tokens in a step: prompt, decode and drafts.", ge=1
     )
-    max_model_len: int | None = described(None, "Prompt plus output; default: the model's.", ge=1)
+    max_model_len: int | None = described(
+        None, "Prompt plus output; default: the model's, which is also the most.", ge=1
+    )
     max_num_waiting: int = described(256, "Longest queue; more requests get a 429.", ge=1)
     shed_speculation: ShedSpeculation = described(
         "unpaid",

@@ -406,4 +406,5 @@ def _account(
             verify_seconds=each.verify_seconds,
             step_seconds=step_seconds,
             baseline_seconds=baseline.seconds(num_emitted),
+            num_stop_tokens=int(outcome.stop_token_id is not None),
         )

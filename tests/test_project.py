@@ -96,9 +96,10 @@ def test_the_wheel_brings_the_models_and_nothing_else(wheel: Path) -> None:
         assert {"model.safetensors", "tokenizer.json", "config.json", "README.md"} <= kept
         assert {f"engine/bundled/{model}/{name}" for name in kept} <= names
     assert "engine/templates/smollm2.jinja" in names
-    shown = {path.name for path in (ROOT / "server" / "playground").iterdir()}
-    assert "index.html" in shown
-    assert {f"server/playground/{name}" for name in shown} <= names
+    for page in ("playground", "reference"):
+        shown = {path.name for path in (ROOT / "server" / page).iterdir()}
+        assert "index.html" in shown
+        assert {f"server/{page}/{name}" for name in shown} <= names
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert b"slipstream = slipstream.cli:main" in entry_points
     info = wheel.name.split("-")[0] + "-" + wheel.name.split("-")[1] + ".dist-info"

@@ -34,7 +34,8 @@ class SpeculativeStats:
     sums, None where there is nothing to divide by.
 
     ``gammas[g]``: steps that verified g draft tokens; ``accepted[k]``: steps in which k of them were
-    accepted; ``disabled[reason]``: steps whose proposal was cut to nothing. ``draft_seconds`` and
+    accepted; ``disabled[reason]``: steps whose proposal was cut to nothing. ``num_stop_tokens``: tokens
+    that ended a text and are not emitted (EOS, stop ids); each took a step. ``draft_seconds`` and
     ``verify_seconds`` are the requests' shares (of their drafter's call; of forward and verification, by
     rows), ``step_seconds`` whole steps, ``baseline_seconds`` those of the same tokens at gamma 0.
     """
@@ -43,6 +44,7 @@ class SpeculativeStats:
     accepted: Counter[int] = field(default_factory=Counter)
     disabled: Counter[str] = field(default_factory=Counter)
     num_emitted_tokens: int = 0
+    num_stop_tokens: int = 0
     num_failed_drafts: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -59,6 +61,7 @@ class SpeculativeStats:
         verify_seconds: float = 0.0,
         step_seconds: float = 0.0,
         baseline_seconds: float = 0.0,
+        num_stop_tokens: int = 0,
     ) -> None:
         """One request's step. ``reason`` says why gamma is no larger; empty: it need not be."""
         self.gammas[gamma] += 1
@@ -66,6 +69,7 @@ class SpeculativeStats:
         if gamma == 0 and reason:
             self.disabled[reason] += 1
         self.num_emitted_tokens += num_emitted
+        self.num_stop_tokens += num_stop_tokens
         self.draft_seconds += draft_seconds
         self.verify_seconds += verify_seconds
         self.step_seconds += step_seconds
@@ -77,6 +81,7 @@ class SpeculativeStats:
         _count_in(self.accepted, other.accepted)
         _count_in(self.disabled, other.disabled)
         self.num_emitted_tokens += other.num_emitted_tokens
+        self.num_stop_tokens += other.num_stop_tokens
         self.num_failed_drafts += other.num_failed_drafts
         self.draft_seconds += other.draft_seconds
         self.verify_seconds += other.verify_seconds
@@ -110,7 +115,8 @@ class SpeculativeStats:
 
     @property
     def tokens_per_step(self) -> float | None:
-        return _ratio(self.num_emitted_tokens, self.num_steps)
+        """Stop tokens included, so that plain decoding has 1."""
+        return _ratio(self.num_emitted_tokens + self.num_stop_tokens, self.num_steps)
 
     @property
     def mean_gamma(self) -> float:

@@ -2,7 +2,7 @@
 
 Licence headers, boilerplate, the standard answers of a help desk: text that comes back in many
 requests, but neither in the prompt, where prompt lookup would find it, nor yet in a tenant's history.
-The book is a text file, phrases apart by lines of ``---``; the variable ``SLIPSTREAM_PHRASE_BOOK``
+The book is a text file, phrases apart by lines of ``---``; the variable ``PHRASE_BOOK``
 names it. Without it, a small book of Python's boilerplate is used. It is read and tokenised with the
 target's own tokenizer once, at start.
 
@@ -28,7 +28,7 @@ from drafters.base import (
 )
 from drafters.tree import DraftTree, chain
 
-VARIABLE = "SLIPSTREAM_PHRASE_BOOK"
+VARIABLE = "PHRASE_BOOK"
 SEPARATOR = "---"
 
 _MAX_MATCH = 16

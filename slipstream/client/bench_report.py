@@ -95,7 +95,7 @@ def _summary(arm: Arm, baseline: Arm | None) -> ArmSummary:
         time_to_first_token=percentiles(reply.time_to_first_token for reply in replies),
         time_per_output_token=percentiles(reply.time_per_output_token for reply in replies),
         latency=percentiles(reply.latency for reply in replies),
-        tokens_per_step=_ratio(num_tokens, num_steps),
+        tokens_per_step=_tokens_per_step(accounts),
         acceptance_rate=_ratio(num_accepted, num_drafts),
         mean_gamma=_ratio(num_drafts, num_steps),
         num_equal_texts=None if baseline is None else _num_equal_texts(arm, baseline),
@@ -115,6 +115,14 @@ def _speedup(arm: Arm, baseline: Arm, which: slice) -> float | None:
         for each in (arm, baseline)
     )
     return _ratio(base, own) if own is not None and base is not None else None
+
+
+def _tokens_per_step(accounts: Iterable[Mapping[str, Any]]) -> float | None:
+    """By the server's own accounts, which count tokens that end a text: no reply shows them."""
+    told = [
+        (each["tokens_per_step"], each["num_steps"]) for each in accounts if each.get("num_steps")
+    ]
+    return _ratio(sum(rate * steps for rate, steps in told), sum(steps for _, steps in told))
 
 
 def _num_tokens(rounds: Sequence[Sequence[Reply]]) -> int:

@@ -42,7 +42,10 @@ Outcome = Literal["go on", "stopped", "leave"]
 def run(arguments: Namespace) -> int:
     """Returns the exit status. Raises ClientError and FlagError for what no conversation survives."""
     text = None if arguments.message is None else read_text(arguments.message)
-    chat = Chat(arguments, choose_screen(arguments), find_service(arguments))
+    screen = choose_screen(arguments)
+    with screen.waiting("the server"):
+        service = find_service(arguments)
+    chat = Chat(arguments, screen, service)
     if text is not None:
         return chat.answer_once(text)
     return chat.talk() if sys.stdin.isatty() else chat.answer_lines()

@@ -15,7 +15,8 @@ def run(arguments: Namespace) -> int:
     """Returns the exit status. Raises ClientError and FlagError."""
     fields = {**request_fields(arguments), "prompt": read_text(arguments.prompt)}
     screen = choose_screen(arguments)
-    service = find_service(arguments)
+    with screen.waiting("the server"):
+        service = find_service(arguments)
     body = service.body(fields)
     reply = new_reply(service)
     try:

@@ -8,11 +8,12 @@ drafted.
 from __future__ import annotations
 
 import sys
+import termios
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal, Protocol, TextIO
@@ -35,24 +36,24 @@ def status_line(reply: Reply, now: float) -> str:
         parts.append(f"accepted {reply.acceptance_rate:.0%}")
     if reply.tokens_per_step is not None:
         parts.append(f"{reply.tokens_per_step:.2f} tokens/step")
-    speed = _tokens_per_second(reply, now)
-    if speed is not None:
-        parts.append(f"{speed:.0f} {_unit(reply)}/s")
+    parts.append(_speed(reply, now))
     if reply.first_token_time is None:
-        return f"waiting for the first token, {now - reply.started:.0f} s"
-    return "  ".join([*parts, f"{reply.num_tokens} {_unit(reply)}"])
+        seconds = now - reply.started
+        return f"waiting for the first token (queued, or the prompt is being read), {seconds:.0f} s"
+    return "  ".join([*parts, _count(reply)])
 
 
 def _unit(reply: Reply) -> str:
-    return "chunks" if reply.counts_pieces else "tokens"
+    return "chunk" if reply.counts_pieces else "token"
 
 
-def _tokens_per_second(reply: Reply, now: float) -> float | None:
-    """After the first piece: the prompt's time is not the text's."""
-    if reply.first_token_time is None or now <= reply.first_token_time:
-        return None
-    num_tokens = reply.num_tokens - reply.num_first_tokens
-    return num_tokens / (now - reply.first_token_time) if num_tokens > 0 else None
+def _count(reply: Reply) -> str:
+    return f"{reply.num_tokens} {_unit(reply)}{'' if reply.num_tokens == 1 else 's'}"
+
+
+def _speed(reply: Reply, now: float) -> str:
+    pace = reply.pace(now)
+    return f"{'-' if pace is None else f'{1 / pace:.0f}'} {_unit(reply)}s/s"
 
 
 def summary(reply: Reply) -> list[str]:
@@ -73,14 +74,12 @@ def summary(reply: Reply) -> list[str]:
 
 def _ending(reply: Reply) -> str:
     why = {"stop": "ended", "length": "cut at the limit of tokens", None: "broken off"}
-    count = f"{reply.num_tokens} {_unit(reply)}"
-    parts = [f"{count}, {why.get(reply.finish_reason, reply.finish_reason)}"]
+    parts = [f"{_count(reply)}, {why.get(reply.finish_reason, reply.finish_reason)}"]
     if reply.time_to_first_token is not None and reply.last_token_time is not None:
         parts.append(f"first after {reply.time_to_first_token:.2f} s")
         parts.append(f"all after {reply.latency:.2f} s")
-        speed = _tokens_per_second(reply, reply.last_token_time)
-        if speed is not None:
-            parts.append(f"{speed:.0f} {_unit(reply)}/s")
+        if reply.pace(reply.last_token_time) is not None:
+            parts.append(_speed(reply, reply.last_token_time))
     if reply.seed is not None:
         parts.append(f"seed {reply.seed}")
     return "; ".join(parts)
@@ -143,6 +142,9 @@ class Marker:
 class Screen(Protocol):
     """Where replies are shown."""
 
+    def waiting(self, what: str) -> AbstractContextManager[object]:
+        """While the block runs, the client waits for that."""
+
     def start(self, reply: Reply) -> None:
         """A reply begins; nothing has come of it."""
 
@@ -170,6 +172,10 @@ class PlainScreen:
         self._marker = Marker()
         self._drafted = False
         self._at_line_start = True
+
+    def waiting(self, what: str) -> AbstractContextManager[object]:
+        del what
+        return nullcontext()
 
     def start(self, reply: Reply) -> None:
         del reply
@@ -216,19 +222,27 @@ class TerminalScreen:
         self._marker = Marker()
         self._line = Text()
         self._reply: Reply | None = None
-        self._live: Live | None = None
+        self._shown = ExitStack()
+
+    def waiting(self, what: str) -> AbstractContextManager[object]:
+        since = time.perf_counter()
+        return self._live(lambda: _bar(f"waiting for {what}, {time.perf_counter() - since:.0f} s"))
 
     def start(self, reply: Reply) -> None:
         self._marker, self._line, self._reply = Marker(), Text(), reply
-        self._live = Live(
+        self._shown.enter_context(_typing_unseen())
+        self._shown.enter_context(self._live(self._below))
+
+    def _live(self, show: Callable[[], Group | Text]) -> Live:
+        """What is shown below the text, again and again, and is gone at the end."""
+        return Live(
             console=self._console,
-            get_renderable=self._below,
+            get_renderable=show,
             refresh_per_second=_REFRESH_PER_SECOND,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._live.start()
 
     def show(self, piece: Piece) -> None:
         for text, drafted in self._marker.add(piece):
@@ -242,9 +256,7 @@ class TerminalScreen:
             self._console.print(line)
 
     def stop(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._shown.close()
         if self._line:
             self._console.print(self._line)
             self._line = Text()
@@ -268,19 +280,44 @@ class TerminalScreen:
         self._line.append(text, DRAFTED_STYLE if drafted and self._mark == "auto" else "")
 
     def _below(self) -> Group:
-        status = "waiting for the server"
-        if self._reply is not None:
-            status = status_line(self._reply, time.perf_counter())
+        assert self._reply is not None, "there is nothing below before a reply begins"
+        status = status_line(self._reply, time.perf_counter())
+        if self._reply.first_token_time is not None:
             if not self._reply.tells_drafts:
                 status += f"   ({UNTOLD})"
             elif self._mark == "auto":
                 status += f"   ({LEGEND})"
-        bar = Text(status, "reverse dim", no_wrap=True, overflow="ellipsis")
-        return Group(self._line, bar) if self._line else Group(bar)
+        return Group(self._line, _bar(status)) if self._line else Group(_bar(status))
+
+
+def _bar(status: str) -> Text:
+    return Text(status, "reverse dim", no_wrap=True, overflow="ellipsis")
+
+
+@contextmanager
+def _typing_unseen() -> Iterator[None]:
+    """Has the terminal not show what is typed while the block runs, which would tear what is drawn; who
+    reads next gets it. Control characters are signals as ever."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    handle = sys.stdin.fileno()
+    before = termios.tcgetattr(handle)
+    unseen = [*before]
+    unseen[3] &= ~termios.ECHO
+    termios.tcsetattr(handle, termios.TCSANOW, unseen)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(handle, termios.TCSANOW, before)
 
 
 class SilentScreen:
     """Shows no replies: for those who want them as JSON."""
+
+    def waiting(self, what: str) -> AbstractContextManager[object]:
+        del what
+        return nullcontext()
 
     def start(self, reply: Reply) -> None: ...
 

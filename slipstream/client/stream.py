@@ -39,6 +39,10 @@ class Piece:
 
 
 DONE = "[DONE]"
+# Of a reply whose pace means something.
+_FEWEST_TIMED_TOKENS = 4
+_SHORTEST_TIMED = 0.02
+"""Seconds."""
 
 
 def parse_event(data: str) -> Piece:
@@ -177,11 +181,17 @@ class Reply:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Seconds between tokens after the first piece; None where there was but one."""
+        """Seconds between tokens after the first piece; None where too few came for that."""
+        return None if self.last_token_time is None else self.pace(self.last_token_time)
+
+    def pace(self, now: float) -> float | None:
+        """Seconds per token after the first piece, whose time is the prompt's. None where there are too
+        few tokens or too little time: what one read brings has no time between it."""
         num_tokens = self.num_tokens - self.num_first_tokens
-        if self.first_token_time is None or self.last_token_time is None or num_tokens <= 0:
+        if self.first_token_time is None or num_tokens < _FEWEST_TIMED_TOKENS:
             return None
-        return (self.last_token_time - self.first_token_time) / num_tokens
+        seconds = now - self.first_token_time
+        return seconds / num_tokens if seconds >= _SHORTEST_TIMED else None
 
     @property
     def speculative(self) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import DraftTree, chain
 from engine import build, machine
-from engine.build import build_engine_for
+from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
 from engine.machine import can_pack
 from engine.model.layers import PackedLinear
@@ -117,6 +117,34 @@ def test_requests_may_grow_as_far_as_model_settings_and_pool_allow(
 ) -> None:
     engine = build_tiny(name, max_model_len=wanted, num_blocks=num_blocks)
     assert engine.info.max_model_len == max_model_len
+
+
+@pytest.mark.parametrize(("name", "most"), [("llama", 256), ("phi3_longrope", 64)])
+def test_a_length_beyond_the_models_is_refused(name: str, most: int) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"max_model_len is {most + 1}, .* {most} tok"):
+        build_tiny(name, max_model_len=most + 1, num_blocks=80)
+
+
+def test_a_length_that_the_blocks_cut_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    build_tiny(max_model_len=50, num_blocks=10)
+    assert (
+        "requests may have 40 tokens, not 50: 10 KV blocks of 4 tokens hold no more" in caplog.text
+    )
+
+
+def test_a_device_that_is_not_here_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig(model="no/such/folder", device="cuda:3")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ValueError, match="^device cuda:3: torch .* is a build without CUDA"):
+        build_engine(config)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for count, fault in ((0, "torch finds no CUDA device here"), (2, "there are 2 CUDA devices")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda count=count: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(ValueError, match=f"^device cuda:3: {fault}"):
+            build_engine(config)
 
 
 def test_a_pool_of_one_block_still_serves() -> None:

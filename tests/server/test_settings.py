@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from drafters.registry import drafter_settings
 from engine.config import EngineConfig
-from server.serve import serve
+from server.serve import check, serve
+from server.setting_names import OTHER_VARIABLES, unknown_variables
 from server.settings import Settings, add_flags, load_settings, with_drafters
 
 
@@ -91,6 +94,199 @@ def test_a_file_with_errors_is_an_error(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r"."):
         load("--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("a.yaml", "prot: 1\n", "prot: no such setting; did you mean port?"),
+        ("a.yaml", "speculative: {draft_stratgy: x}\n", "speculative.draft_stratgy: no such setting; "
+         "did you mean speculative.draft_strategy?"),
+        ("a.yaml", "draft_strategy: x\n", "did you mean speculative.draft_strategy?"),
+        ("a.yaml", "drafter: {ngram: {x: 1}}\n", "drafter.ngram: no such setting"),
+        ("a.yaml", "drafter: {auto: {heads: x}}\n", "did you mean drafter.auto.head?"),
+        ("a.toml", "[speculative_caps]\nx = 1\n", "speculative_caps.x: no such setting"),
+        ("a.json", '{"speculative": {"x": 1}}', "speculative.x: no such setting"),
+        ("a.yaml", "max-num-seqs: 1\nmax_num_seqs: 2\n", "max_num_seqs is there in two spellings"),
+        ("a.yaml", "config: b.yaml\n", "config: a file names no other"),
+        ("a.yaml", "port: 1\nhost: x\nport: 2\n", "line 3, column 1: the key 'port' is there twice"),
+        ("a.yaml", "speculative:\n  tree_width: 1\n  tree_width: 2\n", "line 3, column 3: the key"),
+        ("a.json", '{"port": 1, "port": 2}', "the key 'port' is there twice"),
+        ("a.toml", "port = 1\nport = 2\n", "not TOML: "),
+        ("a.toml", "port = \n", "at line 1, column 8"),
+        ("a.yaml", "a: 1\nb: [\n", "line 3, column 1: not YAML: "),
+        ("a.json", '{"a": 1,}', "line 1, column 9: not JSON: "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_said_in_a_line_with_its_name_and_the_place(
+    tmp_path: Path, name: str, text: str, fault: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(fault)) as error:
+        load("--config", str(path))
+    assert f"settings file {path}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_all_that_a_file_names_wrongly_is_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "slipstream.yaml"
+    path.write_text("prot: 1\nspeculative: {colour: red}\n")
+    with pytest.raises(ValueError, match=r"prot") as error:
+        load("--config", str(path))
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_file_may_spell_nested_names_as_flags_do(tmp_path: Path) -> None:
+    path = tmp_path / "slipstream.yaml"
+    path.write_text("speculative: {draft-strategy: nasd, options: {max-x: 1}}\n")
+    found = load("--config", str(path)).speculative
+    assert found.draft_strategy == "nasd"
+    assert found.options == {"max-x": 1}, "a drafter's own options are none of our names"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SLIPSTREAM_APIKEY", "SLIPSTREAM_API_KEY"),
+        ("slipstream_apikey", "SLIPSTREAM_API_KEY"),
+        ("SLIPSTREAM_API_KEY_FILE", "SLIPSTREAM_API_KEYS_FILE"),
+        ("SLIPSTREAM_SPECULATIVE__DRAFTSTRATEGY", "SLIPSTREAM_SPECULATIVE__DRAFT_STRATEGY"),
+        ("SLIPSTREAM_SPECULATIVE_DRAFT_STRATEGY", "SLIPSTREAM_SPECULATIVE__DRAFT_STRATEGY"),
+        ("SLIPSTREAM_DRAFT_STRATEGY", "SLIPSTREAM_SPECULATIVE__DRAFT_STRATEGY"),
+        ("SLIPSTREAM_DRAFTER__AUTO__HEADS", "SLIPSTREAM_DRAFTER__AUTO__HEAD"),
+        ("SLIPSTREAM_PORT__X", "SLIPSTREAM_PORT"),
+        ("SLIPSTREAM_DRAFTER__NGRAM__X", None),
+        ("SLIPSTREAM_SPECULATIVE__X", None),
+        ("SLIPSTREAM_COLOUR", None),
+        ("SLIPSTREAM_", None),
+    ],
+)
+def test_a_variable_that_only_looks_like_a_setting_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, meant: str | None
+) -> None:
+    """SLIPSTREAM_APIKEY served an open server without a word."""
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ValueError, match="no such setting") as error:
+        load("m", "--port", "1")
+    hint = f"; did you mean {meant}?" if meant else ""
+    if meant or "SPECULATIVE" not in name:
+        assert str(error.value) == f"variable {name.upper()}: no such setting{hint}"
+
+
+def test_variables_that_are_settings_or_somebody_elses_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (*OTHER_VARIABLES, "SLIPSTREAMER_X", "MY_SLIPSTREAM_X"):
+        monkeypatch.setenv(name, "x")
+    # A setting that takes names of its own.
+    monkeypatch.setenv("SLIPSTREAM_SPECULATIVE__OPTIONS__MAX_MATCH", "6")
+    assert (load().speculative.options or {}).keys() == {"max_match"}
+
+
+def test_links_to_services_of_kubernetes_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = {
+        "SERVICE_HOST": "10.0.0.9",
+        "SERVICE_PORT": "8000",
+        "SERVICE_PORT_HTTP": "8000",
+        "PORT": "tcp://10.0.0.9:8000",
+        "PORT_8000_TCP": "tcp://10.0.0.9:8000",
+        "PORT_8000_TCP_PROTO": "tcp",
+        "PORT_8000_TCP_ADDR": "10.0.0.9",
+    }
+    for name, value in links.items():
+        monkeypatch.setenv(f"SLIPSTREAM_GATEWAY_{name}", value)
+    assert load().port == 8000
+    monkeypatch.delenv("SLIPSTREAM_GATEWAY_SERVICE_HOST")
+    with pytest.raises(ValueError, match="variable SLIPSTREAM_GATEWAY_PORT: no such setting"):
+        load()
+
+
+def test_every_variable_with_the_prefix_in_the_project_is_a_setting_or_listed() -> None:
+    root = Path(__file__).resolve().parents[2]
+    places = [root / "Dockerfile", *(root / "deploy").rglob("*.y*ml")]
+    for package in ("server", "engine", "drafters", "slipstream", "bench", "examples", "training"):
+        places += (root / package).rglob("*.py")
+    found = {
+        name
+        for place in places
+        for name in re.findall(r"\bSLIPSTREAM_[A-Z][A-Z_]*[A-Z]", place.read_text())
+    }
+    assert {"SLIPSTREAM_URL", "SLIPSTREAM_RANKS_STORE", "SLIPSTREAM_CORES"} <= found
+    assert unknown_variables(with_drafters(drafter_settings()), found) == []
+
+
+@pytest.mark.parametrize("value", ['{"x": 1}', '{"x"'])
+def test_an_object_in_a_variable_is_held_to_the_settings(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_SPECULATIVE", value)
+    with pytest.raises(
+        ValueError, match=r"speculative\.x: no such|variable SLIPSTREAM_SPECULATIVE"
+    ):
+        load()
+
+
+@pytest.mark.parametrize("name", ["drain_seconds", "step_timeout", "kv_memory_fraction"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_are_finite(name: str, value: str) -> None:
+    with pytest.raises(ValidationError, match=name):
+        load(f"--{name.replace('_', '-')}", value)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "CPU", "", "mps"])
+def test_a_device_that_cannot_be_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="^device: .* is none of cpu, cuda and cuda:N"):
+        load("--device", device).engine_config()
+
+
+def test_an_empty_name_is_no_model() -> None:
+    with pytest.raises(ValueError, match="^model: "):
+        load("").engine_config()
+
+
+def refused_before_anything_is_loaded(settings: Settings) -> str:
+    with pytest.raises(ValueError, match=r".") as error:
+        check(settings, settings.engine_config())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"drafters": ["none", "ngran"]}, "drafters: there is no drafter 'ngran', did you mean ngram?"),
+        ({"speculative": {"draft_strategy": "sufix"}}, "speculative.draft_strategy: there is no drafter "
+         "'sufix', did you mean suffix?"),
+        ({"drafters": ["none", "ngram"], "speculative": {"draft_strategy": "suffix"}},
+         "speculative.draft_strategy: there is no drafter 'suffix'; there are: none, ngram"),
+        ({"speculative_caps": {"draft_strategies": ["ngram", "x"]}},
+         "speculative_caps.draft_strategies: there is no drafter 'x'"),
+        ({"drafter_plugins": ["x"]}, "drafter_plugins names 'x'"),
+        ({"draft": ["ngram=/x"]}, "draft ngram: a drafter has that name"),
+        ({"draft": ["fast=/x"], "drafters": ["none"]}, "draft fast is set, but drafters leaves out fast"),
+        ({"draft": ["=/x"]}, "draft '=/x': "),
+        ({"draft": ["a=/x", "a=/y"]}, "draft: two are called a"),
+    ],
+)  # fmt: skip
+def test_names_that_no_drafter_can_have_are_refused_before_anything_is_loaded(
+    given: dict[str, Any], fault: str
+) -> None:
+    assert refused_before_anything_is_loaded(Settings(**given)).startswith(fault)
+
+
+def test_a_drafter_of_a_tenant_is_one_that_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("tenants: [{name: a, key: k, drafters: [ngram, fast, ngrm]}]\n")
+    settings = Settings(api_keys_file=str(path), draft=["fast=/x"])
+    fault = refused_before_anything_is_loaded(settings)
+    assert fault == f"api-keys-file {path}: tenants.0.drafters.2: there is no such drafter"
+
+
+def test_names_that_can_be_pass() -> None:
+    strategies = ["suffix", "fast"]
+    for given in ({}, {"draft": ["fast=/x"], "speculative_caps": {"draft_strategies": strategies}}):
+        settings = Settings(model="bundled", **given)
+        check(settings, settings.engine_config())
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:

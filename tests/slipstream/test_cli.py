@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from server.version import server_version
@@ -36,6 +38,12 @@ def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]
         (["--port", "70000"], "port: "),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "max_num_batched_tokens"),
         (["--config", "no/such/file.yaml"], "cannot read"),
+        (["--config", "."], "cannot read the settings file .: Is a directory"),
+        (["--speculative.adaptive-depth", "x"], "speculative.adaptive-depth: "),
+        (["--drafters", "ngran"], "did you mean ngram?"),
+        (["--device", "tpu"], "device: 'tpu' is none of cpu, cuda and cuda:N"),
+        (["--api-keys-file", "no/such.yaml"], "api-keys-file no/such.yaml: No such file"),
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
         (["--api-key", ""], "api-key: "),
         (["--api-key", "schlüssel"], "visible ASCII"),
         (["--api-key", "two words"], "visible ASCII"),
@@ -48,4 +56,50 @@ def test_bad_settings_are_explained_in_one_line(
     err = capsys.readouterr().err
     assert err.startswith("slipstream: ")
     assert part in err
-    assert "Traceback" not in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["serve", "--apikey", "x"], "there is no flag --apikey; did you mean --api-key?"),
+        (["serve", "--api_key=s3cret"], "there is no flag --api_key; did you mean --api-key?"),
+        (["serve", "--draft-strategy", "x"], "did you mean --speculative.draft-strategy?"),
+        (["serve", "--max-num-s", "3"], "did you mean --max-num-seqs?"),
+        (["serve", "--colour"], "there is no flag --colour"),
+        (["serve", "a", "b"], "one argument too many: b"),
+        (["serve", "--port"], "--port: expected one argument"),
+        (["bench", "--round", "3"], "did you mean --rounds?"),
+        (["serv"], "invalid choice: 'serv'"),
+    ],
+)
+def test_bad_flags_are_explained_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    """A flag may not be shortened either: what it means would change with the next one added."""
+    with pytest.raises(SystemExit) as done:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert done.value.code == 2
+    assert part in err
+    assert err.count("\n") == 1
+    assert "s3cret" not in err
+
+
+def test_a_variable_that_is_no_setting_ends_the_start_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_APIKEY", "s3cret")
+    assert main(["serve", "bundled", "--port", "0"]) == 2
+    assert capsys.readouterr().err == (
+        "slipstream: variable SLIPSTREAM_APIKEY: no such setting; did you mean SLIPSTREAM_API_KEY?\n"
+    )
+
+
+def test_a_port_in_use_ends_the_start_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "bundled", "--port", port]) == 2
+    err = capsys.readouterr().err
+    assert f"port {port}: " in err
+    assert err.count("\n") == 1

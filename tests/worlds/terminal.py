@@ -29,6 +29,29 @@ def _take_the_terminal() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+_WITHOUT_A_PLACE = re.compile(r"\x1b\[\?25[lh]|\x1b\[[0-9;]*m")
+
+
+def rows(seen: str) -> list[str]:
+    """What a terminal shows in the end of what was sent to it, for the few controls that are sent: up a
+    row, erase a row, colours, the cursor."""
+    shown, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[\d+A|\x1b\[2K|[^\x1b]", _WITHOUT_A_PLACE.sub("", seen)):
+        if part.endswith("A") and len(part) > 1:
+            row -= int(part[2:-1])
+        elif part == "\x1b[2K":
+            shown[row] = ""
+        elif part == "\r":
+            column = 0
+        elif part == "\n":
+            row += 1
+            shown += [""] * (row + 1 - len(shown))
+        else:
+            shown[row] = shown[row].ljust(column)[:column] + part + shown[row][column + 1 :]
+            column += 1
+    return [each.rstrip() for each in shown if each.strip()]
+
+
 class Terminal:
     """A command whose three streams are one terminal."""
 

@@ -49,6 +49,20 @@ def test_counts_agree_with_each_other(steps: list[tuple[int, int]]) -> None:
     assert len(stats.gamma_changes) == min(moves, 64)
 
 
+def test_plain_decoding_takes_a_step_per_token_whatever_ends_the_text() -> None:
+    """The step that decided on EOS emits nothing, and made 0.99 of a token per step."""
+    stopped, cut = RequestStats(), RequestStats()
+    for _ in range(3):
+        stopped.record(0, 0, 1)
+        cut.record(0, 0, 1)
+    stopped.record(0, 0, 0, num_stop_tokens=1)
+    both = SpeculativeStats()
+    both.add(stopped)
+    both.add(cut)
+    assert [each.num_emitted_tokens for each in (stopped, cut, stopped + cut)] == [3, 3, 6]
+    assert {each.tokens_per_step for each in (stopped, cut, stopped + cut, both)} == {1.0}
+
+
 def test_rates_and_times_of_a_known_run() -> None:
     stats = RequestStats(drafter="ngram")
     assert stats.tokens_per_step is None

@@ -88,21 +88,38 @@ def test_a_reply_adds_up_its_pieces() -> None:
     assert (reply.text, reply.num_tokens, reply.gamma) == ("abc", 3, 4.0)
     assert (reply.acceptance_rate, reply.tokens_per_step) == (0.25, 1.5)
     # The first piece's tokens took no time that anybody could see.
-    assert (reply.time_to_first_token, reply.time_per_output_token) == (1.0, 1.0)
+    assert reply.time_to_first_token == 1.0
     assert reply.latency == 3.0
     assert status_line(reply, 13.0) == (
-        "gamma 4  accepted 25%  1.50 tokens/step  1 tokens/s  3 tokens"
+        "gamma 4  accepted 25%  1.50 tokens/step  - tokens/s  3 tokens"
     )
+    reply.add(Piece("de", (Token(4, "d", True), Token(5, "e", False)), 1, 4), 15.0)
+    assert reply.time_per_output_token == 1.0
+    assert status_line(reply, 15.0).endswith("1 tokens/s  5 tokens")
+
+
+@pytest.mark.parametrize(("num_tokens", "seconds"), [(1, 0.0), (2, 0.5), (4, 0.5), (50, 0.001)])
+def test_a_reply_too_short_or_read_at_once_has_no_pace(num_tokens: int, seconds: float) -> None:
+    """Two tokens from one read were thousands per second."""
+    reply = Reply(0.0)
+    for at in range(num_tokens):
+        reply.add(Piece("a", (Token(1, "a", False),), 1, 0), 1.0 + seconds * (at > 0))
+    assert reply.time_per_output_token is None
+    assert "- tokens/s" in status_line(reply, 1.0 + seconds)
+    assert "tokens/s" not in summary(reply)[0]
+    unit = "token" if num_tokens == 1 else "tokens"
+    assert summary(reply)[0].startswith(f"{num_tokens} {unit}, broken off")
 
 
 def test_a_server_that_names_no_tokens_is_counted_by_chunks_until_it_has_counted() -> None:
     reply = Reply(0.0, tells_drafts=False)
-    assert status_line(reply, 2.0) == "waiting for the first token, 2 s"
-    for now in (1.0, 2.0, 3.0):
+    assert status_line(reply, 2.0).startswith("waiting for the first token (queued, ")
+    assert status_line(reply, 2.0).endswith(", 2 s")
+    for now in (1.0, 2.0, 3.0, 4.0, 5.0):
         reply.add(Piece("x"), now)
-    assert status_line(reply, 3.0) == "1 chunks/s  3 chunks"
-    reply.add(Piece(usage={"completion_tokens": 5}), 3.5)
-    assert reply.num_tokens == 5
+    assert status_line(reply, 5.0) == "1 chunks/s  5 chunks"
+    reply.add(Piece(usage={"completion_tokens": 9}), 5.5)
+    assert reply.num_tokens == 9
     assert reply.time_per_output_token == 0.5
     assert summary(reply)[1] == "this server does not tell which tokens were drafted"
 

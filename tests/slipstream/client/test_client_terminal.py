@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from worlds.client_servers import ScriptedEngine, slipstream, wait_for
-from worlds.terminal import UNDERLINED, terminal
+from worlds.terminal import UNDERLINED, rows, terminal
 
 pytestmark = pytest.mark.slow
 
@@ -16,14 +19,37 @@ def test_a_terminal_shows_a_status_line_and_marks_drafts() -> None:
     with slipstream(engine) as url, terminal("complete", "say", "--url", url) as shown:
         # The line is there before the first token is.
         shown.read_until("waiting for the first token")
+        assert "underlined" not in shown.seen, "there is nothing yet that could be"
         engine.gate.set()
         assert shown.read_to_end() == 0
+    assert "waiting for the server" in shown.seen
     assert "1.83 tokens/step" in shown.seen
-    assert "tokens/s" in shown.seen
+    assert "- tokens/s" in shown.seen
     assert "gamma" in shown.seen
     assert "7 of 10 drafts accepted" in shown.seen
     assert {"el", "or"} <= set(UNDERLINED.findall(shown.seen))
     assert "32m" in shown.seen
+
+
+def test_what_waits_vanishes_and_what_is_typed_meanwhile_tears_nothing() -> None:
+    engine = ScriptedEngine("hello world")
+    engine.gate.clear()
+    with slipstream(engine) as url, terminal("complete", "say", "--url", url, "--quiet") as shown:
+        shown.read_until("waiting for the first token")
+        shown.type("typed ahead\n")
+        engine.gate.set()
+        assert shown.read_to_end() == 0
+    assert rows(shown.seen) == ["hello world"]
+    assert shown.seen.count("\x1b[?25l") == shown.seen.count("\x1b[?25h"), "the cursor is back"
+
+
+def test_a_pipe_gets_the_text_and_no_word_of_waiting() -> None:
+    with slipstream(ScriptedEngine("hello world")) as url:
+        command = [sys.executable, "-m", "slipstream.cli", "complete", "say", "--url", url]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "hello world\n")
+    assert "\x1b" not in done.stderr
+    assert "waiting" not in done.stderr
 
 
 @pytest.mark.parametrize(("flags", "variables"), [(["--no-color"], {}), ([], {"NO_COLOR": "1"})])
