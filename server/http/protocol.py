@@ -35,7 +35,7 @@ from server.http.framing import Framing, HeadLimits
 # Unread bytes that the transport holds before it counts as a reader who does not read.
 _MAX_UNREAD_BYTES = 16 << 10
 # What every answer begins with. Where its bytes are sent ahead, each pause is so many times the one
-# before, 164 seconds in all. A client that has gone answers a byte with a reset, which the next runs into.
+# before, 164 seconds in all. A client that has gone answers a byte with a reset, which the next meets.
 _BEGINNING = b"HTTP/1.1 "
 _FIRST_PAUSE_SECONDS, _PAUSE_GROWTH = 0.05, 3
 # Pieces of requests that are parsed in one go; then come other connections.
