@@ -34,10 +34,10 @@ from server.http.framing import Framing, HeadLimits
 
 # Unread bytes that the transport holds before it counts as a reader who does not read.
 _MAX_UNREAD_BYTES = 16 << 10
-# What every answer begins with. Where a byte of it is sent ahead, pauses double from the first one on. A
-# client that has gone answers the first byte with a reset, which the second runs into.
+# What every answer begins with. Where its bytes are sent ahead, each pause is so many times the one
+# before, 164 seconds in all. A client that has gone answers a byte with a reset, which the next meets.
 _BEGINNING = b"HTTP/1.1 "
-_FIRST_PAUSE_SECONDS = 0.05
+_FIRST_PAUSE_SECONDS, _PAUSE_GROWTH = 0.05, 3
 # Pieces of requests that are parsed in one go; then come other connections.
 _PIECES_PER_TURN = 256
 # Who is refused in the middle of a request is read for so long and so far on: to close on bytes that
@@ -462,7 +462,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if exchange.is_answered or self._is_refused or self._end.is_closing():
             return  # from here on the answer itself finds out
         if exchange.send_ahead():
-            self._probing = self._call_later(pause, self._probe, exchange, 2 * pause)
+            self._probing = self._call_later(pause, self._probe, exchange, _PAUSE_GROWTH * pause)
 
 
 def _invalid(message: str) -> ApiError:

@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 from uvicorn.server import ServerState
 
+import server.http.protocol
 from server.http.protocol import BoundedProtocol, HttpConfig, Patience
 from worlds.live_server import HANG, Live, RawConnection, live
 from worlds.scripted_engine import ScriptedEngine, engine_info
@@ -197,6 +198,27 @@ async def test_who_sends_no_more_still_gets_the_whole_answer(stream: bool) -> No
     assert answer.count(b"HTTP/1.1") == 1
     assert (b"data: [DONE]" if stream else b'"finish_reason":"length"') in answer
     assert engine.closed_early == []
+
+
+async def test_all_that_answers_begin_with_may_be_sent_ahead_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server.http.protocol, "_FIRST_PAUSE_SECONDS", 0.0001)
+    engine = endless()
+    async with live(engine) as found, RawConnection(found) as client:
+        engine.gate.clear()
+        await client.post("/v1/completions", BODY)
+        await until(lambda: len(engine.open) == 1)
+        client.send_no_more()
+        begun = b""
+        while len(begun) < len(b"HTTP/1.1 "):
+            begun += await client.read()
+        (connection,) = found.server.server_state.connections
+        assert not connection._exchange.send_ahead()  # type: ignore[union-attr]
+        engine.gate.set()
+        answer = begun + await client.read_to_end()
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b'"finish_reason":"length"' in answer
 
 
 async def test_who_sends_no_more_from_the_first_on_gets_the_answer_too() -> None:
