@@ -1,8 +1,9 @@
-"""Facts about a device: memory left for keys and values, and instructions."""
+"""Facts about a device: memory left for keys and values, and instructions. And rights of files."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import warnings
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def let_others_read(path: Path) -> None:
+    """Gives a file the rights that a new one has: safetensors leaves its own to their owner alone, and a
+    server under another user could not read them."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def device_memory(device: str) -> dict[str, float]:

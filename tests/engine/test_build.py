@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from drafters.base import DrafterNeeds, DraftRequest
@@ -117,6 +120,21 @@ def test_requests_may_grow_as_far_as_model_settings_and_pool_allow(
 ) -> None:
     engine = build_tiny(name, max_model_len=wanted, num_blocks=num_blocks)
     assert engine.info.max_model_len == max_model_len
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_file_that_others_are_to_read_has_the_rights_of_a_new_one(
+    tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        save_file({"a": torch.zeros(2)}, tmp_path / "weights")
+        machine.let_others_read(tmp_path / "weights")
+        (tmp_path / "new").touch()
+    finally:
+        os.umask(before)
+    rights = {(tmp_path / name).stat().st_mode for name in ("weights", "new")}
+    assert len(rights) == 1
 
 
 @pytest.mark.parametrize(("name", "most"), [("llama", 256), ("phi3_longrope", 64)])

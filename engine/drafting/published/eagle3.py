@@ -29,6 +29,7 @@ from engine.drafting.published.folder import (
     Section,
 )
 from engine.drafting.published.vocabulary import MAPS, is_drafted, read_token_map
+from engine.machine import let_others_read
 
 _SPECULATORS = ("eagle3", "peagle")
 """The methods of speculators that are read here."""
@@ -190,7 +191,7 @@ def _write(
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Beside the file and then in its place: a head may be served while it is trained.
     save_file(stored, path / f"{WEIGHTS}.new", metadata={"format": "pt"})
-    (path / f"{WEIGHTS}.new").chmod(0o644)
+    let_others_read(path / f"{WEIGHTS}.new")
     (path / f"{WEIGHTS}.new").replace(path / WEIGHTS)
     if fingerprint is not None:
         content["target_fingerprint"] = fingerprint

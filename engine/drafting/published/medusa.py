@@ -22,6 +22,7 @@ from torch import nn
 from engine.batch import NORMED
 from engine.drafting.facts import TargetFacts
 from engine.drafting.published.folder import CONFIG, WEIGHTS, DraftFolder
+from engine.machine import let_others_read
 
 KIND = "medusa"
 _PREFIX = re.compile(r"^medusa_heads?\.")
@@ -284,7 +285,7 @@ def write_medusa(
         for name, tensor in tensors.items()
     }
     save_file(rounded, path / WEIGHTS, metadata={"format": "pt"})
-    (path / WEIGHTS).chmod(0o644)
+    let_others_read(path / WEIGHTS)
     config = {
         "architectures": ["MedusaModel"],
         "model_type": KIND,

@@ -150,8 +150,12 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _save(model: Any, tokenizer: Any, arguments: argparse.Namespace, num_layers: int) -> None:
+    from engine.machine import let_others_read
+
     model.save_pretrained(arguments.dst)
     tokenizer.save_pretrained(arguments.dst)
+    for each in arguments.dst.iterdir():
+        let_others_read(each)
     if not arguments.json:
         _say(f"{arguments.dst}: {num_layers} linear layers in {arguments.bits} bits")
 

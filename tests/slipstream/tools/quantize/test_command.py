@@ -82,6 +82,9 @@ def test_a_folder_in_4_bits_has_what_was_measured(
     assert "parameters in 4 bits" in said.out
     assert not folder.exists()
     assert main([*arguments, "--json"]) == 0
+    (tmp_path / "new").touch()
+    rights = (tmp_path / "new").stat().st_mode
+    assert {each.stat().st_mode for each in folder.iterdir()} == {rights}, "as other new files"
     found = json.loads(capsys.readouterr().out)
     assert found["bits"] == 4
     assert 0 < found["kl"] < 0.3
