@@ -29,6 +29,7 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
+    "/v1/messages": "chat",
 }
 """The requests that are watched, by path."""
 # Outcomes of choices, as errors are named.
