@@ -1,0 +1,40 @@
+"""Adapters as PEFT writes them, random but sizable, and models with an adapter merged into their weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def wrapped(model: PreTrainedModel, seed: int, scale: float = 1.0, **settings: Any) -> Any:
+    """A copy of the model with a random adapter in PEFT's hands. ``scale``: how far it moves the layers, of
+    the size of what they compute."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": list(LLAMA_LAYERS)} | settings
+    config = LoraConfig(task_type="CAUSAL_LM", **settings)
+    found: Any = get_peft_model(copy.deepcopy(model), config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in found.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            drawn = torch.randn(weight.shape, generator=generator)
+            by = weight.shape[1] ** -0.5 if "lora_A" in name else 0.3 * scale
+            weight.data = (drawn * by).to(weight.dtype)
+    return found
+
+
+def save_adapter(
+    folder: Path, model: PreTrainedModel, seed: int, scale: float = 1.0, **settings: Any
+) -> PreTrainedModel:
+    """Writes the folder of a random adapter, and returns the model with it merged into its weights."""
+    found = wrapped(model, seed, scale, **settings)
+    found.save_pretrained(folder)
+    merged: PreTrainedModel = found.merge_and_unload()
+    return merged
