@@ -35,7 +35,8 @@ from engine.drafting.models import DraftModels, prepare_drafts
 from engine.grammar.compiler import GrammarCompiler
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
-from engine.lora.adapters import Adapters, load_all, parse_adapters
+from engine.lora.adapters import Adapters, load_all
+from engine.lora.names import parse_adapters
 from engine.machine import can_pack, free_bytes
 from engine.model.fusing import fuse
 from engine.model.int8 import is_exact

@@ -12,6 +12,7 @@ from typing import Any
 from drafters.registry import find_plugins
 from engine.config import EngineConfig
 from engine.drafting.drafts import parse_drafts
+from engine.lora.names import parse_adapters
 from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
@@ -72,6 +73,7 @@ def check(settings: Settings, config: EngineConfig) -> None:
     locate(config.served_model)
     find_plugins(config.drafter_plugins)
     parse_drafts(config.draft)
+    parse_adapters(config.lora)
     keys_of(settings.api_key, settings.api_keys_file)
     check_telemetry(settings.otlp_endpoint)
 
@@ -94,6 +96,7 @@ def _serve_alone(
     def replace(info: EngineInfo) -> None:
         engine.replace(info, process.connect())
 
+    engine.add_adapter_listener(process.keep_adapters)
     process.watch(replace if settings.restart_engine else None, settings.step_timeout)
     _speak_http(engine, tokenizer, settings, listener)
 

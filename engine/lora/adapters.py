@@ -4,13 +4,13 @@ that it was admitted with."""
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.lora.folder import read_adapter
+from engine.lora.names import check_name
 from engine.model.adapted import AdaptedLayers, Adapter
 from engine.request.errors import AdapterError, UnknownAdapterError
 from engine.request.info import AdapterInfo
@@ -18,24 +18,6 @@ from engine.request.params import GenerationRequest
 from engine.request.salts import Salt
 
 logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
-
-
-def parse_adapters(wanted: Sequence[str]) -> dict[str, str]:
-    """Returns folders by name, as ``NAME=PATH`` gives them. Raises ValueError."""
-    found: dict[str, str] = {}
-    for each in wanted:
-        name, equals, path = each.partition("=")
-        if not equals or not path:
-            raise ValueError(f"lora: {each!r} is not NAME=PATH")
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"lora: {name!r} is not a name: letters, digits and ._/:@+- make one")
-        if name in found:
-            raise ValueError(f"lora: there are two adapters of the name {name!r}")
-        found[name] = path
-    return found
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
@@ -62,8 +44,7 @@ class Adapters:
     def load(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:
         """Reads an adapter, which requests have from then on. ``may_replace``: in the place of one of that
         name. Raises AdapterError; then nothing has changed."""
-        if not _NAME.fullmatch(name):
-            raise AdapterError(f"{name!r} is not a name: letters, digits and ._/:@+- make one")
+        check_name(name)
         self._check_free(name, may_replace)
         folder = Path(path).expanduser()
         weights = read_adapter(folder, self._layers.shapes)

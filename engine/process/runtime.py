@@ -28,7 +28,7 @@ from engine.request.errors import (
     UnknownAdapterError,
 )
 from engine.request.events import StepResult
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest, Tenant
 from engine.schedule.limits import TenantLimits
 from engine.schedule.request import Request
@@ -235,6 +235,19 @@ class AsyncEngine(EventStreams):
     async def charge(self, tenant: Tenant) -> None:
         self._refuse_when_ended()
         self.runtime.charge(tenant)
+
+    async def load_adapter(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:
+        self._refuse_when_ended()
+        load = self.runtime.adapters.load
+        found = await asyncio.to_thread(load, name, path, may_replace)
+        self._adopt_adapters(self.runtime.adapters.infos)
+        return found
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        self._refuse_when_ended()
+        found = self.runtime.adapters.unload(name)
+        self._adopt_adapters(self.runtime.adapters.infos)
+        return found
 
     def abort(self, request_id: str) -> None:
         self.runtime.abort(request_id)

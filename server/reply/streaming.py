@@ -214,6 +214,7 @@ async def answer(request: Request, run: Run, writer: Writer) -> Response:
         request_id=plan.request_id,
         user=plan.user,
         metadata=plan.metadata or None,
+        adapter=plan.adapter,
         tenant=plan.choices[0].request.tenant.name or None,
     )
     record: RequestRecord | None = request.scope.get(RECORD_KEY)
