@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+from engine.model.layers import LayerShape
 
 
 LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -38,3 +41,17 @@ def save_adapter(
     found.save_pretrained(folder)
     merged: PreTrainedModel = found.merge_and_unload()
     return merged
+
+
+def random_parts(
+    shapes: Mapping[str, LayerShape], seed: int, rank: int, scale: float = 0.5
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """An adapter of all these layers, as ``AdaptedLayers.pack`` takes it."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (
+            torch.randn(rank, shape.in_features, generator=generator) * shape.in_features**-0.5,
+            torch.randn(shape.out_features, rank, generator=generator) * scale,
+        )
+        for name, shape in shapes.items()
+    }
