@@ -218,6 +218,8 @@ def _key_of(name: str) -> str:
     own = name.removeprefix(_PREFIX).removesuffix(".weight")
     layer, _, which = own.rpartition(".")
     is_known = name.startswith(_PREFIX) and name.endswith(".weight")
+    if is_known and own.endswith(".base_layer"):
+        raise AdapterError(f"{name} are the base's own weights; save with save_embedding_layers=False")
     if not is_known or which not in (_FIRST, _SECOND) or not layer:
         raise AdapterError(
             f"the tensor {name} is not served: only lora_A and lora_B of linear layers are"

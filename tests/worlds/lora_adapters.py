@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ def wrapped(model: PreTrainedModel, seed: int, scale: float = 1.0, **settings: A
 
     settings = {"r": 4, "lora_alpha": 8, "target_modules": list(LLAMA_LAYERS)} | settings
     config = LoraConfig(task_type="CAUSAL_LM", **settings)
-    found: Any = get_peft_model(copy.deepcopy(model), config)
+    with warnings.catch_warnings():
+        # PEFT asks transformers by names that are on their way out.
+        warnings.simplefilter("ignore", FutureWarning)
+        found: Any = get_peft_model(copy.deepcopy(model), config)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in found.named_parameters():
         if "lora_A" in name or "lora_B" in name:
@@ -36,10 +40,16 @@ def wrapped(model: PreTrainedModel, seed: int, scale: float = 1.0, **settings: A
 def save_adapter(
     folder: Path, model: PreTrainedModel, seed: int, scale: float = 1.0, **settings: Any
 ) -> PreTrainedModel:
-    """Writes the folder of a random adapter, and returns the model with it merged into its weights."""
-    found = wrapped(model, seed, scale, **settings)
-    found.save_pretrained(folder)
-    merged: PreTrainedModel = found.merge_and_unload()
+    """Writes the folder of a random adapter, and returns the model with it merged into its weights, as PEFT
+    reads it."""
+    from peft import PeftModel
+
+    # Else it adds the weights that an adapter of the head stands beside.
+    wrapped(model, seed, scale, **settings).save_pretrained(folder, save_embedding_layers=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        found: Any = PeftModel.from_pretrained(copy.deepcopy(model), folder)
+        merged: PreTrainedModel = found.merge_and_unload()
     return merged
 
 
