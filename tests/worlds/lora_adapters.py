@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from engine.core import EngineCore
+from engine.lora.adapters import Adapters
 from engine.model.layers import LayerShape
+from engine.request.params import GenerationRequest
+from engine.schedule.request import Request
+from worlds.engine_harness import Driver
 
 
 LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -65,3 +70,26 @@ def random_parts(
         )
         for name, shape in shapes.items()
     }
+
+
+class AdaptedDriver(Driver):
+    """A driver whose requests may name adapters, as an engine's do."""
+
+    def __init__(self, core: EngineCore, adapters: Adapters) -> None:
+        super().__init__(core)
+        self._adapters = adapters
+
+    def prepared(self, each: GenerationRequest) -> Request:
+        salted, adapter = self._adapters.applied_to(each)
+        found = self.core.prepare(salted)
+        found.adapter = adapter
+        return found
+
+
+def adapters_of(core: EngineCore, folders: Mapping[str, Path] | None = None) -> Adapters:
+    """The core's, with those in the folders. Once for each core, before its first step."""
+    runner: Any = core.runner
+    found = Adapters(runner.serve_adapters(), "tiny")
+    for name, folder in (folders or {}).items():
+        found.load(name, str(folder))
+    return found
