@@ -19,6 +19,7 @@ from engine.request.salts import Salt
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
     info: AdapterInfo

@@ -91,7 +91,9 @@ class _Folder:
             parts[self._name(layer)] = first, second
             rank = max(rank, len(first))
         base = self._config.get("base_model_name_or_path")
-        return AdapterWeights(parts, hashed.hexdigest(), rank, base if isinstance(base, str) else "")
+        return AdapterWeights(
+            parts, hashed.hexdigest(), rank, base if isinstance(base, str) else ""
+        )
 
     # --- the configuration ---
 
@@ -157,7 +159,8 @@ class _Folder:
         if not path.is_file():
             has_pickles = (self._path / "adapter_model.bin").exists()
             raise AdapterError(
-                f"it has no {WEIGHTS}" + (": a .bin is not read, save it anew" if has_pickles else "")
+                f"it has no {WEIGHTS}"
+                + (": a .bin is not read, save it anew" if has_pickles else "")
             )
         try:
             with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
@@ -219,7 +222,9 @@ def _key_of(name: str) -> str:
     layer, _, which = own.rpartition(".")
     is_known = name.startswith(_PREFIX) and name.endswith(".weight")
     if is_known and own.endswith(".base_layer"):
-        raise AdapterError(f"{name} are the base's own weights; save with save_embedding_layers=False")
+        raise AdapterError(
+            f"{name} are the base's own weights; save with save_embedding_layers=False"
+        )
     if not is_known or which not in (_FIRST, _SECOND) or not layer:
         raise AdapterError(
             f"the tensor {name} is not served: only lora_A and lora_B of linear layers are"

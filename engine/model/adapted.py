@@ -224,9 +224,7 @@ def _shape_of(module: Any) -> LayerShape:
 _PROBES = 2
 
 
-def _rows_seen(
-    names: Mapping[nn.Module, str], probe: Callable[[], object]
-) -> dict[str, list[int]]:
+def _rows_seen(names: Mapping[nn.Module, str], probe: Callable[[], object]) -> dict[str, list[int]]:
     """Returns how many rows each module was called with in each call of two forwards."""
     seen: dict[str, list[int]] = {name: [] for name in names.values()}
 

@@ -18,7 +18,6 @@ from engine.request.params import GenerationRequest
 from engine.schedule.request import Request
 from worlds.engine_harness import Driver
 
-
 LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

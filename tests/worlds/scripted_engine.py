@@ -188,9 +188,7 @@ class ScriptedEngine:
     def add_step_listener(self, callback: Callable[[StepStats], None]) -> None:
         self._listeners.append(callback)
 
-    def add_adapter_listener(
-        self, callback: Callable[[tuple[AdapterInfo, ...]], None]
-    ) -> None:
+    def add_adapter_listener(self, callback: Callable[[tuple[AdapterInfo, ...]], None]) -> None:
         self._adapter_listeners.append(callback)
 
     async def load_adapter(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from engine.batch import RequestRows
 from engine.capture import captures
 from engine.kernels import host_kernel
 from engine.model import adapted
-from engine.model.adapted import AdaptedLayers, Adapter
+from engine.model.adapted import AdaptedLayers
 from engine.model.fusing import Gated, fuse, fused_forward
 from engine.model.linear import pack_linears
 from engine.model.quantization import quantize_model
@@ -26,7 +25,6 @@ from worlds.tiny_models import (
     make_runner,
     own_logits,
     random_ids,
-    run_chunks,
     run_together,
     tiny_model,
     tree,
