@@ -1,10 +1,10 @@
 """Products with adapters of low rank (Hu et al. 2021, "LoRA"), each row with its own request's, added to
 what a layer has computed.
 
-A row's sums run over its features, then over the rank, in one order and in fp32, and are rounded once with
-what they are added to: its bits depend on the row, the layer's product and the adapter alone. Which rows
-have adapters is read when the kernel runs: they name the memory of theirs, which may change from step to
-step.
+A row's sums run over its features, then over the rank, in one order and in fp32, and are rounded once
+with what they are added to: its bits depend on the row, the layer's product and the adapter alone. Which
+rows have adapters is read when the kernel runs: they name the memory of theirs, which may change from
+step to step.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def reference(
 
 
 class Place(NamedTuple):
-    """An adapter's part in one layer: ``first`` ``[rank, in_features]``; ``second`` ``[blocks, rank, 16]``
-    of channels. Without it ``rank`` is 0."""
+    """An adapter's part in one layer: ``first`` ``[rank, in_features]``; ``second`` ``[blocks, rank,
+    16]`` of channels. Without it ``rank`` is 0."""
 
     first: Float32s
     second: Float32s
@@ -142,9 +142,9 @@ def add_low_rank(
     rows: torch.Tensor, output: torch.Tensor, adapters: torch.Tensor, place: int
 ) -> None:
     """Adds to ``output`` ``[num_rows, out_features]``, in place, the products of ``rows`` ``[num_rows,
-    in_features]`` with what the rows' ``adapters`` have in a layer, its number ``place``. Both of types in
-    ``KINDS``, with features that lie together. ``adapters`` ``[num_rows]`` int64: addresses of ``packed``
-    places of all layers (``PackedAdapter.address``), or 0."""
+    in_features]`` with what the rows' ``adapters`` have in a layer, its number ``place``. Both of types
+    in ``KINDS``, with features that lie together. ``adapters`` ``[num_rows]`` int64: addresses of
+    ``packed`` places of all layers (``PackedAdapter.address``), or 0."""
     in_features, out_features = rows.shape[1], output.shape[1]
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     if in_features % LANES:
@@ -169,9 +169,9 @@ def add_low_rank(
 
 
 class PackedAdapter:
-    """What an adapter adds in some of ``num_places`` layers, as the kernel reads it: by the layer's number
-    ``first`` ``[rank, in_features]`` and ``second`` ``[out_features, rank]``, float32. Rows that name it
-    by its ``address`` need it to live on."""
+    """What an adapter adds in some of ``num_places`` layers, as the kernel reads it: by the layer's
+    number ``first`` ``[rank, in_features]`` and ``second`` ``[out_features, rank]``, float32. Rows that
+    name it by its ``address`` need it to live on."""
 
     def __init__(
         self, num_places: int, parts: dict[int, tuple[torch.Tensor, torch.Tensor]]

@@ -43,8 +43,8 @@ class Adapters:
             return tuple(each.info for each in self._loaded.values())
 
     def load(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:
-        """Reads an adapter, which requests have from then on. ``may_replace``: in the place of one of that
-        name. Raises AdapterError; then nothing has changed."""
+        """Reads an adapter, which requests have from then on. ``may_replace``: in the place of one of
+        that name. Raises AdapterError; then nothing has changed."""
         check_name(name)
         self._check_free(name, may_replace)
         folder = Path(path).expanduser()

@@ -2,7 +2,8 @@
 distrust.
 
 Sizes, names and shapes are known before a tensor is read, and nothing is unpickled. Whatever does not fit
-the model, or would be served as something else than it was trained as, is an ``AdapterError`` of one line.
+the model, or would be served as something else than it was trained as, is an ``AdapterError`` of one
+line.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class _Step(NamedTuple):
 
 
 class AdaptedLayer:
-    """A layer that adapters may change, the one with the number ``place``. ``is_head``: its rows are those
-    with logits."""
+    """A layer that adapters may change, the one with the number ``place``. ``is_head``: its rows are
+    those with logits."""
 
     def __init__(self, layers: AdaptedLayers, place: int, shape: LayerShape, is_head: bool) -> None:
         self._layers, self.place, self.shape, self.is_head = layers, place, shape, is_head
@@ -72,8 +72,8 @@ class AdaptedLayer:
         return self._layers.step is not None
 
     def add(self, rows: torch.Tensor, output: torch.Tensor) -> None:
-        """Adds what ``rows`` ``[num_rows, in_features]`` get to ``output`` ``[num_rows, out_features]``, in
-        place."""
+        """Adds what ``rows`` ``[num_rows, in_features]`` get to ``output`` ``[num_rows, out_features]``,
+        in place."""
         step = self._layers.step
         if step is None:
             return
@@ -90,9 +90,9 @@ class AdaptedLayer:
 
 
 class AdaptedLayers:
-    """The layers of a model that adapters may change. ``probe`` runs a forward of ``num_rows`` rows, one of
-    them with logits, of other tokens each time: a layer that sees other rows, as an expert does, has no
-    place for an adapter."""
+    """The layers of a model that adapters may change. ``probe`` runs a forward of ``num_rows`` rows, one
+    of them with logits, of other tokens each time: a layer that sees other rows, as an expert does, has
+    no place for an adapter."""
 
     def __init__(self, model: PreTrainedModel, probe: Callable[[], object], num_rows: int) -> None:
         self._device = model.device

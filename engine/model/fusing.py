@@ -312,8 +312,9 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 class Gated(Fused):
-    """A gated network. ``parts``: names within it, and shapes, of the layers that its passes stand for, in
-    their order: those that make the halves, and what reads their product unless it is still a layer."""
+    """A gated network. ``parts``: names within it, and shapes, of the layers that its passes stand for,
+    in their order: those that make the halves, and what reads their product unless it is still a
+    layer."""
 
     def __init__(self) -> None:
         self.parts: dict[str, LayerShape] = {}
@@ -357,8 +358,8 @@ class GatedGroups(Gated):
 
 
 class GatedFloats(Gated):
-    """A network of packed floats, of which ``down`` is the last layer. Where adapters change what is gated,
-    the joint product leaves both halves as they are, with the same bits."""
+    """A network of packed floats, of which ``down`` is the last layer. Where adapters change what is
+    gated, the joint product leaves both halves as they are, with the same bits."""
 
     def __init__(
         self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, activation: str

@@ -1,8 +1,8 @@
 """Under what a request's cached blocks and learned texts are kept: its cache salt and, where one changes
 the model for it, the adapter of this load.
 
-Both are one string, made once where the engine admits a request, so that whatever is kept by ``cache_salt``
-is kept by adapter, too.
+Both are one string, made once where the engine admits a request, so that whatever is kept by
+``cache_salt`` is kept by adapter, too.
 """
 
 from __future__ import annotations

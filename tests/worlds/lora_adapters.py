@@ -1,4 +1,5 @@
-"""Adapters as PEFT writes them, random but sizable, and models with an adapter merged into their weights."""
+"""Adapters as PEFT writes them, random but sizable, and models with an adapter merged into their
+weights."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ LLAMA_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 def wrapped(model: PreTrainedModel, seed: int, scale: float = 1.0, **settings: Any) -> Any:
-    """A copy of the model with a random adapter in PEFT's hands. ``scale``: how far it moves the layers, of
-    the size of what they compute."""
+    """A copy of the model with a random adapter in PEFT's hands. ``scale``: how far it moves the layers,
+    of the size of what they compute."""
     from peft import LoraConfig, get_peft_model
 
     settings = {"r": 4, "lora_alpha": 8, "target_modules": list(LLAMA_LAYERS)} | settings
@@ -44,8 +45,8 @@ def wrapped(model: PreTrainedModel, seed: int, scale: float = 1.0, **settings: A
 def save_adapter(
     folder: Path, model: PreTrainedModel, seed: int, scale: float = 1.0, **settings: Any
 ) -> PreTrainedModel:
-    """Writes the folder of a random adapter, and returns the model with it merged into its weights, as PEFT
-    reads it."""
+    """Writes the folder of a random adapter, and returns the model with it merged into its weights, as
+    PEFT reads it."""
     from peft import PeftModel
 
     # Else it adds the weights that an adapter of the head stands beside.

@@ -1,4 +1,5 @@
-"""Adapters of SmolLM2, random but large enough to change what it writes, and its weights with one merged."""
+"""Adapters of SmolLM2, random but large enough to change what it writes, and its weights with one
+merged."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _SCALE = 0.06
 
 
 def write_adapters(folder: Path, dtype: torch.dtype) -> dict[str, Path]:
-    """Writes the adapters, and beside each, under its name and ``-merged``, the model with its weights."""
+    """Writes the adapters, and beside each, under its name and ``-merged``, the model with its
+    weights."""
     name = str(dtype).removeprefix("torch.")
     model = load_model(SMOLLM2, torch.device("cpu"), name, packed=False)
     tokenizer = load_tokenizer(SMOLLM2)

@@ -1,5 +1,5 @@
-"""Folders that PEFT wrote are served as PEFT computes them; whatever else there is in a folder is refused in
-one line."""
+"""Folders that PEFT wrote are served as PEFT computes them; whatever else there is in a folder is refused
+in one line."""
 
 from __future__ import annotations
 
