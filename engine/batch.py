@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ class RequestRows:
 
     ``first_key``: no row sees a key of a slot before it; at most the first row's slot.
 
+    ``adapter``: what changes the model for its rows (``engine.model.adapted.Adapter``); None: nothing.
+
     ``first_row``, ``first_logit``: where its rows begin in the batch, and its logits among the batch's;
     ``build_batch`` says so.
     """
@@ -38,6 +40,7 @@ class RequestRows:
     num_logits: int
     num_stored: int = 0
     first_key: int = 0
+    adapter: Any = None
     first_row: int = 0
     first_logit: int = 0
 
@@ -92,6 +95,12 @@ class InputBatch:
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)
     logits_indices: list[int] = field(default_factory=list)
+    adapters: list[int] = field(default_factory=list)
+    """Addresses of the rows' adapters, 0 for rows that have none; empty where no row has one."""
+
+    @property
+    def is_adapted(self) -> bool:
+        return bool(self.adapters)
 
     @property
     def num_rows(self) -> int:
@@ -121,6 +130,10 @@ def build_batch(
             request.block_table, request.base + request.num_stored, request.end, block_size
         )
         batch.logits_indices += range(end - request.num_logits, end)
+    if any(request.adapter is not None for request in requests):
+        for request in requests:
+            address = 0 if request.adapter is None else request.adapter.address
+            batch.adapters += [address] * request.num_rows
     return batch
 
 
@@ -137,6 +150,7 @@ def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:
         positions=[*batch.positions, *[0] * count],
         slot_mapping=[*batch.slot_mapping, *[NO_SLOT] * count],
         logits_indices=[*batch.logits_indices, *[0] * missing],
+        adapters=[*batch.adapters, *[0] * count] if batch.adapters else [],
     )
 
 
@@ -156,12 +170,15 @@ def _slots(block_table: Sequence[int], first: int, end: int, block_size: int) ->
 
 
 class InputTensors(NamedTuple):
-    """A batch on the device, each ``[num_rows]`` int64 but for ``logits_indices``, of at least one."""
+    """A batch on the device, each ``[num_rows]`` int64 but for ``logits_indices``, of at least one.
+    ``adapters`` and, of the rows with logits, ``logits_adapters`` are empty where no row has one."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     logits_indices: torch.Tensor
+    adapters: torch.Tensor
+    logits_adapters: torch.Tensor
 
 
 class InputBuffers:
@@ -182,7 +199,15 @@ class InputBuffers:
         """Valid until the next fill."""
         # A step of prompt chunks alone needs no logits, but models want at least one row.
         logits_indices = batch.logits_indices or [0]
-        columns = (batch.token_ids, batch.positions, batch.slot_mapping, logits_indices)
+        of_logits = [batch.adapters[row] for row in logits_indices] if batch.adapters else []
+        columns = (
+            batch.token_ids,
+            batch.positions,
+            batch.slot_mapping,
+            logits_indices,
+            batch.adapters,
+            of_logits,
+        )
         num_rows = max(batch.num_rows, 1)
         end = len(columns) * num_rows
         if end > len(self._memories[-1][0]):

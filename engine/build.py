@@ -41,6 +41,8 @@ from engine.drafting.models import DraftModels, prepare_drafts
 from engine.grammar.compiler import GrammarCompiler
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
+from engine.lora.adapters import Adapters, load_all
+from engine.lora.names import parse_adapters
 from engine.machine import can_pack, check_device, free_bytes
 from engine.model.fusing import fuse
 from engine.model.int8 import is_exact
@@ -99,6 +101,7 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     check_device(config.device)
     check_backend_name(config.attention_backend)
     check_kv_events(config)
+    parse_adapters(config.lora)
     completed = with_bundled_drafts(with_fastest_weights(config))
     ranks = join_ranks(config)
     name = BUNDLED_NAME if config.is_bundled else config.served_model
@@ -212,6 +215,10 @@ def build_engine_for(
     methods = {key: draft.method for key, draft in found.items()}
     plugins = find_plugins(config.drafter_plugins)
     drafters = build_drafters(config.drafters, context, plugins, methods)
+    adapters = None
+    if ranks is None:
+        adapters = Adapters(runner.serve_adapters(), name)
+        load_all(adapters, parse_adapters(config.lora))
     runner.prepare(hidden_layers_of(drafters.values()))
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     core = _build_core(runner, config, limits, drafters)
@@ -236,9 +243,10 @@ def build_engine_for(
         tensor_parallel_size=config.tensor_parallel_size,
         unserved=unserved_parts(model),
         drafts={name: info for name, info in checked.items() if name in drafters},
+        adapters=None if adapters is None else adapters.infos,
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
-    return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting)
+    return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting, adapters)
 
 
 def _quantize(

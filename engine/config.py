@@ -117,6 +117,7 @@ class EngineConfig:
     drafter_plugins: tuple[str, ...] | None = None
     drafter_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     draft: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()
     min_draft_agreement: float | None = described(
         None,
         "Refuse to start where a draft agrees with the target less often than that at the check at "
@@ -194,6 +195,7 @@ class EngineConfig:
             "quantized": self.quantized is not None and self.quantized_model == "target",
             "cuda_graph_rows": bool(self.cuda_graph_rows),
             "prefix_layers": self.prefix_layers is not None,
+            "lora": bool(self.lora),
         }
         for name, reason in _AT_ODDS_WITH_RANKS.items():
             if at_odds[name]:
@@ -209,4 +211,5 @@ _AT_ODDS_WITH_RANKS = {
     "quantized": "a rank has no whole model to copy; quantized_model=draft copies the draft",
     "cuda_graph_rows": "forwards that wait for other ranks are not captured",
     "prefix_layers": "its layers are divided among ranks, and drafts are made by one of them",
+    "lora": "an adapter is not divided among ranks as the layers are",
 }

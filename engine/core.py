@@ -243,6 +243,7 @@ class EngineCore:
                 parents=draft.parents,
                 block_table=self.pool.block_table(each.request.request_id),
                 num_logits=num_logits,
+                adapter=each.request.adapter,
             )
         # Those of all drafters or none: steps then are of two kinds, and so are recordings of them.
         reads_hidden = any(each.hidden_layers for each in plan.scheduled)

@@ -114,7 +114,10 @@ def _services(
         settings.max_request_seconds,
         formats,
     )
+    engine.add_adapter_listener(translator.adopt_adapters)
     bodies = BodyReader(translator, settings.body_processes, settings.log_options())
+    if model_name in translator.adapters:
+        raise ValueError(f"lora: the model itself is called {model_name!r}")
     if shared is None:
         own = Metrics(
             info,
@@ -123,6 +126,7 @@ def _services(
             lambda: services.state == "draining",
         )
         engine.add_step_listener(own.observe_step)
+        engine.add_adapter_listener(own.show_adapters)
         own.show_speculation(resolver.defaults)
         shared = Shared(own, _changing(translator, own))
     texts = TokenTexts(tokenizer)

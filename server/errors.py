@@ -21,12 +21,14 @@ from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from engine.request.errors import (
+    AdapterError,
     DeadlineExceededError,
     EngineDeadError,
     EngineError,
     RequestError,
     ShuttingDownError,
     TryLaterError,
+    UnknownAdapterError,
 )
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ REQUEST_ID_KEY = "slipstream.request_id"
 MAX_LISTED_ERRORS = 10
 MAX_MESSAGE_CHARS = 400
 MAX_PARAM_CHARS = 120
+_MOST_NAMED = 20
 # Where other servers stand behind the same name, a client finds one of them by then.
 SHUTDOWN_RETRY_SECONDS = 5
 
@@ -220,8 +223,9 @@ def shutting_down() -> ApiError:
     return ApiError(503, "The server is shutting down.", code="shutting_down", headers=headers)
 
 
-def unknown_model(name: str, served: str) -> ApiError:
-    message = f"The model '{clip(name, 100)}' does not exist. This server serves '{served}'."
+def unknown_model(name: str, served: str, adapters: Sequence[str] = ()) -> ApiError:
+    names = ", ".join(f"'{each}'" for each in (served, *adapters[:_MOST_NAMED]))
+    message = f"The model '{clip(name, 100)}' does not exist. This server serves {names}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -229,6 +233,10 @@ def to_api_error(error: Exception) -> ApiError:
     """Any exception as an answer; the text of unexpected ones goes to the log only."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, UnknownAdapterError):
+        return ApiError(404, f"{error}.", param="model", code="model_not_found")
+    if isinstance(error, AdapterError):
+        return bad_request("path", f"path: {error}", code="adapter_refused")
     if isinstance(error, RequestError):
         return bad_request(error.param, str(error))
     if isinstance(error, TryLaterError):

@@ -81,6 +81,11 @@ class RequestPlan:
         return self.choices[0].request.sampling.seed
 
     @property
+    def adapter(self) -> str | None:
+        """The name of the adapter that it asks for."""
+        return self.choices[0].request.adapter
+
+    @property
     def has_prediction(self) -> bool:
         return bool(self.choices[0].request.prediction_token_ids)
 

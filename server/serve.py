@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.drafting.drafts import check_name, check_names
+from engine.lora.names import parse_adapters
 from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
@@ -76,6 +77,7 @@ def check(settings: Settings, config: EngineConfig) -> None:
     for name in settings.speculative_caps.draft_strategies or ():
         check_name("speculative_caps.draft_strategies", name, known)
     keys_of(settings.api_key, settings.api_keys_file, known)
+    parse_adapters(config.lora)
     check_telemetry(settings.otlp_endpoint)
 
 
@@ -97,6 +99,7 @@ def _serve_alone(
     def replace(info: EngineInfo) -> None:
         engine.replace(info, process.connect())
 
+    engine.add_adapter_listener(process.keep_adapters)
     process.watch(replace if settings.restart_engine else None, settings.step_timeout)
     _speak_http(engine, tokenizer, settings, listener)
 

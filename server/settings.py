@@ -333,6 +333,11 @@ class Settings(BaseSettings):
         "the target's own checkpoint. NAME is that of its drafter; default: its method. The bundled "
         "model has drafts of its own.",
     )
+    lora: Paths = Field(
+        default=None,
+        description="NAME=PATH of adapters of low rank for the model, any number: folders that PEFT "
+        "wrote. Requests choose one by its NAME as their model; more come and go by /admin/lora.",
+    )
     drafter_plugins: Names = Field(
         default=None,
         description="Drafters that other installed packages may bring; default: all, []: none.",
@@ -390,6 +395,7 @@ class Settings(BaseSettings):
         for name in ("drafters", "drafter_plugins"):
             values[name] = None if values[name] is None else tuple(values[name])
         values["draft"] = tuple(self.draft or ())
+        values["lora"] = tuple(self.lora or ())
         own = self.drafter.model_dump(exclude_defaults=True)
         values["drafter_settings"] = {name: given for name, given in own.items() if given}
         return EngineConfig(**values)

@@ -82,6 +82,7 @@ class _Shape(NamedTuple):
     hidden_layers: tuple[int, ...]
     inputs: int
     num_threads: int
+    is_adapted: bool
 
 
 class _Capture:
@@ -166,12 +167,12 @@ class Captures(Replays):
     def _shape_with_room(self, batch: InputBatch) -> _Shape | None:
         """Returns the smallest shape of the recordings that serve the batch when it is padded."""
         most = batch.num_rows + batch.num_rows // _PADDING_SHARE
-        kind = batch.hidden_layers, torch.get_num_threads()
+        kind = batch.hidden_layers, torch.get_num_threads(), batch.is_adapted
         fitting = (
             shape
             for shape, capture in self._captures.items()
             if batch.num_rows < shape.num_rows == shape.num_logits <= most
-            and (shape.hidden_layers, shape.num_threads) == kind
+            and (shape.hidden_layers, shape.num_threads, shape.is_adapted) == kind
             and capture.is_trusted
             and capture.threads.seconds <= _PADDED_SECONDS
         )
@@ -252,7 +253,8 @@ class Captures(Replays):
 
 def _shape(batch: InputBatch, inputs: InputTensors) -> _Shape:
     sizes = batch.num_rows, len(inputs.logits_indices), batch.hidden_layers
-    return _Shape(*sizes, inputs.token_ids.data_ptr(), torch.get_num_threads())
+    how = torch.get_num_threads(), batch.is_adapted
+    return _Shape(*sizes, inputs.token_ids.data_ptr(), *how)
 
 
 def _same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -166,7 +166,8 @@ class DeviceGraphs(Replays):
 
     def pad(self, batch: InputBatch) -> InputBatch:
         """Returns the batch in its bucket, or as it is where no graph serves it."""
-        if not set(batch.hidden_layers) <= set(self._hidden_layers):
+        # What adapters add differs in shape with the rows that have them.
+        if batch.is_adapted or not set(batch.hidden_layers) <= set(self._hidden_layers):
             return batch
         bucket = find_bucket(self._graphs, batch)
         return batch if bucket is None else pad_batch(batch, bucket)

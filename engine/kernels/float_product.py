@@ -186,6 +186,13 @@ class PackedFloats:
         multiply.run(told, num_threads)
         return output
 
+    def halves(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns what a gated product multiplies, ``[num_rows, 2 * out_features]``: of the same sums,
+        the first half before its activation, and the second."""
+        plain = PackedFloats(self.weights, self.bias, 2 * self.out_features, has_pairs=self._how[1])
+        blocks = plain.times(rows).view(len(rows), -1, 2, CHANNELS // 2)
+        return blocks.transpose(1, 2).reshape(len(rows), -1)
+
 
 def pack(
     weight: torch.Tensor, bias: torch.Tensor | None, has_pairs: bool | None = None

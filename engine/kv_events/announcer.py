@@ -12,6 +12,7 @@ from engine.kv_events.wire import (
     Event,
     block_hash,
 )
+from engine.request.salts import Salt, salt_of
 
 
 class Announcer:
@@ -31,7 +32,8 @@ class Announcer:
     def stored(
         self, digest: bytes, parent: bytes | None, token_ids: Sequence[int], cache_salt: str
     ) -> None:
-        if cache_salt and not self._salted:
+        salt = salt_of(cache_salt)
+        if salt.cache_salt and not self._salted:
             return
         self._announced.add(digest)
         newest = self._events[-1] if self._events else None
@@ -47,7 +49,8 @@ class Announcer:
                 list(token_ids),
                 self._block_size,
                 medium=MEDIUM,
-                extra_keys=[[cache_salt]] if cache_salt and parent is None else None,
+                lora_name=salt.adapter or None,
+                extra_keys=[_further_keys(salt)] if cache_salt and parent is None else None,
             )
             self._events.append(event)
         self._last = digest
@@ -72,3 +75,8 @@ class Announcer:
         if self._events:
             events, self._events = self._events, []
             self._send(events)
+
+
+def _further_keys(salt: Salt) -> list[str]:
+    """Returns what a text's first hash is made of besides tokens."""
+    return [key for key in (salt.adapter, salt.digest, salt.cache_salt) if key]

@@ -21,8 +21,9 @@ class _Event(msgspec.Struct, array_like=True, tag=True):
 
 class BlockStored(_Event):
     """Blocks that follow each other, the first one after ``parent_block_hash`` (None: at the start of a
-    text). ``token_ids``: of all of them. ``extra_keys``: per block what its hash is made of besides;
-    the salt, for the first of a text."""
+    text). ``token_ids``: of all of them. ``lora_name``: the adapter that they were computed with.
+    ``extra_keys``: per block what its hash is made of besides; for the first of a text the adapter's name
+    and digest, and the salt."""
 
     block_hashes: list[int]
     parent_block_hash: int | None

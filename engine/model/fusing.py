@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import permutations
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +31,10 @@ from torch import nn
 from engine.kernels import KINDS, LANES
 from engine.kernels.triton import missing_for
 from engine.kernels.triton.row_ops import row_norm
-from engine.model.layers import GroupedLinear, PackedLinear
+from engine.model.layers import GroupedLinear, LayerShape, PackedLinear
+
+if TYPE_CHECKING:
+    from engine.model.adapted import AdaptedLayer
 
 logger = logging.getLogger(__name__)
 
@@ -308,45 +311,88 @@ _ACTIVATION_TOLERANCE = 2e-6
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-class GatedGroups(Fused):
+class Gated(Fused):
+    """A gated network. ``parts``: names within it, and shapes, of the layers that its passes stand for,
+    in their order: those that make the halves, and what reads their product unless it is still a
+    layer."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, LayerShape] = {}
+        self.adapted: Sequence[AdaptedLayer] = ()
+        """The same, where adapters may change them."""
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the forward that is under way has rows with adapters."""
+        return bool(self.adapted) and self.adapted[0].is_wanted
+
+    def _adapt(self, rows: torch.Tensor, both: torch.Tensor) -> None:
+        """Adds what adapters make of ``rows`` to ``both`` halves, which may be one layer's."""
+        first = 0
+        for layer in self.adapted:
+            if first < both.shape[1]:
+                layer.add(rows, both.narrow(1, first, layer.shape.out_features))
+                first += layer.shape.out_features
+
+
+class GatedGroups(Gated):
     """A network in few bits. ``is_first``: of the two halves that ``both`` makes the first is gated."""
 
     def __init__(self, both: Any, down: Any, is_first: bool, activation: str) -> None:
-        from engine.kernels.grouped_product import Gate
+        from engine.kernels.grouped_product import Gate, gate_rows
 
+        super().__init__()
+        self._gate_rows = gate_rows
         self._both, self._down, self._gate = both, down, Gate(activation, is_first)
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[.., hidden_size]`` to the same."""
-        both = self._both(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        both = self._both(rows)
+        if self.is_adapted:
+            self._adapt(rows, both)
         down: torch.Tensor = self._down(both, self._gate)
+        if self.is_adapted:
+            self.adapted[-1].add(self._gate_rows(both, self._gate), down)
         return down.view(hidden_states.shape)
 
 
-class GatedFloats(Fused):
-    """A network of packed floats, of which ``down`` is the last layer."""
+class GatedFloats(Gated):
+    """A network of packed floats, of which ``down`` is the last layer. Where adapters change what is
+    gated, the joint product leaves both halves as they are, with the same bits."""
 
     def __init__(
         self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, activation: str
     ) -> None:
         from engine.kernels.float_product import pack_gated
+        from engine.kernels.grouped_product import Gate, gate_rows
 
+        super().__init__()
         self._both, self.down = pack_gated(gate.packed, up.packed, activation), down
+        self._gate, self._gate_rows = Gate(activation, True), gate_rows
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[.., hidden_size]`` to the same."""
-        gated = self._both.times(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.is_adapted:
+            both = self._both.halves(rows)
+            self._adapt(rows, both)
+            gated = self._gate_rows(both, self._gate)
+        else:
+            gated = self._both.times(rows)
         down: torch.Tensor = self.down(gated)
         return down.view(hidden_states.shape)
 
 
 class _Candidate(NamedTuple):
     """A way in which a network may be put together. ``first``: its first product, of rows of ``dtype``;
-    ``fused``: makes what is to compute it, given the activation's name."""
+    ``fused``: makes what is to compute it, given the activation's name; ``parts``: the layers that this
+    stands for (``Gated``)."""
 
     first: Any
     dtype: torch.dtype
     fused: Callable[[str], GatedGroups | GatedFloats]
+    parts: Sequence[Any]
 
 
 def _find_gating(network: nn.Module) -> Fused | None:
@@ -361,8 +407,16 @@ def _find_gating(network: nn.Module) -> Fused | None:
         return None
     rows = _probe(candidates[0])
     expected = _computed(network, rows)
-    fused = (each.fused(activation) for each in candidates)
-    found = next((each for each in fused if is_near(each(rows), expected)), None)
+    for candidate in candidates:
+        found = candidate.fused(activation)
+        if is_near(found(rows), expected):
+            break
+    else:
+        return None
+    names = {child: name for name, child in network.named_children()}
+    found.parts = {
+        names[part]: LayerShape(part.in_features, part.out_features) for part in candidate.parts
+    }
     if isinstance(found, GatedFloats):
         # Their weights lie in the joint product.
         for name, child in list(network.named_children()):
@@ -372,17 +426,20 @@ def _find_gating(network: nn.Module) -> Fused | None:
 
 
 def _in_few_bits(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
-    products = {
-        id(each.product): each.product for each in layers if isinstance(each, GroupedLinear)
-    }
+    grouped = sorted(
+        (each for each in layers if isinstance(each, GroupedLinear)), key=lambda each: each.first
+    )
+    products = {id(each.product): each.product for each in grouped}
     if len(products) != 2:
         return
     # Products come in the order in which layers are declared, which says nothing.
     for both, down in permutations(products.values()):
+        parts = [each for product in (both, down) for each in grouped if each.product is product]
         fits = both.out_features == 2 * down.in_features and both.dtype in KINDS
         if fits and down.in_features % LANES == 0:
             for is_first in (True, False):
-                yield _Candidate(both, both.dtype, partial(GatedGroups, both, down, is_first))
+                fused = partial(GatedGroups, both, down, is_first)
+                yield _Candidate(both, both.dtype, fused, parts)
 
 
 def _of_floats(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
@@ -394,7 +451,8 @@ def _of_floats(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
     for gate, up, down in permutations(packed):
         fits = (down.in_features, down.out_features) == (gate.out_features, gate.in_features)
         if fits and can_gate(gate.packed, up.packed):
-            yield _Candidate(gate, gate.packed.weights.dtype, partial(GatedFloats, gate, up, down))
+            fused = partial(GatedFloats, gate, up, down)
+            yield _Candidate(gate, gate.packed.weights.dtype, fused, (gate, up))
 
 
 def _activation_of(module: nn.Module) -> str | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -50,6 +50,11 @@ def names_by_input(
         for handle in handles:
             handle.remove()
     return list(groups.values())
+
+
+class LayerShape(NamedTuple):
+    in_features: int
+    out_features: int
 
 
 class PackedWeight(Protocol):

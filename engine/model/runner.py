@@ -21,9 +21,13 @@ from engine.batch import (
     build_batch,
 )
 from engine.capture.replays import GraphSizes, make_replays
+from engine.model.adapted import AdaptedLayers
 from engine.model.decoder import kept_states
 from engine.request.errors import UnsupportedModelError
 from engine.transfer import Stopwatch, upload
+
+_PROBED_ROWS = 13
+"""Experts are not layers for all rows: of so many, no expert is chosen by all and by all again."""
 
 
 class ModelRunner:
@@ -45,6 +49,8 @@ class ModelRunner:
         self.device = model.device
         self._buffers = InputBuffers(self.device, max_num_rows)
         self._replays = make_replays(attention, graphs, can_capture)
+        self.adapted: AdaptedLayers | None = None
+        """What gives rows their adapters; None: no batch may have any."""
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> ForwardOutput:
@@ -53,9 +59,11 @@ class ModelRunner:
         watch = Stopwatch(self.device) if self.device.type == "cuda" else None
         padded = self._replays.pad(batch)
         inputs, plan = self._plan(padded)
-        output = self._replays.forward(
-            padded, inputs, plan, partial(self._run, inputs, plan, batch.hidden_layers)
-        )
+        run = partial(self._run, inputs, plan, batch.hidden_layers)
+        if batch.is_adapted:
+            assert self.adapted is not None, "nothing gives rows their adapters"
+            run = partial(self.adapted.run, padded, inputs, run)
+        output = self._replays.forward(padded, inputs, plan, run)
         output = output._replace(
             logits=output.logits[: len(batch.logits_indices)],
             hidden=tuple(each[: batch.num_rows] for each in output.hidden),
@@ -88,6 +96,24 @@ class ModelRunner:
                     f"hidden states of layer {layer} of {type(self.model).__name__} are not one vector "
                     f"of {wanted[1]} numbers for each token"
                 )
+
+    @torch.inference_mode()
+    def serve_adapters(self) -> AdaptedLayers:
+        """Finds the layers that adapters may change, and gives rows their adapters in these from now on.
+        Once, while the store is unused, and when layers have the form that they keep."""
+        num_rows = min(_PROBED_ROWS, self.store.num_slots)
+        generator = torch.Generator().manual_seed(0)
+        vocab_size = self.model.get_input_embeddings().num_embeddings  # type: ignore[union-attr]
+
+        def probe() -> None:
+            ids = torch.randint(vocab_size, (num_rows,), generator=generator).tolist()
+            blocks = range(-(-num_rows // self.store.block_size))
+            rows = RequestRows(ids, num_rows, 0, (), blocks, num_logits=1)
+            inputs, plan = self._plan(build_batch([rows], self.store.block_size))
+            self._run(inputs, plan, ())
+
+        self.adapted = AdaptedLayers(self.model, probe, num_rows)
+        return self.adapted
 
     @property
     def num_graphs(self) -> int:

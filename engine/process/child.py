@@ -14,8 +14,8 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,8 +23,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pkgutil import resolve_name
+from typing import Any
 
 from engine.logs import log_through_root
+from engine.lora.adapters import Adapters
 from engine.process.admissions import SlowAdmissions
 from engine.process.follower import Followers
 from engine.process.launch import Launch, begin_child, ignore_signals
@@ -35,11 +37,14 @@ from engine.process.tally import StepTally
 from engine.ranks.rank import rank_here
 from engine.request.errors import EngineError, RequestFailedError
 from engine.request.events import ErrorEvent, StepResult, TokenEvent
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest
 from engine.request.stats import StepStats
 
 logger = logging.getLogger(__name__)
+
+# Clients hear of an adapter at once, unless one of them is stopped or starved.
+_ADOPT_SECONDS = 10.0
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -61,6 +66,9 @@ class EngineHost:
         self._owners: dict[str, _Client] = {}
         self._slow = SlowAdmissions(self._admit, lambda name: self._built.result().abort(name))
         self._tally = StepTally()
+        # Adapters come and go one after another, while clients are read from.
+        self._changes = ThreadPoolExecutor(1, "adapters")
+        self._changed_adapters: tuple[AdapterInfo, ...] | None = None
 
     @property
     def is_built(self) -> bool:
@@ -88,10 +96,15 @@ class EngineHost:
         client = _Client(Link(Connection(handle)), wants_steps)
         with self._lock:
             self._clients = [*self._clients, client]
+            changed = self._changed_adapters
+        if changed is not None:
+            client.link.call("adopt_adapters", changed)
         acts: Acts = {
             "submit": partial(self._submit, client),
             "abort": self._abort,
             "charge": lambda tenant: self._built.result().charge(tenant),
+            "load_adapter": partial(self._change_adapters, Adapters.load),
+            "unload_adapter": partial(self._change_adapters, Adapters.unload),
         }
         client.link.listen_in_thread(acts, partial(self._leave, client))
 
@@ -106,6 +119,24 @@ class EngineHost:
     def _abort(self, request_id: str) -> None:
         if not self._slow.forget_one(request_id):
             self._built.result().abort(request_id)
+
+    def _change_adapters(
+        self, change: Callable[..., AdapterInfo], *arguments: Any
+    ) -> Future[AdapterInfo]:
+        """Returns what a change of the adapters returns or raises, once all clients know of it."""
+
+        def work() -> AdapterInfo:
+            adapters = self._built.result().adapters
+            found = change(adapters, *arguments)
+            with self._lock:
+                self._changed_adapters = infos = adapters.infos
+                clients = self._clients
+            asked = [client.link.ask("adopt_adapters", infos) for client in clients]
+            if wait(asked, _ADOPT_SECONDS).not_done:
+                logger.warning("not all processes of the server know of the adapters yet")
+            return found
+
+        return self._changes.submit(work)
 
     def _submit(self, client: _Client, request: GenerationRequest) -> None:
         if request.sampling.grammar:

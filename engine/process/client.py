@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 from engine.process.link import Acts, Link, PeerGoneError
 from engine.process.pulse import Pulse
 from engine.process.streams import EventStreams
 from engine.request.errors import EngineDeadError
 from engine.request.events import ErrorEvent, TokenEvent
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest, Tenant
 from engine.request.stats import StepStats, idle_stats
 
@@ -49,9 +50,21 @@ class RemoteEngine(EventStreams):
             self._loop.call_soon_threadsafe(self._replace, info, connection)
 
     async def charge(self, tenant: Tenant) -> None:
+        await self._ask("charge", tenant)
+
+    async def load_adapter(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:
+        found: AdapterInfo = await self._ask("load_adapter", name, path, may_replace)
+        return found
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        found: AdapterInfo = await self._ask("unload_adapter", name)
+        return found
+
+    async def _ask(self, name: str, *arguments: Any) -> Any:
+        """Raises what the engine raises, and EngineDeadError and ShuttingDownError."""
         self._refuse_when_ended()
         try:
-            await asyncio.wrap_future(self._link.ask("charge", tenant))
+            return await asyncio.wrap_future(self._link.ask(name, *arguments))
         except PeerGoneError:
             raise EngineDeadError(self._dead or _GONE) from None
 
@@ -78,7 +91,11 @@ class RemoteEngine(EventStreams):
 
     def _listen(self) -> None:
         assert self._loop is not None
-        acts: Acts = {"deliver": self._deliver, "died": self._lose}
+        acts: Acts = {
+            "deliver": self._deliver,
+            "died": self._lose,
+            "adopt_adapters": self._adopt_adapters,
+        }
         self._link.listen_on(self._loop, acts, lambda: self._lose(_GONE))
 
     def _replace(self, info: EngineInfo, connection: Connection) -> None:
@@ -88,6 +105,8 @@ class RemoteEngine(EventStreams):
         self._dead = None
         # The gauges told what the last engine had come to.
         self._deliver([], [idle_stats(info.num_blocks)])
+        if info.adapters is not None:
+            self._adopt_adapters(info.adapters)
         self._listen()
 
     def _deliver(

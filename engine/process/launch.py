@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config import EngineConfig
@@ -21,7 +22,7 @@ from engine.logs import LogOptions
 from engine.process.link import Link, PeerGoneError
 from engine.process.pulse import Pulse, shared_handle
 from engine.request.errors import EngineError
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class EngineProcess:
     ) -> None:
         self._launch = Launch(build, config, logs or LogOptions(), follow)
         self._environment = environment
+        self._adapters: tuple[AdapterInfo, ...] | None = None
         self._child: Child | None = None
         self._stopping = threading.Event()
         self._built = False
@@ -167,6 +169,20 @@ class EngineProcess:
             self._child.link.call("attach", wants_steps, handle=theirs.fileno())
         return ours
 
+    def keep_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
+        """Have an engine that is launched anew load these, as far as their folders are there then."""
+        self._adapters = adapters
+
+    def _relaunch(self) -> EngineInfo:
+        if self._adapters is not None:
+            there = [each for each in self._adapters if Path(each.path).expanduser().is_dir()]
+            for each in set(self._adapters) - set(there):
+                logger.error("adapter %s is lost: its folder is gone", each.name)
+            lora = tuple(f"{each.name}={each.path}" for each in there)
+            config = replace(self._launch.config, lora=lora)
+            self._launch = replace(self._launch, config=config)
+        return self.start()
+
     def watch(
         self, restarted: Callable[[EngineInfo], None] | None, step_timeout: float = math.inf
     ) -> None:
@@ -211,7 +227,7 @@ class EngineProcess:
             while not self._stopping.wait(pause):
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 try:
-                    restarted(self.start())
+                    restarted(self._relaunch())
                     logger.warning("the engine is back")
                     break
                 except (EngineError, OSError) as error:

@@ -16,13 +16,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.core import EngineCore
+from engine.lora.adapters import Adapters
 from engine.machine import device_memory
 from engine.process.backlog import Backlog
 from engine.process.pulse import Pulse
 from engine.process.streams import EventStreams
-from engine.request.errors import QueueFullError, RequestError
+from engine.request.errors import (
+    AdapterError,
+    QueueFullError,
+    RequestError,
+    UnknownAdapterError,
+)
 from engine.request.events import StepResult
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest, Tenant
 from engine.schedule.limits import TenantLimits
 from engine.schedule.request import Request
@@ -32,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 # A client that is turned away is told to come back when what is ahead of it is done, within these.
 _RETRY_SECONDS = (1.0, 60.0)
+_NO_ADAPTERS = "this engine serves no adapters: its model is divided among ranks"
 # How often a step tells of the device's memory.
 _MEMORY_SECONDS = 1.0
 
@@ -40,9 +47,16 @@ class EngineRuntime:
     """``core`` belongs to the thread that calls ``run``; everything else may be called from any.
     ``pulse`` shows how long a step has been under way."""
 
-    def __init__(self, core: EngineCore, info: EngineInfo, max_num_open: int) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        info: EngineInfo,
+        max_num_open: int,
+        adapters: Adapters | None = None,
+    ) -> None:
         self.core = core
         self.info = info
+        self._adapters = adapters
         self._max_num_open = max_num_open
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -57,7 +71,13 @@ class EngineRuntime:
         """A place for the request, until ``release``, and what ``submit`` takes. Raises RequestError,
         QueueFullError and TenantLimitError."""
         self.check(request)
+        adapter = None
+        if self._adapters is not None:
+            request, adapter = self._adapters.applied_to(request)
+        elif request.adapter is not None:
+            raise UnknownAdapterError(request.adapter)
         prepared = self.core.prepare(request)
+        prepared.adapter = adapter
         with self._lock:
             if request.request_id in self._open:
                 raise RequestError("request_id", f"request id {request.request_id!r} is in use")
@@ -88,6 +108,15 @@ class EngineRuntime:
         """Count a request in which the engine has no other part. Raises TenantLimitError."""
         with self._lock:
             self._limits.charge(tenant)
+
+    # --- adapters ---
+
+    @property
+    def adapters(self) -> Adapters:
+        """Raises AdapterError where none can be served."""
+        if self._adapters is None:
+            raise AdapterError(_NO_ADAPTERS)
+        return self._adapters
 
     def check(self, request: GenerationRequest) -> None:
         """The engine's own conditions on a request. Raises RequestError."""
@@ -185,10 +214,16 @@ class AsyncEngine(EventStreams):
     ``runtime``.
     """
 
-    def __init__(self, core: EngineCore, info: EngineInfo, max_num_open: int) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        info: EngineInfo,
+        max_num_open: int,
+        adapters: Adapters | None = None,
+    ) -> None:
         super().__init__(info)
         self.core = core
-        self.runtime = EngineRuntime(core, info, max_num_open)
+        self.runtime = EngineRuntime(core, info, max_num_open, adapters)
         self.pulse = self.runtime.pulse
         self._thread: threading.Thread | None = None
 
@@ -200,6 +235,19 @@ class AsyncEngine(EventStreams):
     async def charge(self, tenant: Tenant) -> None:
         self._refuse_when_ended()
         self.runtime.charge(tenant)
+
+    async def load_adapter(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:
+        self._refuse_when_ended()
+        load = self.runtime.adapters.load
+        found = await asyncio.to_thread(load, name, path, may_replace)
+        self._adopt_adapters(self.runtime.adapters.infos)
+        return found
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        self._refuse_when_ended()
+        found = self.runtime.adapters.unload(name)
+        self._adopt_adapters(self.runtime.adapters.infos)
+        return found
 
     def abort(self, request_id: str) -> None:
         self.runtime.abort(request_id)

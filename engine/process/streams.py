@@ -12,18 +12,26 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from engine.process.pulse import Pulse
-from engine.request.errors import EngineDeadError, RequestError, ShuttingDownError
+from engine.request.errors import (
+    AdapterError,
+    EngineDeadError,
+    RequestError,
+    ShuttingDownError,
+    UnknownAdapterError,
+)
 from engine.request.events import ErrorEvent, TokenEvent
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest, Tenant
 from engine.request.stats import StepStats
 
 logger = logging.getLogger(__name__)
 
 StepListener = Callable[[StepStats], None]
+AdapterListener = Callable[[tuple[AdapterInfo, ...]], None]
 
 
 Take = Callable[[TokenEvent], Coroutine[Any, Any, None] | None]
@@ -110,6 +118,7 @@ class EventStreams(ABC):
         self.pulse = Pulse()
         self._streams: dict[str, _Stream] = {}
         self._listeners: list[StepListener] = []
+        self._adapter_listeners: list[AdapterListener] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: str | None = "the engine has not been started"
         self._stopping = False
@@ -135,6 +144,22 @@ class EventStreams(ABC):
         theirs has ended; and when aborts have left nothing to run: then with gauges only, and
         ``num_rows`` 0."""
         self._listeners.append(callback)
+
+    def add_adapter_listener(self, callback: AdapterListener) -> None:
+        """Call back on the event loop with all adapters whenever one has come or gone."""
+        self._adapter_listeners.append(callback)
+
+    async def load_adapter(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:
+        """Load an adapter, which requests may name once this returns, whoever sends them to the engine.
+        ``may_replace``: in the place of one of that name, which requests that run keep. Raises
+        AdapterError, EngineDeadError, ShuttingDownError."""
+        del name, path, may_replace
+        raise AdapterError("this engine serves no adapters")
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Let an adapter go: requests that run with it go on, no other finds it. Raises
+        UnknownAdapterError, EngineDeadError, ShuttingDownError."""
+        raise UnknownAdapterError(name)
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -222,6 +247,11 @@ class EventStreams(ABC):
     @abstractmethod
     async def _end(self) -> None:
         """Abort what is open, deliver the last events, and let the engine go."""
+
+    def _adopt_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
+        self.info = replace(self.info, adapters=adapters)
+        for listener in self._adapter_listeners:
+            listener(adapters)
 
     async def _wait_until_drained(self, seconds: float) -> bool:
         """Whether the last stream has been read to its end within so many seconds."""

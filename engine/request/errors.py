@@ -2,7 +2,9 @@
 
 EngineError
 ├── UnsupportedModelError   refused at start: the model cannot be served, and why, in one line
+├── AdapterError            this adapter cannot be loaded, and why, in one line
 ├── RequestError            this request cannot be run; ``param`` names the field
+│   └── UnknownAdapterError there is no adapter of that name
 ├── TryLaterError           not now; come back after ``retry_after_seconds``. ``code`` names the limit
 │   ├── QueueFullError      too many waiting
 │   └── TenantLimitError    the tenant's own limit
@@ -33,6 +35,19 @@ class RequestError(EngineError):
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+
+class AdapterError(EngineError):
+    pass
+
+
+class UnknownAdapterError(RequestError):
+    def __init__(self, name: str) -> None:
+        super().__init__("model", f"no adapter {name!r} is loaded")
+        self.args = (name,)
+
+    def __str__(self) -> str:
+        return f"no adapter {self.args[0]!r} is loaded"
 
 
 class TryLaterError(EngineError):

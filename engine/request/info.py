@@ -57,11 +57,28 @@ class DraftInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter of low rank that requests may have. ``path``: of its folder; ``digest``: of what it
+    adds to the model, SHA-256; ``rank``: the highest of its ``num_layers`` layers; ``num_bytes``: in
+    memory; ``base_model``: what its folder says that it was made for."""
+
+    name: str
+    path: str
+    digest: str
+    rank: int
+    num_layers: int
+    num_parameters: int
+    num_bytes: int
+    base_model: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """``max_model_len`` counts prompt plus output tokens. ``exact_verified`` says whether the start-up
     probe found equal bits (None: not probed, or no room to do so to the end); ``exact_probed`` names what
     it compared, ``exact_failed`` what differed. ``unserved``: parts that the checkpoint has besides text,
-    as "vision". ``drafts``: what drafts for drafters with a model or heads from the setting draft."""
+    as "vision". ``drafts``: what drafts for drafters with a model or heads from the setting draft.
+    ``adapters``: those that are loaded; None: none can be."""
 
     model: str
     vocab_size: int
@@ -83,3 +100,4 @@ class EngineInfo:
     tensor_parallel_size: int = 1
     unserved: tuple[str, ...] = ()
     drafts: Mapping[str, DraftInfo] = field(default_factory=dict)
+    adapters: tuple[AdapterInfo, ...] | None = None

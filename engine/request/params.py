@@ -72,7 +72,8 @@ class Tenant:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One completion to write. ``priority``: lower runs first. ``cache_salt``: what is cached or learned
-    under one serves no other."""
+    under one serves no other. ``adapter``: the name of the one that changes the model for it; None: it is
+    the model's as it is."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -80,6 +81,7 @@ class GenerationRequest:
     speculative: SpeculativeParams = PLAIN
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
     arrival_time: float = 0.0
     """``time.perf_counter()`` at arrival; seconds."""
     deadline: float | None = None

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drafters.tree import EMPTY, DraftTree
 from engine.request.events import FinishInfo, FinishReason, TokenLogprobs
@@ -29,6 +29,8 @@ class Request:
     params: GenerationRequest
     sampling: SamplingState
     arrival_order: int = 0
+    adapter: Any = None
+    """What its rows have (``engine.model.adapted.Adapter``)."""
     stats: RequestStats = field(init=False)
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)

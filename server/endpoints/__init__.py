@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Request
 
 from engine.process.streams import EventStreams
 from engine.request.errors import TryLaterError
+from engine.request.info import AdapterInfo
 from server.http.middleware import KEY_OF
 from server.metrics.prometheus import RequestMetrics
 from server.plan import RequestPlan
@@ -64,7 +65,17 @@ class Services:
         plan = await self.bodies.read(body, work)
         if terms and terms.tenant.name:
             plan = terms.on(plan)
-        return kind(plan, self.texts, self.model_name, self.fingerprint)
+        name = plan.adapter or self.model_name
+        return kind(plan, self.texts, name, self._fingerprint_of(plan.adapter))
+
+    def _fingerprint_of(self, adapter: str | None) -> str:
+        found = next((each for each in self.adapters if each.name == adapter), None)
+        return self.fingerprint if found is None else f"{self.fingerprint}_{found.digest[:10]}"
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Returns those that are loaded."""
+        return self.engine.info.adapters or ()
 
     async def charge(self, request: Request) -> None:
         """Count a request that costs this server time and the engine none. Raises TenantLimitError,

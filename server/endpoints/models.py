@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from engine.request.info import AdapterInfo
 from server.endpoints import Served, Services
 from server.errors import unknown_model
 from server.http.openapi import errors
@@ -16,16 +17,20 @@ router = APIRouter(tags=["catalogue"])
 
 @router.get("/v1/models", responses=errors(401))
 async def list_models(served: Served) -> dict[str, Any]:
-    """What is served."""
-    return {"object": "list", "data": [_card(served)]}
+    """What is served: the model, and the adapters that are loaded, which have it as their parent."""
+    cards = [_card(served), *(_adapter_card(served, each) for each in served.adapters)]
+    return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{name:path}", responses=errors(401, 404))
 async def retrieve_model(name: str, served: Served) -> dict[str, Any]:
-    """The card of the model served."""
-    if name != served.model_name:
-        raise unknown_model(name, served.model_name)
-    return _card(served)
+    """The card of the model served, or of an adapter."""
+    if name == served.model_name:
+        return _card(served)
+    found = {each.name: each for each in served.adapters}
+    if name not in found:
+        raise unknown_model(name, served.model_name, tuple(found))
+    return _adapter_card(served, found[name])
 
 
 def _card(served: Services) -> dict[str, Any]:
@@ -48,4 +53,20 @@ def _card(served: Services) -> dict[str, Any]:
         "modalities": ["text"],
         "unserved": info.unserved,
         "has_chat_template": served.has_chat_template,
+    }
+
+
+def _adapter_card(served: Services, adapter: AdapterInfo) -> dict[str, Any]:
+    """Its folder is nobody's business but the operator's."""
+    return _card(served) | {
+        "id": adapter.name,
+        "root": served.model_name,
+        "parent": served.model_name,
+        "lora": {
+            "rank": adapter.rank,
+            "num_layers": adapter.num_layers,
+            "num_parameters": adapter.num_parameters,
+            "base_model": adapter.base_model,
+            "digest": adapter.digest,
+        },
     }

@@ -35,7 +35,7 @@ from prometheus_client.registry import Collector
 
 from drafters.options import SpeculativeParams
 from engine.request.events import FinishInfo
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.stats import SpeculativeStats, StepStats, idle_stats
 from server.metrics.drift import AcceptanceDrift
 
@@ -110,6 +110,7 @@ _GAUGES = {
     "kv_blocks": ("KV blocks by state.", "state"),
     "kv_blocks_total": ("KV blocks in the pool.",),
     "kv_block_size": ("Tokens in a KV block.",),
+    "lora_adapters": ("Adapters that are loaded.",),
     "engine_up": ("1 while the engine lives.",),
     "draining": ("1 while open requests finish and no new ones are taken.",),
     "gpu_memory_bytes": ("Device memory.", "kind"),
@@ -344,6 +345,7 @@ class Metrics(Collector):
         for state, count in idle_stats(info.num_blocks).blocks.items():
             self._series("kv_blocks", state).set(count)
         self._show_model(info, model_name)
+        self.show_adapters(info.adapters or ())
         for drafter, draft in info.drafts.items():
             if draft.agreement is not None:
                 self._series("draft_agreement", drafter).set(draft.agreement)
@@ -379,6 +381,10 @@ class Metrics(Collector):
         self._defaults.info({name: str(getattr(defaults, name)) for name in _SHOWN_DEFAULTS})
         if is_change:
             self.count("speculative_changes")
+
+    def show_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
+        """Shows those that are loaded."""
+        self._metrics["lora_adapters"].set(len(adapters))
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
         return self.exposition(accept)

@@ -226,6 +226,7 @@ async def answer(request: Request, run: Run, writer: Writer) -> Response:
         safety_identifier=plan.safety_identifier,
         prompt_cache_key=plan.prompt_cache_key,
         metadata=plan.metadata or None,
+        adapter=plan.adapter,
         tenant=plan.choices[0].request.tenant.name or None,
     )
     record: RequestRecord | None = request.scope.get(RECORD_KEY)

@@ -94,7 +94,7 @@ Work = Callable[[Translator, Any], Result]
 class BodyReader:
     """Works on bodies: on small ones here, on large ones in a pool of ``num_processes``, which
     begins with the first of them or with ``warm``. 0: all here. ``logs``: how they log. The translator's
-    resolver may be replaced at any time."""
+    resolver and adapters may be replaced at any time."""
 
     def __init__(
         self, translator: Translator, num_processes: int, logs: LogOptions | None = None
@@ -157,7 +157,9 @@ class BodyReader:
     ) -> Result:
         """Raises ApiError, and BrokenProcessPool where a process of the pool has ended."""
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(pool, _read_here, body, work, self.translator.resolver)
+        found = await loop.run_in_executor(
+            pool, _read_here, body, work, self.translator.resolver, self.translator.adapters
+        )
         if isinstance(found, ApiError):
             raise found
         return found
@@ -246,11 +248,14 @@ def _end_with_parent() -> None:
 
 
 def _read_here(
-    body: LargeBody, work: Work[Result], resolver: SpeculativeResolver
+    body: LargeBody,
+    work: Work[Result],
+    resolver: SpeculativeResolver,
+    adapters: tuple[str, ...],
 ) -> Result | ApiError:
     assert _translator is not None
-    # With each body: the pool began with another one if it was changed since.
-    _translator.resolver = resolver
+    # With each body: the pool began with others if they were changed since.
+    _translator.resolver, _translator.adapters = resolver, adapters
     try:
         return work(_translator, parse(body.kind, body.content))
     except ApiError as error:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import refused, unknown_model
@@ -45,8 +45,8 @@ SERVICE_TIER = "default"
 
 
 class Translator:
-    """Knows the model served: its tokenizer, vocabulary and lengths. ``resolver`` may be replaced between
-    requests."""
+    """Knows the model served: its tokenizer, vocabulary and lengths. ``resolver`` and ``adapters``, the
+    names of those that are loaded, may be replaced between requests."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Translator:
         self._info = info
         self._prompts = Prompts(info, tokenizer)
         self.resolver = resolver
+        self.adapters = adapter_names(info.adapters or ())
         self._model_name = model_name
         self._max_choices = max_choices
         self._formats = formats
@@ -136,7 +137,7 @@ class Translator:
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Raises ApiError."""
-        self._check_model(body.model)
+        self._adapter(body.model)
         is_prompt = body.prompt is not None
         if is_prompt == (body.messages is not None):
             raise refused("prompt", ": give either 'prompt' or 'messages'")
@@ -153,7 +154,7 @@ class Translator:
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Raises ApiError."""
-        self._check_model(body.model)
+        self._adapter(body.model)
         self._prompts.check_token_ids("tokens", body.tokens)
         return self._prompts.decode(body.tokens)
 
@@ -257,13 +258,21 @@ class Translator:
             grammar = self._formats.grammar(body, text, grammar)
         return text, grammar
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model_name:
-            raise unknown_model(name, self._model_name)
+    def adopt_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
+        """From now on these are loaded."""
+        self.adapters = adapter_names(adapters)
+
+    def _adapter(self, name: str | None) -> str | None:
+        """Returns the adapter that a model's name means; None: the model as it is. Raises ApiError."""
+        if name is None or name == self._model_name:
+            return None
+        if name not in self.adapters:
+            raise unknown_model(name, self._model_name, self.adapters)
+        return name
 
     def _check(self, body: CompletionRequest | ChatRequest, *, num_prompts: int) -> None:
         """Raises ApiError for a fault that shows without the prompt."""
-        self._check_model(body.model)
+        self._adapter(body.model)
         if body.stream_options is not None and not body.stream:
             raise refused("stream_options", "needs 'stream': true")
         self._prompts.check_token_ids("stop_token_ids", body.stop_token_ids or ())
@@ -324,6 +333,7 @@ class Translator:
                 speculative=speculative,
                 priority=body.priority,
                 cache_salt=body.cache_salt or "",
+                adapter=self._adapter(body.model),
                 arrival_time=arrival_time,
                 deadline=None if seconds is None else arrival_time + seconds,
                 prediction_token_ids=prediction,
@@ -355,6 +365,10 @@ class Translator:
             # Drawn where not given, and sent with the reply, so that any text can be had again.
             "seed": secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed,
         }
+
+
+def adapter_names(adapters: Sequence[AdapterInfo]) -> tuple[str, ...]:
+    return tuple(each.name for each in adapters)
 
 
 def _marked(text: str, allow_special_tokens: bool) -> Text:

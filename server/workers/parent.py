@@ -25,7 +25,7 @@ from engine.process.launch import Child, EngineProcess, describe, launch_child
 from engine.process.link import Acts, Link
 from engine.request.errors import EngineError
 from engine.request.events import TokenEvent
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.stats import StepStats, idle_stats
 from server.metrics.prometheus import Metrics
 from server.request.speculative import (
@@ -222,6 +222,7 @@ class Workers:
 
     def _on_new_engine(self, info: EngineInfo) -> None:
         self._info = info
+        self._metrics.show_adapters(info.adapters or ())
         self._metrics.observe_step(idle_stats(info.num_blocks))
         self._count_steps()
         for worker in self._workers:
@@ -231,7 +232,19 @@ class Workers:
     def _count_steps(self) -> None:
         steps = Link(self._engine.connect(wants_steps=True))
         # That it has gone is found by its process.
-        steps.listen_in_thread({"deliver": self._deliver, "died": lambda _: None}, lambda: None)
+        acts: Acts = {
+            "deliver": self._deliver,
+            "died": lambda _: None,
+            "adopt_adapters": self._adopt_adapters,
+        }
+        steps.listen_in_thread(acts, lambda: None)
+
+    def _adopt_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
+        """Those that the engine has now; it tells the workers itself."""
+        self._engine.keep_adapters(adapters)
+        self._metrics.show_adapters(adapters)
+        with self._lock:
+            self._info = replace(self._info, adapters=adapters)
 
     def _deliver(self, events: Sequence[TokenEvent], steps: Sequence[StepStats]) -> None:
         del events

@@ -115,3 +115,15 @@ async def test_a_line_names_the_tenant_and_not_its_key(
     (line,) = lines.of("slipstream.requests")
     assert line["tenant"] == "somebody"
     assert "the-tenants-key" not in "".join(lines.texts)
+
+
+async def test_a_line_names_the_adapter(connect: Connect, lines: Lines) -> None:
+    headers = {"authorization": "Bearer adm1n"}
+    async with connect(ScriptedEngine("abc"), admin_key="adm1n") as client:
+        body = {"name": "mine", "path": "/adapters/mine"}
+        await client.post("http://test/admin/lora", json=body, headers=headers)
+        for model in (None, "mine"):
+            await client.post("/completions", json={"prompt": "a", "model": model})
+    first, second = lines.of("slipstream.requests")
+    assert not first.get("adapter")
+    assert second["adapter"] == "mine"

@@ -27,6 +27,7 @@ from engine.request.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogpr
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from engine.request.stats import StepStats
 from engine.sampling.state import SamplingState
+from engine.schedule.request import Request
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
@@ -266,7 +267,10 @@ class Driver:
             self.num_draft_tokens[name] = 0
             self.draft_seconds[name] = self.verify_seconds[name] = 0.0
             self._submitted[name] = self.num_steps
-            self.core.submit(self.core.prepare(each))
+            self.core.submit(self.prepared(each))
+
+    def prepared(self, each: GenerationRequest) -> Request:
+        return self.core.prepare(each)
 
     def step(self) -> None:
         result = self.core.step()

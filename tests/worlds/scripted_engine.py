@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -14,14 +15,20 @@ from transformers import PreTrainedTokenizerFast
 
 from drafters.base import DrafterInfo, DrafterOption
 from engine.process.streams import Take
-from engine.request.errors import EngineDeadError, EngineError, QueueFullError, ShuttingDownError
+from engine.request.errors import (
+    EngineDeadError,
+    EngineError,
+    QueueFullError,
+    ShuttingDownError,
+    UnknownAdapterError,
+)
 from engine.request.events import (
     FinishInfo,
     FinishReason,
     TokenEvent,
     TokenLogprobs,
 )
-from engine.request.info import EngineInfo
+from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest, Tenant
 from engine.request.stats import GammaChange, RequestStats, StepStats
 from server.reply.byte_level import byte_level_alphabet
@@ -161,6 +168,8 @@ class ScriptedEngine:
         self.stopping = False
         self.stopped_with: float | None = None
         self._listeners: list[Callable[[StepStats], None]] = []
+        self._adapter_listeners: list[Callable[[tuple[AdapterInfo, ...]], None]] = []
+        self.refused_adapter: EngineError | None = None
 
     async def start(self) -> None:
         self.is_alive = True
@@ -178,6 +187,30 @@ class ScriptedEngine:
 
     def add_step_listener(self, callback: Callable[[StepStats], None]) -> None:
         self._listeners.append(callback)
+
+    def add_adapter_listener(self, callback: Callable[[tuple[AdapterInfo, ...]], None]) -> None:
+        self._adapter_listeners.append(callback)
+
+    async def load_adapter(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:
+        del may_replace
+        if self.refused_adapter is not None:
+            raise self.refused_adapter
+        found = AdapterInfo(name, path, "0f" * 32, 8, 14, 4096, 16384, "base/model")
+        self._adopt({each.name: each for each in self.info.adapters or ()} | {name: found})
+        return found
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        left = {each.name: each for each in self.info.adapters or ()}
+        found = left.pop(name, None)
+        if found is None:
+            raise UnknownAdapterError(name)
+        self._adopt(left)
+        return found
+
+    def _adopt(self, adapters: dict[str, AdapterInfo]) -> None:
+        self.info = replace(self.info, adapters=tuple(adapters.values()))
+        for listener in self._adapter_listeners:
+            listener(tuple(adapters.values()))
 
     async def charge(self, tenant: Tenant) -> None:
         self.charged.append(tenant.name)

@@ -1,0 +1,90 @@
+"""``/admin/lora``: adapters that the operator loads and unloads while the server serves."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from engine.request.info import AdapterInfo
+from server.endpoints import Served, Services
+from server.errors import bad_request
+from server.http.openapi import REFUSED_BODY, errors
+from server.request.body import Body
+from server.request.large_bodies import BodyRoute, LargeBody
+from server.request.translate import Translator
+
+logger = logging.getLogger("slipstream.admin")
+router = APIRouter(tags=["operations"])
+_PATH = "/admin/lora"
+_CHANGED = errors(*REFUSED_BODY, 404, 503)
+
+
+class AdapterToLoad(Body):
+    """``path``: of a folder that PEFT wrote, where the server runs."""
+
+    name: str = Field(min_length=1, max_length=128)
+    path: str = Field(min_length=1, max_length=4096)
+
+
+@router.get(_PATH, responses=errors(401, 404))
+async def list_adapters(served: Served) -> dict[str, Any]:
+    """The adapters that are loaded."""
+    return {"object": "list", "data": [_shown(each) for each in served.adapters]}
+
+
+async def load_adapter(body: AdapterToLoad, request: Request, served: Served) -> Response:
+    """Load an adapter under a name that is free; requests may name it from now on."""
+    return await _load(body, request, served, may_replace=False)
+
+
+async def replace_adapter(body: AdapterToLoad, request: Request, served: Served) -> Response:
+    """The same, also in the place of one of that name, which requests that run keep."""
+    return await _load(body, request, served, may_replace=True)
+
+
+@router.delete(_PATH + "/{name:path}", responses=errors(401, 404, 503))
+async def unload_adapter(name: str, served: Served) -> dict[str, Any]:
+    """Unload an adapter: requests that run with it go on, new ones get a 404."""
+    found = await served.engine.unload_adapter(name)
+    logger.warning("adapter %s was unloaded", found.name, extra={"fields": {"adapter": name}})
+    return _shown(found) | {"object": "adapter.deleted"}
+
+
+async def _load(
+    body: AdapterToLoad | LargeBody, request: Request, served: Services, *, may_replace: bool
+) -> Response:
+    del request
+    wanted = await served.bodies.read(body, _as_it_is)
+    if wanted.name == served.model_name:
+        raise bad_request("name", "name: the model itself is called that")
+    if not may_replace and wanted.name in (each.name for each in served.adapters):
+        raise bad_request("name", "name: an adapter of that name is loaded; PUT replaces it")
+    found = await served.engine.load_adapter(wanted.name, wanted.path, may_replace)
+    fields = {"adapter": found.name, "path": found.path, "digest": found.digest}
+    # A log that leaves out requests still says who changed what they get.
+    logger.warning("an adapter was loaded: %s", fields, extra={"fields": fields})
+    return JSONResponse(_shown(found))
+
+
+def _as_it_is(translator: Translator, body: AdapterToLoad) -> AdapterToLoad:
+    del translator
+    return body
+
+
+def _shown(adapter: AdapterInfo) -> dict[str, Any]:
+    return {"object": "adapter", **asdict(adapter)}
+
+
+for _method, _endpoint in (("POST", load_adapter), ("PUT", replace_adapter)):
+    router.add_api_route(
+        _PATH,
+        _endpoint,
+        methods=[_method],
+        responses=_CHANGED,
+        route_class_override=BodyRoute,
+    )

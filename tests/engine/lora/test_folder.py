@@ -1,0 +1,226 @@
+"""Folders that PEFT wrote are served as PEFT computes them; whatever else there is in a folder is refused
+in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.lora.folder import CONFIG, WEIGHTS, read_adapter
+from engine.model.adapted import AdaptedLayers
+from engine.model.layers import LayerShape
+from engine.model.runner import ModelRunner
+from engine.request.errors import AdapterError
+from worlds.lora_adapters import save_adapter
+from worlds.tiny_models import chunk, make_runner, own_logits, random_ids, run_together, tiny_model
+
+TEXT = random_ids(5, 20)
+LAYER = "model.layers.0.self_attn.q_proj"
+KEY = f"base_model.model.{LAYER}.lora_A.weight"
+
+
+@cache
+def served() -> tuple[ModelRunner, AdaptedLayers]:
+    runner = make_runner(tiny_model("llama"), exact=True)
+    return runner, runner.serve_adapters()
+
+
+def shapes() -> Mapping[str, LayerShape]:
+    return served()[1].shapes
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter") / "good"
+    save_adapter(folder, tiny_model("llama"), seed=1)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    found = tmp_path / "adapter"
+    shutil.copytree(good, found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_rslora": True, "r": 8},
+        {"rank_pattern": {"q_proj": 6, "layers.1.mlp.up_proj": 2}},
+        {"alpha_pattern": {"o_proj": 3.5, r"layers\.0\..*_proj": 16}},
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": "all-linear", "init_lora_weights": "gaussian"},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"layers_to_transform": [1]},
+    ],
+    ids=lambda settings: "-".join(settings) or "plain",
+)
+def test_a_folder_is_served_as_peft_merges_it(tmp_path: Path, settings: dict[str, Any]) -> None:
+    merged = save_adapter(tmp_path / "it", tiny_model("llama"), seed=2, **settings)
+    runner, layers = served()
+    rows = chunk(TEXT, 0, 20, range(5))
+    rows.adapter = layers.pack(read_adapter(tmp_path / "it", layers.shapes).parts)
+    (got,) = run_together(runner, [rows])
+    torch.testing.assert_close(got, own_logits(merged, TEXT), rtol=1e-3, atol=1e-3)
+
+
+def test_a_text_half_finds_the_layers_of_the_whole(folder: Path) -> None:
+    rewrite(folder, lambda name: name.replace(".layers.", ".language_model.layers."))
+    assert set(read_adapter(folder, shapes()).parts) == set(shapes()) - {"lm_head"}
+
+
+def test_the_digest_is_of_what_changes_the_model(good: Path, folder: Path) -> None:
+    expected = read_adapter(good, shapes()).digest
+    configure(folder, lora_dropout=0.3, inference_mode=False)
+    assert read_adapter(folder, shapes()).digest == expected
+    configure(folder, lora_alpha=9)
+    assert read_adapter(folder, shapes()).digest != expected
+    configure(folder, lora_alpha=8)
+    change(folder, lambda tensors: tensors[KEY][0].add_(1e-3))
+    assert read_adapter(folder, shapes()).digest != expected
+
+
+def rewrite(folder: Path, renamed: Callable[[str], str]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({renamed(name): tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
+def change(folder: Path, work: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    work(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def configure(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | fields))
+
+
+Damage = Callable[[Path], object]
+
+
+def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
+    return lambda folder: change(folder, lambda tensors: tensors.update({name: tensor}))
+
+
+def cut(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def with_bin(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no folder": (shutil.rmtree, "there is no such folder"),
+    "no configuration": (lambda f: (f / CONFIG).unlink(), f"{CONFIG} cannot be read: No such file"),
+    "no JSON": (lambda f: (f / CONFIG).write_text("{"), f"{CONFIG} is not JSON"),
+    "no UTF-8": (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe{"), f"{CONFIG} is not JSON"),
+    "nested JSON": (lambda f: (f / CONFIG).write_text("[" * 100_000), f"{CONFIG} is not JSON"),
+    "a list": (lambda f: (f / CONFIG).write_text("[]"), "is not an object"),
+    "a large configuration": (
+        lambda f: (f / CONFIG).write_text(" " * (1 << 21)), "has more than 1048576 bytes",
+    ),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), f"it has no {WEIGHTS}"),
+    "a pickle": (with_bin, "a .bin is not read, save it anew"),
+    "cut weights": (cut, f"{WEIGHTS} cannot be read"),
+    "empty weights": (lambda f: save_file({}, f / WEIGHTS), "has no tensors"),
+    "another method": (lambda f: configure(f, peft_type="VERA"), "peft_type is 'VERA'"),
+    "no rank": (lambda f: configure(f, r=0), "r is 0, not a positive number"),
+    "alpha of nothing": (lambda f: configure(f, lora_alpha="8"), "lora_alpha is '8'"),
+    "an infinite alpha": (lambda f: configure(f, lora_alpha=float("inf")), "lora_alpha is inf"),
+    "another rank": (lambda f: configure(f, r=5), "its rank is 4; adapter_config.json says 5"),
+    "a bad pattern": (
+        lambda f: configure(f, alpha_pattern={"(": 3}), "alpha_pattern: '(' is no pattern",
+    ),
+    "a pattern of words": (
+        lambda f: configure(f, rank_pattern={"q_proj": "4"}), "rank_pattern does not give positive",
+    ),
+    "DoRA": (lambda f: configure(f, use_dora=True), "use_dora is set, which is not served"),
+    "biases": (lambda f: configure(f, bias="all"), "bias is 'all'"),
+    "a bias of lora_B": (lambda f: configure(f, lora_bias=True), "lora_bias is set"),
+    "modules to save": (lambda f: configure(f, modules_to_save=["lm_head"]), "modules_to_save is"),
+    "target parameters": (lambda f: configure(f, target_parameters=["w"]), "target_parameters is"),
+    "replicated layers": (
+        lambda f: configure(f, layer_replication=[[0, 1]]), "layer_replication is set",
+    ),
+    "trained tokens": (
+        lambda f: configure(f, trainable_token_indices=[3]), "trainable_token_indices is set",
+    ),
+    "another base": (lambda f: configure(f, init_lora_weights="pissa"), "changes the base model's"),
+    "what comes later": (lambda f: configure(f, use_novelty=True), "use_novelty is set"),
+    "not a number": (
+        lambda f: change(f, lambda tensors: tensors[KEY][1, 2].fill_(torch.nan)), "not finite",
+    ),
+    "an overflow": (
+        lambda f: change(f, lambda tensors: tensors[KEY][0, 0].fill_(torch.inf)), "not finite",
+    ),
+    "whole numbers": (with_tensor(KEY, torch.ones(4, 64, dtype=torch.int8)), "type torch.int8"),
+    "another width": (
+        with_tensor(KEY, torch.zeros(4, 65)), "the model's layer takes 64 features and makes 64",
+    ),
+    "three dimensions": (with_tensor(KEY, torch.zeros(4, 64, 1)), "lora_A is (4, 64, 1)"),
+    "no dimension": (with_tensor(KEY, torch.zeros(())), "its rank is 0, not 1 to 512"),
+    "rank 0": (with_tensor(KEY, torch.zeros(0, 64)), "its rank is 0, not 1 to 512"),
+    "a high rank": (with_tensor(KEY, torch.zeros(513, 64)), "its rank is 513, not 1 to 512"),
+    "half a layer": (
+        lambda f: change(f, lambda tensors: tensors.pop(KEY)), f"{LAYER}: lora_A is missing",
+    ),
+    "an unknown layer": (
+        lambda f: rewrite(f, lambda name: name.replace("q_proj", "qkv_proj")),
+        "model.layers.0.self_attn.qkv_proj, model.layers.1.self_attn.qkv_proj: not among the layers",
+    ),
+    "an embedding": (
+        with_tensor("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4, 97)),
+        "is not served: only lora_A and lora_B of linear layers are",
+    ),
+    "weights of the base": (
+        with_tensor("base_model.model.lm_head.base_layer.weight", torch.zeros(97, 64)),
+        "save with save_embedding_layers=False",
+    ),
+    "a magnitude": (
+        with_tensor(f"base_model.model.{LAYER}.lora_magnitude_vector", torch.zeros(64)),
+        "is not served",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(DAMAGES))
+def test_a_damaged_folder_is_one_clear_line(folder: Path, name: str) -> None:
+    damage, expected = DAMAGES[name]
+    configure(folder, base_model_name_or_path="some/base")
+    damage(folder)
+    with pytest.raises(AdapterError) as caught:
+        read_adapter(folder, shapes())
+    said = str(caught.value)
+    assert said.startswith(f"{folder}: ")
+    assert "\n" not in said
+    assert expected in said
+
+
+def test_an_adapter_of_another_base_names_it(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "it", tiny_model("llama", hidden_size=80), seed=3)
+    configure(tmp_path / "it", base_model_name_or_path="other/base")
+    with pytest.raises(AdapterError, match="features and makes .*; it was made for other/base"):
+        read_adapter(tmp_path / "it", shapes())
+
+
+def test_one_layer_cannot_have_two_parts(folder: Path) -> None:
+    def double(tensors: dict[str, torch.Tensor]) -> None:
+        for name in (KEY, KEY.replace("lora_A", "lora_B")):
+            tensors[name.replace("model.layers", "model.language_model.layers")] = tensors[name] + 0
+
+    change(folder, double)
+    with pytest.raises(AdapterError, match="several parts for one layer"):
+        read_adapter(folder, shapes())
