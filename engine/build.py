@@ -222,6 +222,7 @@ def build_engine_for(
     runner.prepare(hidden_layers_of(drafters.values()))
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     core = _build_core(runner, config, limits, drafters)
+    text_config = model.config.get_text_config()
     info = EngineInfo(
         model=name,
         vocab_size=vocab_size,
@@ -244,6 +245,8 @@ def build_engine_for(
         unserved=unserved_parts(model),
         drafts={name: info for name, info in checked.items() if name in drafters},
         adapters=None if adapters is None else adapters.infos,
+        architecture=text_config.model_type,
+        hidden_size=text_config.hidden_size,
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting, adapters)

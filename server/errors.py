@@ -160,8 +160,19 @@ def _anthropic_answer(error: ApiError, scope: Scope) -> Mapping[str, Any]:
     return {**anthropic_error(error), "request_id": scope.get(REQUEST_ID_KEY)}
 
 
+class OllamaError(TypedDict):
+    """An error in Ollama's shape."""
+
+    error: str
+
+
+def ollama_error(error: ApiError) -> OllamaError:
+    return {"error": error.message}
+
+
 _SHAPES: Mapping[str, Callable[[ApiError, Scope], Mapping[str, Any]]] = {
     "/v1/messages": _anthropic_answer,
+    "/api": lambda error, _: ollama_error(error),
 }
 """By what the paths of an API begin with: whole segments."""
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from pydantic_core import from_json
 
-_GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_GENERATES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/api/chat",
+    "/api/generate",
+)
 # What the text to continue begins with, in the order in which templates put it.
 _BEGINNINGS = ("instructions", "system", "messages", "prompt", "input")
 # Of a longer body the start is read, so that no body, however large, keeps other requests waiting.

@@ -9,10 +9,11 @@ from starlette.types import Message, Scope, Send
 
 from deploy.ray.exchange import ReplicaLostError
 from server.errors import ApiError
-from server.reply.writers import DONE, event
+from server.reply.writers import DONE, as_json, event
 
 # By these a replica says that another one has to do it: its engine has died, or it ends.
 _ELSEWHERE = ("engine_dead", "shutting_down")
+_STREAMS = (b"text/event-stream", b"application/x-ndjson")
 _COMMENT = b":"
 _ERROR_EVENT = b'data: {"error":'
 
@@ -75,7 +76,7 @@ class Answer:
         if not self._is_head_sent:
             await self._send_head()
         if body and not body.startswith(_COMMENT):
-            self._num_events += body.count(b"\n\n") if self._is_stream else 1
+            self._num_events += body.count(b"\n\n") or 1
         await self._send(message)
 
     async def _send_head(self) -> None:
@@ -87,6 +88,8 @@ class Answer:
         if self._scope["path"] == "/v1/responses":
             fields = {**error["error"], "type": "error", "sequence_number": self._num_events}
             content = event(fields, "error")
+        elif isinstance(error["error"], str):  # in Ollama's
+            content = as_json(error) + b"\n"
         elif error.get("type") == "error":  # in Anthropic's shape
             content = event(error, "error")
         else:
@@ -102,7 +105,7 @@ class Answer:
 
 def _is_stream(head: Message) -> bool:
     kind = next((value for name, value in head["headers"] if name == b"content-type"), b"")
-    return bool(head["status"] == 200 and kind.startswith(b"text/event-stream"))
+    return bool(head["status"] == 200 and kind.startswith(_STREAMS))
 
 
 def _says_elsewhere(status: int, body: bytes) -> bool:

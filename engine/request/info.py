@@ -78,7 +78,8 @@ class EngineInfo:
     probe found equal bits (None: not probed, or no room to do so to the end); ``exact_probed`` names what
     it compared, ``exact_failed`` what differed. ``unserved``: parts that the checkpoint has besides text,
     as "vision". ``drafts``: what drafts for drafters with a model or heads from the setting draft.
-    ``adapters``: those that are loaded; None: none can be."""
+    ``adapters``: those that are loaded; None: none can be. ``architecture``: the model's kind in its
+    configuration's word, as "llama"; ``hidden_size``: features of a hidden state."""
 
     model: str
     vocab_size: int
@@ -101,3 +102,5 @@ class EngineInfo:
     unserved: tuple[str, ...] = ()
     drafts: Mapping[str, DraftInfo] = field(default_factory=dict)
     adapters: tuple[AdapterInfo, ...] | None = None
+    architecture: str = ""
+    hidden_size: int = 0

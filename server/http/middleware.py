@@ -26,7 +26,7 @@ from server.errors import (
 from server.metrics.prometheus import RequestMetrics
 
 KEY_OF = "slipstream.key_of"
-_GUARDED = ("/v1", "/tokenize", "/detokenize")
+_GUARDED = ("/v1", "/api", "/tokenize", "/detokenize")
 _ADMIN = "/admin"
 _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
 
@@ -96,10 +96,10 @@ class GuardMiddleware:
     """Refuses, before a body is read, what has no right to be here, and who says twice by which.
 
     ``/admin`` wants the admin key, ASCII too; without one there is nothing at those paths. ``/v1``,
-    ``/tokenize`` and ``/detokenize`` want a key that ``find`` knows, where there is a ``find``: it gets a
-    key as it came and returns what goes on with the request, as ``scope[KEY_OF]``, or None for a key that
-    nobody has. While the server ends, these three are refused to all. Health, metrics and the rest stay
-    open to probes and scrapers.
+    ``/api``, ``/tokenize`` and ``/detokenize`` want a key that ``find`` knows, where there is a ``find``:
+    it gets a key as it came and returns what goes on with the request, as ``scope[KEY_OF]``, or None for
+    a key that nobody has. While the server ends, these are refused to all. Health, metrics and the rest
+    stay open to probes and scrapers.
     """
 
     def __init__(

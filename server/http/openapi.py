@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from server.errors import ErrorReply
+from server.errors import ErrorReply, OllamaError
 
 Answers = dict[int | str, dict[str, Any]]
 REFUSED_BODY = (400, 401, 408, 413)
@@ -65,6 +65,17 @@ def generated(
     return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=shape)}
 
 
+def written_in_lines(whole: Any) -> Answers:
+    """The same for Ollama's endpoints, whose streams are lines of JSON of one shape."""
+    line = TypeAdapter(whole | OllamaError).json_schema(mode="serialization", ref_template=_REFS)
+    answer = {
+        "model": whole,
+        "description": "Lines of JSON, the last one with `done`; or without `stream` the whole reply.",
+        "content": {"application/x-ndjson": {"itemSchema": line}},
+    }
+    return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=OllamaError)}
+
+
 def describe_as_it_is(app: FastAPI, drafters: Iterable[str]) -> None:
     """Has the application's schema leave out FastAPI's own 422, which is a 400 here, hold what the
     schemas of events refer to, and name the drafters that are loaded."""
@@ -87,13 +98,18 @@ def _correct(schema: dict[str, Any]) -> None:
         for operation in path.values():
             operation["responses"].pop("422", None)
             for answer in operation["responses"].values():
-                stream = answer.get("content", {}).get("text/event-stream", {})
-                data = stream.get("itemSchema", {}).get("properties", {}).get("data", {})
-                for event in data.get("anyOf", [data]):
-                    for name, each in event.get("contentSchema", {}).pop("$defs", {}).items():
-                        known.setdefault(name, each)
+                for told in answer.get("content", {}).values():
+                    for piece in _pieces(told.get("itemSchema", {})):
+                        for name, each in piece.pop("$defs", {}).items():
+                            known.setdefault(name, each)
     for name in ("HTTPValidationError", "ValidationError"):
         known.pop(name, None)
+
+
+def _pieces(item: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """Returns the schemas of the JSON in a stream's items: of lines, or of the data of events."""
+    data = item.get("properties", {}).get("data", {})
+    return [item, *(each.get("contentSchema", {}) for each in data.get("anyOf", [data]))]
 
 
 def _name_drafters(schema: dict[str, Any], names: list[str]) -> None:

@@ -138,8 +138,10 @@ class ChatWriter(ChunkWriter):
         }
 
     def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs | None:
-        if self.plan.num_logprobs is None:
-            return None
+        return None if self.plan.num_logprobs is None else self.logprobs(tokens)
+
+    def logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs:
+        """Those of tokens, where they were asked for."""
         content: list[ChatLogprob] = []
         for token in tokens:
             assert token.logprobs is not None, "the engine sends logprobs where they were asked for"

@@ -66,8 +66,11 @@ class BodyRoute(APIRoute):
     with; a large one unread, as ``LargeBody``. The endpoint's other parameters are the request and
     ``Served``.
 
-    FastAPI's own reading knows neither where a body ceases to be JSON, nor large ones.
+    FastAPI's own reading knows neither where a body ceases to be JSON, nor large ones. ``needs_type``: a
+    body has to be called JSON.
     """
+
+    needs_type = True
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         kind: type[Body] = get_type_hints(self.endpoint)["body"]
@@ -77,13 +80,20 @@ class BodyRoute(APIRoute):
                 content = await request.body()
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE_STATUS)
-            check_content_type(request.headers.get("content-type", ""))
+            if self.needs_type:
+                check_content_type(request.headers.get("content-type", ""))
             is_large = len(content) > LARGE
             body = LargeBody(kind, content) if is_large else parse(kind, content)
             response: Response = await self.endpoint(body, request, request.app.state.services)
             return response
 
         return handle
+
+
+class AnyTypeRoute(BodyRoute):
+    """Takes a body for JSON whatever it is called, as Ollama does: ``curl -d`` calls it a form."""
+
+    needs_type = False
 
 
 Result = TypeVar("Result")

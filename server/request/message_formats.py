@@ -50,6 +50,10 @@ class MessageFormats:
         }
 
     @property
+    def knows_calls(self) -> bool:
+        return bool(self._tool_calls)
+
+    @property
     def splits_reasoning(self) -> bool:
         return bool(self._reasoning)
 

@@ -127,12 +127,12 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, spellings: Spellings) -> None:
         self._tokenizer = tokenizer
         self._spellings = spellings
-        self._source = str(tokenizer.chat_template) if tokenizer.chat_template else None
-        self.variables = _variables(self._source or "")
+        self.source = str(tokenizer.chat_template) if tokenizer.chat_template else None
+        self.variables = _variables(self.source or "")
         self.takes_tools = "tools" in self.variables
         self._reserved = _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
         self.variables -= self._reserved
-        self._takes_parts = self._source is not None and self._shows_only_parts()
+        self._takes_parts = self.source is not None and self._shows_only_parts()
 
     def read_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those of the client's variables that the template reads. Raises ApiError for what is
@@ -157,7 +157,7 @@ class ChatTemplate:
         ``variables``: the client's; ``arguments``: further ones of ``apply_chat_template``. Raises
         ApiError: 400 for what the template refuses, 500 where it breaks.
         """
-        if self._source is None:
+        if self.source is None:
             raise bad_request(
                 "messages", "this model's tokenizer has no chat template; use /v1/completions"
             )
@@ -167,7 +167,7 @@ class ChatTemplate:
             arguments["tools"] = list(tools) or None
             return self._apply(messages, variables, arguments)
         given = [messages, dict(variables), list(tools)]
-        disguise = Disguise(self._spellings, given, self._source)
+        disguise = Disguise(self._spellings, given, self.source)
         messages, variables, tools = disguise.put_on(given)
         arguments["tools"] = tools or None
         return disguise.take_off(self._apply(messages, variables, arguments))

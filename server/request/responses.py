@@ -397,12 +397,7 @@ def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> 
 
 def _in_own_words(error: ApiError) -> ApiError:
     """A refusal of the chat request, with the field of this one that is at fault."""
-    param = error.param or ""
-    own = _own_name(param)
-    message = error.message.replace(param, own) if param else error.message
-    return ApiError(
-        error.status, message, param=own or None, code=error.code, headers=error.headers
-    )
+    return error.about(_own_name(error.param)) if error.param else error
 
 
 def _own_name(param: str) -> str:

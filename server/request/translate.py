@@ -79,6 +79,10 @@ class Translator:
         return self._info.unserved
 
     @property
+    def model_name(self) -> str:
+        return self._model_name
+
+    @property
     def max_model_len(self) -> int:
         """Returns how many tokens a prompt and its text may have."""
         return self._info.max_model_len
@@ -87,6 +91,16 @@ class Translator:
     def template_variables(self) -> frozenset[str]:
         """Returns the chat template's variables that requests may set."""
         return self._prompts.template.variables
+
+    @property
+    def chat_template(self) -> str:
+        """Returns the template's source; "" where there is none."""
+        return self._prompts.template.source or ""
+
+    @property
+    def takes_tools(self) -> bool:
+        """Returns whether the model can be shown tools, and its calls are recognised."""
+        return self._prompts.template.takes_tools and self._formats.knows_calls
 
     @property
     def splits_reasoning(self) -> bool:
@@ -137,7 +151,7 @@ class Translator:
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Raises ApiError."""
-        self._adapter(body.model)
+        self.check_model(body.model)
         is_prompt = body.prompt is not None
         if is_prompt == (body.messages is not None):
             raise refused("prompt", ": give either 'prompt' or 'messages'")
@@ -154,7 +168,7 @@ class Translator:
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Raises ApiError."""
-        self._adapter(body.model)
+        self.check_model(body.model)
         self._prompts.check_token_ids("tokens", body.tokens)
         return self._prompts.decode(body.tokens)
 
@@ -262,8 +276,9 @@ class Translator:
         """From now on these are loaded."""
         self.adapters = adapter_names(adapters)
 
-    def _adapter(self, name: str | None) -> str | None:
-        """Returns the adapter that a model's name means; None: the model as it is. Raises ApiError."""
+    def check_model(self, name: str | None) -> str | None:
+        """Returns the adapter that a model's name means; None: the model as it is. Raises ApiError 404 for
+        one that is not served."""
         if name is None or name == self._model_name:
             return None
         if name not in self.adapters:
@@ -272,7 +287,7 @@ class Translator:
 
     def _check(self, body: CompletionRequest | ChatRequest, *, num_prompts: int) -> None:
         """Raises ApiError for a fault that shows without the prompt."""
-        self._adapter(body.model)
+        self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise refused("stream_options", "needs 'stream': true")
         self._prompts.check_token_ids("stop_token_ids", body.stop_token_ids or ())
@@ -333,7 +348,7 @@ class Translator:
                 speculative=speculative,
                 priority=body.priority,
                 cache_salt=body.cache_salt or "",
-                adapter=self._adapter(body.model),
+                adapter=self.check_model(body.model),
                 arrival_time=arrival_time,
                 deadline=None if seconds is None else arrival_time + seconds,
                 prediction_token_ids=prediction,

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from server.reply.chats import ChatChunk, ChatCompletion
 from server.reply.completions import Completion, CompletionChunk
+from server.reply.ollama import OllamaChatReply, OllamaGenerateReply
 from server.request.speculative import SpeculativeCaps
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import Connect, events
@@ -23,6 +24,10 @@ GENERATING = {
         ChatChunk,
         {"messages": [{"role": "user", "content": "a"}]},
     ),
+}
+IN_LINES = {
+    "/api/chat": (OllamaChatReply, {"messages": [{"role": "user", "content": "a"}]}),
+    "/api/generate": (OllamaGenerateReply, {"prompt": "a"}),
 }
 ALL_FIELDS = {
     "logprobs": 1,
@@ -45,15 +50,16 @@ async def test_every_status_is_told_and_422_is_none(connect: Connect) -> None:
             answers = operation["responses"]
             assert "422" not in answers
             assert ("401" in answers) == path.startswith(
-                ("/v1", "/tokenize", "/detokenize", "/admin")
+                ("/v1", "/api", "/tokenize", "/detokenize", "/admin")
             )
             assert ({"400", "413"} <= answers.keys()) == ("requestBody" in operation)
             for status, answer in answers.items():
                 if int(status) >= 400 and path not in ("/health", "/ready"):
                     shape = answer["content"]["application/json"]["schema"]
                     name = "AnthropicErrorReply" if "/messages" in path else "ErrorReply"
+                    name = "OllamaError" if path.startswith("/api") else name
                     assert shape == {"$ref": f"#/components/schemas/{name}"}
-    for path in GENERATING:
+    for path in (*GENERATING, *IN_LINES):
         statuses = schema["paths"][path]["post"]["responses"].keys()
         assert statuses == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}
     assert "422" not in json.dumps(schema["paths"])
@@ -91,6 +97,23 @@ async def test_replies_and_events_have_the_shape_that_is_told(connect: Connect, 
     assert {"$ref": "#/components/schemas/ErrorReply"} in data["contentSchema"]["anyOf"]
 
 
+@pytest.mark.parametrize("path", IN_LINES)
+async def test_lines_have_the_shape_that_is_told(connect: Connect, path: str) -> None:
+    kind, base = IN_LINES[path]
+    async with connect(ScriptedEngine("hello")) as client:
+        url = f"http://test{path}"
+        body = base | {"logprobs": True, "top_logprobs": 1}
+        reply = (await client.post(url, json=body | {"stream": False})).json()
+        lines = (await client.post(url, json=body)).text.splitlines()
+        schema = (await client.get("http://test/openapi.json")).json()
+    for each in (reply, *map(json.loads, lines)):
+        TypeAdapter(kind).validate_python(each, strict=True)
+    answer = schema["paths"][path]["post"]["responses"]["200"]["content"]
+    refs = answer["application/x-ndjson"]["itemSchema"]["anyOf"]
+    names = [each["$ref"].split("/")[-1] for each in refs]
+    assert names == [kind.__name__, "OllamaError"]
+
+
 def _chat(message: dict[str, Any], **body: Any) -> tuple[str, dict[str, Any]]:
     asked = {"role": "assistant", "tool_calls": [CALL]}
     return "/v1/chat/completions", {"messages": [asked, message], **body}
@@ -110,6 +133,9 @@ TAKEN = [
     ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", **SCHEMA}}}),
     ("/v1/completions", {"prompt": [[1], [2]], "stop": ["a"], "truncate_prompt_tokens": -1}),
+    ("/api/chat", {"messages": [USER], "format": "json", "options": {"num_predict": -2}}),
+    ("/api/generate", {"prompt": "a", "keep_alive": "5m", "format": {"type": "object"}}),
+    ("/api/show", {"model": "test/scripted"}),
     ("/tokenize", {"prompt": "a", "messages": None}),
     ("/tokenize", {"messages": [USER], "add_generation_prompt": False}),
 ]
@@ -142,6 +168,11 @@ REFUSED = [
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "n"}}}),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "text", "name": "n"}}}),
     ("/v1/completions", {"prompt": []}),
+    ("/api/chat", {"messages": [USER], "options": {"num_predict": 0}}),
+    ("/api/chat", {"messages": [USER], "format": "xml"}),
+    ("/api/chat", {"messages": [USER], "think": "much"}),
+    ("/api/generate", {"prompt": "a", "keep_alive": "soon"}),
+    ("/api/show", {"model": "test/scripted", "colour": 1}),
     ("/v1/completions", {"prompt": [[]]}),
     ("/v1/completions", {"prompt": [-1]}),
     ("/v1/completions", {"prompt": "a", "stop": ""}),

@@ -1,0 +1,64 @@
+"""``/api/chat`` and ``/api/generate``, as Ollama has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from server.endpoints import Served, Services
+from server.http.openapi import written_in_lines
+from server.reply.ollama import (
+    GenerateWriter,
+    OllamaChatReply,
+    OllamaGenerateReply,
+    OllamaWriter,
+    timestamp,
+)
+from server.reply.streaming import answer
+from server.request.large_bodies import AnyTypeRoute, LargeBody
+from server.request.ollama import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    known_name,
+    plan_ollama,
+)
+
+router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
+
+
+@router.post("/api/chat", responses=written_in_lines(OllamaChatReply))
+async def ollama_chat(body: OllamaChatRequest, request: Request, served: Served) -> Response:
+    """Ollama's: an answer to messages, by default as lines of JSON."""
+    if not isinstance(body, LargeBody) and body.is_empty:
+        return _loaded(body, served, message={"role": "assistant", "content": ""})
+    writer = await served.writer(OllamaWriter, body, request, plan_ollama)
+    return await answer(request, served.choices.run, writer)
+
+
+@router.post("/api/generate", responses=written_in_lines(OllamaGenerateReply))
+async def ollama_generate(
+    body: OllamaGenerateRequest, request: Request, served: Served
+) -> Response:
+    """Ollama's: an answer to a prompt, or with `raw` the text after it."""
+    if not isinstance(body, LargeBody) and body.is_empty:
+        return _loaded(body, served, response="")
+    writer = await served.writer(GenerateWriter, body, request, plan_ollama)
+    return await answer(request, served.choices.run, writer)
+
+
+def _loaded(
+    body: OllamaChatRequest | OllamaGenerateRequest, served: Services, **piece: Any
+) -> JSONResponse:
+    """The answer to nothing, by which Ollama's clients load a model ahead, or unload it. Raises ApiError
+    404."""
+    served.bodies.translator.check_model(known_name(body.model, served.model_name))
+    reply = {
+        "model": body.model or served.model_name,
+        "created_at": timestamp(),
+        **piece,
+        "done": True,
+        "done_reason": "unload" if body.is_unload else "load",
+    }
+    return JSONResponse(reply)

@@ -1,0 +1,167 @@
+"""What Ollama's clients ask about a server: its model, the facts of it, its version. The model was chosen
+at start, so what would change it is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from engine.request.info import EngineInfo
+from server.endpoints import Served, Services
+from server.errors import ApiError, OllamaError
+from server.http.openapi import REFUSED_BODY, errors
+from server.reply.ollama import timestamp
+from server.request.large_bodies import AnyTypeRoute
+from server.request.ollama import OllamaShowRequest, known_name, tagged
+from server.request.translate import Translator
+from server.version import server_version
+
+router = APIRouter(tags=["ollama"])
+
+OLLAMA_VERSION = "0.12.11"
+"""Of the Ollama whose API this is: clients ask for at least one that has what they use."""
+# The longest time that Ollama can count: it says so of a model that is kept for ever.
+_FOR_EVER = timedelta(microseconds=(2**63 - 1) // 1000)
+_BYTES = {"float32": 4, "float64": 8}
+_PREFIXES = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, ""))
+_METHODS = ["GET", "HEAD"]
+_REFUSED = errors(401, shape=OllamaError)
+
+
+@router.head("/", include_in_schema=False)
+async def is_running() -> Response:
+    """Whether a server is here, as Ollama's clients ask."""
+    return PlainTextResponse("Ollama is running")
+
+
+@router.get("/api/version", responses=_REFUSED)
+@router.head("/api/version", include_in_schema=False)
+async def ollama_version() -> dict[str, str]:
+    """Ollama's: the version of Ollama whose API this is, and the server's own."""
+    return {"version": OLLAMA_VERSION, "slipstream": server_version()}
+
+
+@router.get("/api/tags", responses=_REFUSED)
+@router.head("/api/tags", include_in_schema=False)
+async def ollama_tags(served: Served) -> dict[str, Any]:
+    """Ollama's: the model served, as the only one that there is."""
+    return {"models": [_card(served) | {"modified_at": timestamp(served.created)}]}
+
+
+@router.get("/api/ps", responses=_REFUSED)
+async def ollama_ps(served: Served) -> dict[str, Any]:
+    """Ollama's: the model served, as one that stays loaded."""
+    info = served.engine.info
+    on_device = 0 if info.device == "cpu" else _num_bytes(info)
+    running = {
+        "expires_at": timestamp(served.created + _FOR_EVER.total_seconds()),
+        "size_vram": on_device,
+        "context_length": info.max_model_len,
+    }
+    return {"models": [_card(served) | running]}
+
+
+async def ollama_show(body: OllamaShowRequest, request: Request, served: Served) -> Response:
+    """Ollama's: facts of the model served."""
+    del request
+    template, capabilities = await served.bodies.read(body, _facts)
+    info = served.engine.info
+    family = info.architecture or "unknown"
+    shown = {
+        "modelfile": f"FROM {served.model_name}\n",
+        "parameters": f"num_ctx {info.max_model_len}",
+        "template": template,
+        "details": _details(info),
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": served.model_name,
+            "general.parameter_count": info.num_parameters,
+            f"{family}.context_length": info.max_model_len,
+            f"{family}.embedding_length": info.hidden_size,
+            f"{family}.vocab_size": info.vocab_size,
+        },
+        "capabilities": capabilities,
+        "modified_at": timestamp(served.created),
+    }
+    return JSONResponse(shown)
+
+
+router.add_api_route(
+    "/api/show",
+    ollama_show,
+    methods=["POST"],
+    route_class_override=AnyTypeRoute,
+    responses=errors(*REFUSED_BODY, 404, 500, 503, shape=OllamaError),
+)
+
+
+def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[str]]:
+    """Returns the chat template, and what the model can do. Raises ApiError 404."""
+    translator.check_model(known_name(body.model or body.name, translator.model_name))
+    can = {"tools": translator.takes_tools, "thinking": translator.splits_reasoning}
+    return translator.chat_template, ["completion", *(name for name in can if can[name])]
+
+
+@router.delete("/api/delete", include_in_schema=False)
+@router.head("/api/blobs/{digest}", include_in_schema=False)
+@router.post("/api/blobs/{digest}", include_in_schema=False)
+@router.post("/api/copy", include_in_schema=False)
+@router.post("/api/create", include_in_schema=False)
+@router.post("/api/push", include_in_schema=False)
+@router.post("/api/pull", include_in_schema=False)
+async def ollama_refused(request: Request, served: Served) -> Response:
+    """Ollama's: refused, since the model is chosen at start."""
+    what = request.url.path.split("/")[2]
+    message = f"{what} is not supported: this server serves '{served.model_name}', chosen at start."
+    raise ApiError(400, message, code="unsupported")
+
+
+def _card(served: Services) -> dict[str, Any]:
+    info = served.engine.info
+    name = tagged(served.model_name)
+    return {
+        "name": name,
+        "model": name,
+        "size": _num_bytes(info),
+        "digest": hashlib.sha256(served.fingerprint.encode()).hexdigest(),
+        "details": _details(info),
+    }
+
+
+def _details(info: EngineInfo) -> dict[str, Any]:
+    quantization = info.quantization
+    is_gguf = quantization is not None and quantization.method == "gguf"
+    family = info.architecture or "unknown"
+    return {
+        "parent_model": "",
+        "format": "gguf" if is_gguf else "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": _rounded(info.num_parameters),
+        "quantization_level": _level(info),
+    }
+
+
+def _level(info: EngineInfo) -> str:
+    if info.quantization is None:
+        return {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(info.dtype, info.dtype)
+    # The kind that most weights have.
+    schemes = info.quantization.schemes
+    return max(schemes, key=lambda each: schemes[each], default=info.quantization.method)
+
+
+def _num_bytes(info: EngineInfo) -> int:
+    if info.quantization is not None:
+        return info.quantization.num_bytes
+    return info.num_parameters * _BYTES.get(info.dtype, 2)
+
+
+def _rounded(number: int) -> str:
+    """A number of parameters as Ollama shows it: 134.5M."""
+    unit, prefix = next(each for each in _PREFIXES if number >= each[0] or each[0] == 1)
+    return f"{number / unit:.4g}{prefix}"
