@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from drafters.base import Drafter, DrafterContext, hidden_layers_of
+from drafters.base import NORMED, Drafter, DrafterContext, hidden_layers_of
 from drafters.registry import build_drafters, find_plugins
 from engine.attention.backend import (
     IMPLEMENTATION,
@@ -219,9 +219,12 @@ def build_engine_for(
     if ranks is None:
         adapters = Adapters(runner.serve_adapters(), name)
         load_all(adapters, parse_adapters(config.lora))
-    runner.prepare(hidden_layers_of(drafters.values()))
+    hidden_layers = set(hidden_layers_of(drafters.values()))
+    if config.embeddings != "none":
+        hidden_layers.add(NORMED)
+    runner.prepare(tuple(sorted(hidden_layers)))
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
-    core = _build_core(runner, config, limits, drafters)
+    core = _build_core(runner, config, limits, drafters, tuple(sorted(hidden_layers)))
     text_config = model.config.get_text_config()
     info = EngineInfo(
         model=name,
@@ -247,6 +250,7 @@ def build_engine_for(
         adapters=None if adapters is None else adapters.infos,
         architecture=text_config.model_type,
         hidden_size=text_config.hidden_size,
+        embeddings=config.embeddings,
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting, adapters)
@@ -395,6 +399,7 @@ def _build_core(
     config: EngineConfig,
     limits: ModelLimits,
     drafters: Mapping[str, Drafter],
+    hidden_layers: tuple[int, ...],
 ) -> EngineCore:
     most = min(config.max_num_batched_tokens, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
@@ -441,4 +446,5 @@ def _build_core(
         limits,
         config.check_integrity,
         kv_events=kv_events,
+        hidden_layers=hidden_layers,
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from drafters.options import check_ranges, described
 from engine.names import BUNDLED_MODEL
 from engine.request.info import Determinism
+from engine.request.params import Pooling
 
 ShedSpeculation = Literal["never", "unpaid", "all"]
 Quantization = Literal["int8", "int4", "fp8"]
@@ -93,6 +94,11 @@ class EngineConfig:
         "Steps of at most so many rows are captured as CUDA graphs at start; 0: none. "
         "Default: 256 where device and attention backend allow it.",
         ge=0,
+    )
+    embeddings: Pooling = described(
+        "none",
+        "What /v1/embeddings makes of the hidden states of a text's tokens: their mean, or the last "
+        "one; none: there are no embeddings.",
     )
     max_num_nodes: int = described(64, "Most draft tokens per request and step.", ge=0)
     enable_prefix_cache: bool = described(True, "Reuse the KV of prompts that begin alike.")

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from drafters.base import NORMED
 from drafters.checks import is_interrupt
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
 from engine.grammar.compiler import Constrain
@@ -31,6 +32,7 @@ from engine.speculation.baseline import Baseline, EarlyFinishers, estimate_basel
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.transfer import Readback
+from engine.verification.pooling import pool
 from engine.verification.verify import read_step
 from kvpool.block_pool import BlockPool
 
@@ -79,8 +81,10 @@ class EngineCore:
         check_integrity: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         kv_events: KvEvents | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        """``clock``: the one of requests' deadlines; seconds. ``kv_events`` hears the pool."""
+        """``clock``: the one of requests' deadlines; seconds. ``kv_events`` hears the pool.
+        ``hidden_layers``: whose states a step asks for where one of its requests reads some."""
         self.runner = runner
         self.pool = pool
         self.scheduler = scheduler
@@ -90,6 +94,7 @@ class EngineCore:
         self._check_integrity = check_integrity
         self._clock = clock
         self.kv_events = kv_events
+        self._hidden_layers = hidden_layers or speculation.hidden_layers
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._result = StepResult()
@@ -219,11 +224,11 @@ class EngineCore:
         done = self._verify(plan.scheduled, output.logits, clock)
         if output.seconds is not None:
             clock.forward_took(output.seconds())
-        done = self._commit(done)
+        states = dict(zip(batch.hidden_layers, output.hidden, strict=True))
+        done = self._commit(self._pool(done, states))
         self._tell_cache()
         sampled = [each for each in done if each.outcome is not None]
         with clock.measure("draft"):
-            states = dict(zip(batch.hidden_layers, output.hidden, strict=True))
             self.speculation.observe_hidden(done, states)
             self.speculation.observe(plan, sampled)
         clock.stop()
@@ -245,12 +250,12 @@ class EngineCore:
                 num_logits=num_logits,
                 adapter=each.request.adapter,
             )
-        # Those of all drafters or none: steps then are of two kinds, and so are recordings of them.
-        reads_hidden = any(each.hidden_layers for each in plan.scheduled)
+        # All that anybody reads, or none: steps then are of two kinds, and so are recordings of them.
+        reads_hidden = any(each.hidden_layers or each.is_pooled for each in plan.scheduled)
         return build_batch(
             [each.rows for each in plan.scheduled],
             self.pool.block_size,
-            self.speculation.hidden_layers if reads_hidden else (),
+            self._hidden_layers if reads_hidden else (),
         )
 
     def _verify(
@@ -264,6 +269,16 @@ class EngineCore:
             if is_interrupt(error):
                 raise
             return self._each(scheduled, lambda each: read_step([each], logits, clock))
+        return [*scheduled]
+
+    def _pool(
+        self, scheduled: Sequence[ScheduledRequest], states: Mapping[int, torch.Tensor]
+    ) -> list[ScheduledRequest]:
+        """Those that are pooled take in their states. Returns the requests for which that was done."""
+        pooled = [each for each in scheduled if each.is_pooled]
+        if pooled:
+            done = self._each(pooled, lambda each: pool(each, states[NORMED]))
+            return [each for each in scheduled if not each.is_pooled or each in done]
         return [*scheduled]
 
     def _commit(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:

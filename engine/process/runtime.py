@@ -133,6 +133,8 @@ class EngineRuntime:
             raise RequestError("prompt", f"token ids must lie in 0..{self.info.vocab_size - 1}")
         if request.sampling.max_tokens < 1:
             raise RequestError("max_tokens", "max_tokens must be at least 1")
+        if request.pooling not in ("none", self.info.embeddings):
+            raise RequestError("pooling", f"states are not pooled to their {request.pooling}")
         if request.speculative.draft_strategy not in self.info.drafters:
             known = ", ".join(sorted(self.info.drafters))
             raise RequestError(

@@ -27,7 +27,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class FinishInfo:
-    """Comes with the last event of a request. ``arrival_time`` is on ``time.perf_counter``'s clock."""
+    """Comes with the last event of a request. ``arrival_time`` is on ``time.perf_counter``'s clock.
+    ``embedding``: of a request that is pooled, a vector of length 1 in fp32, little end first."""
 
     reason: FinishReason
     stop_token_id: int | None
@@ -40,6 +41,7 @@ class FinishInfo:
     time_to_first_token_seconds: float
     e2e_seconds: float
     num_preemptions: int = 0
+    embedding: bytes | None = None
 
 
 class TokenEvent(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from drafters.base import DrafterInfo
+from engine.request.params import Pooling
 
 Determinism = Literal["exact", "fast"]
 """Whether a row's bits depend on what is computed beside it: under "exact" they do not."""
@@ -79,7 +80,8 @@ class EngineInfo:
     it compared, ``exact_failed`` what differed. ``unserved``: parts that the checkpoint has besides text,
     as "vision". ``drafts``: what drafts for drafters with a model or heads from the setting draft.
     ``adapters``: those that are loaded; None: none can be. ``architecture``: the model's kind in its
-    configuration's word, as "llama"; ``hidden_size``: features of a hidden state."""
+    configuration's word, as "llama"; ``hidden_size``: features of a hidden state; ``embeddings``: how
+    states are pooled, if requests may ask for that."""
 
     model: str
     vocab_size: int
@@ -104,3 +106,4 @@ class EngineInfo:
     adapters: tuple[AdapterInfo, ...] | None = None
     architecture: str = ""
     hidden_size: int = 0
+    embeddings: Pooling = "none"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from drafters.options import PLAIN as PLAIN
 from drafters.options import SpeculativeParams as SpeculativeParams
 from drafters.options import VerificationName as VerificationName
+
+Pooling = Literal["none", "mean", "last"]
+"""How the states of a text become one embedding: their mean, or the last one's. "none": not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Tenant:
 class GenerationRequest:
     """One completion to write. ``priority``: lower runs first. ``cache_salt``: what is cached or learned
     under one serves no other. ``adapter``: the name of the one that changes the model for it; None: it is
-    the model's as it is."""
+    the model's as it is. ``pooling``: nothing is written, and the prompt's embedding comes with the end."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -89,3 +92,4 @@ class GenerationRequest:
     tenant: Tenant = Tenant()
     prediction_token_ids: tuple[int, ...] = ()
     """The client expects the output to be this for the most part; for drafters that take it."""
+    pooling: Pooling = "none"

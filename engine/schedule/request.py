@@ -17,6 +17,8 @@ from engine.request.stats import Reason, RequestStats
 from engine.sampling.state import SamplingState
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.batch import RequestRows
 
 
@@ -47,6 +49,10 @@ class Request:
     sent_prompt_logprobs: bool = False
     num_charged_tokens: int = 0
     """So many of ``token_ids`` the tenant was charged for."""
+    pooled: Tensor | None = None
+    """The states of ``num_pooled_tokens`` as far as they are pooled: ``[hidden_size]``, fp64."""
+    num_pooled_tokens: int = 0
+    embedding: bytes | None = None
 
     def __post_init__(self) -> None:
         self.stats = RequestStats(drafter=self.params.speculative.draft_strategy)
@@ -91,7 +97,11 @@ class Request:
         return (None, *(self.prompt_logprobs[at] for at in range(1, self.num_prompt_tokens)))
 
     def max_cached_tokens(self) -> int:
-        return 0 if self.wants_prompt_logprobs else len(self.token_ids) - 1
+        if self.wants_prompt_logprobs:
+            return 0
+        # A mean needs every row once.
+        most = self.num_pooled_tokens if self.params.pooling == "mean" else len(self.token_ids)
+        return min(most, len(self.token_ids) - 1)
 
     def start(self, num_cached: int) -> None:
         """Waiting -> running, on a fresh block table with ``num_cached`` tokens already committed."""
@@ -132,6 +142,7 @@ class Request:
             time_to_first_token_seconds=(self.first_token_time or now) - arrival,
             e2e_seconds=now - arrival,
             num_preemptions=self.num_preemptions,
+            embedding=self.embedding,
         )
 
 
@@ -183,6 +194,11 @@ class ScheduledRequest:
     def __post_init__(self) -> None:
         self.base = self.request.num_computed_tokens
         self.samples = self.num_known == self.request.num_new_tokens
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the hidden states of its known rows are read for an embedding."""
+        return self.request.params.pooling != "none"
 
     @property
     def sampling(self) -> SamplingState:

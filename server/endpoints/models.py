@@ -52,6 +52,8 @@ def _card(served: Services) -> dict[str, Any]:
         "quantization": None if info.quantization is None else asdict(info.quantization),
         "modalities": ["text"],
         "unserved": info.unserved,
+        "embeddings": info.embeddings,
+        "hidden_size": info.hidden_size,
         "has_chat_template": served.has_chat_template,
     }
 

@@ -1,4 +1,4 @@
-"""``/api/chat`` and ``/api/generate``, as Ollama has them."""
+"""``/api/chat``, ``/api/generate`` and ``/api/embed``, as Ollama has them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from server.endpoints import Served, Services
-from server.http.openapi import written_in_lines
+from server.errors import OllamaError
+from server.http.openapi import REFUSED_BODY, errors, written_in_lines
 from server.reply.ollama import (
+    EmbedWriter,
     GenerateWriter,
+    OldEmbeddingsWriter,
     OllamaChatReply,
+    OllamaEmbedding,
+    OllamaEmbeddings,
     OllamaGenerateReply,
     OllamaWriter,
     timestamp,
@@ -20,9 +25,12 @@ from server.reply.streaming import answer
 from server.request.large_bodies import AnyTypeRoute, LargeBody
 from server.request.ollama import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     known_name,
     plan_ollama,
+    plan_ollama_embeddings,
 )
 
 router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
@@ -45,6 +53,25 @@ async def ollama_generate(
     if not isinstance(body, LargeBody) and body.is_empty:
         return _loaded(body, served, response="")
     writer = await served.writer(GenerateWriter, body, request, plan_ollama)
+    return await answer(request, served.choices.run, writer)
+
+
+_VECTORS = errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=OllamaError)
+
+
+@router.post("/api/embed", responses={200: {"model": OllamaEmbeddings}, **_VECTORS})
+async def ollama_embed(body: OllamaEmbedRequest, request: Request, served: Served) -> Response:
+    """Ollama's: texts as vectors, where the server was told to make them."""
+    writer = await served.writer(EmbedWriter, body, request, plan_ollama_embeddings)
+    return await answer(request, served.choices.run, writer)
+
+
+@router.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}, **_VECTORS})
+async def ollama_old_embed(
+    body: OllamaEmbeddingsRequest, request: Request, served: Served
+) -> Response:
+    """Ollama's, for older clients: one text as a vector."""
+    writer = await served.writer(OldEmbeddingsWriter, body, request, plan_ollama_embeddings)
     return await answer(request, served.choices.run, writer)
 
 

@@ -103,7 +103,11 @@ router.add_api_route(
 def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[str]]:
     """Returns the chat template, and what the model can do. Raises ApiError 404."""
     translator.check_model(known_name(body.model or body.name, translator.model_name))
-    can = {"tools": translator.takes_tools, "thinking": translator.splits_reasoning}
+    can = {
+        "tools": translator.takes_tools,
+        "thinking": translator.splits_reasoning,
+        "embedding": translator.pooling != "none",
+    }
     return translator.chat_template, ["completion", *(name for name in can if can[name])]
 
 

@@ -19,9 +19,10 @@ from server.formats.parts import CallArguments, CallStart, Part, reasoning_of
 from server.plan import RequestPlan
 from server.reply.chats import ChatLogprob, ChatWriter
 from server.reply.deltas import ChoiceDelta, ChoiceEnd
+from server.reply.embeddings import embeddings, numbers
 from server.reply.token_texts import TokenTexts
 from server.reply.usage import SpeculativeUsage, Usage
-from server.reply.writers import Writer, as_json
+from server.reply.writers import WholeWriter, Writer, as_json
 
 NANOSECONDS = 1_000_000_000
 
@@ -202,6 +203,41 @@ class GenerateWriter(OllamaWriter):
     def _piece(self, text: str, thinking: str, calls: list[OllamaCall]) -> dict[str, Any]:
         del calls
         return {"response": text, **({"thinking": thinking} if thinking else {})}
+
+
+class OllamaEmbeddings(TypedDict):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(TypedDict):
+    embedding: list[float]
+
+
+class EmbedWriter(WholeWriter):
+    """``/api/embed``. Its time is that of the text that took longest."""
+
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+        infos = [each.end.info for each in choices if each.end is not None]
+        return OllamaEmbeddings(
+            model=self.plan.repeated["model"],
+            embeddings=[numbers(each) for each in embeddings(choices)],
+            total_duration=_nanoseconds(max(each.e2e_seconds for each in infos)),
+            load_duration=int(max(each.queue_seconds for each in infos) * NANOSECONDS),
+            prompt_eval_count=usage["prompt_tokens"],
+        )
+
+
+class OldEmbeddingsWriter(WholeWriter):
+    """``/api/embeddings``, of one text."""
+
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+        del usage
+        (embedding,) = embeddings(choices)
+        return OllamaEmbedding(embedding=numbers(embedding))
 
 
 def _line(content: Any) -> bytes:

@@ -27,7 +27,7 @@ from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
 from server.plan import ChoicePlan, RequestPlan
 from server.reply.deltas import ChoiceDelta, ChoiceEnd, Sink, fold
 from server.reply.usage import Usage, build_usage
-from server.reply.writers import Writer, event
+from server.reply.writers import WholeWriter, Writer, event
 
 logger = logging.getLogger("slipstream.requests")
 
@@ -216,9 +216,9 @@ async def _send_body(send: Send, content: bytes) -> None:
     await send({"type": "http.response.body", "body": content, "more_body": True})
 
 
-async def answer(request: Request, run: Run, writer: Writer) -> Response:
-    """The response to a request whose plan ``writer`` has. Raises ApiError or EngineError if the request
-    fails before the reply has begun."""
+async def answer(request: Request, run: Run, writer: WholeWriter) -> Response:
+    """The response to a request whose plan ``writer`` has, a stream where the plan says so. Raises
+    ApiError or EngineError if the request fails before the reply has begun."""
     plan = writer.plan
     add_log_fields(
         request_id=plan.request_id,
@@ -237,6 +237,7 @@ async def answer(request: Request, run: Run, writer: Writer) -> Response:
     feed = DeltaFeed(run, plan, record)
     try:
         if plan.stream:
+            assert isinstance(writer, Writer), "only what can be streamed has the field"
             await unless_client_leaves(request.receive, lambda: feed.peek(ADMISSION_SECONDS))
             return DeltaStreamResponse(feed, writer, account, headers)
         choices = await unless_client_leaves(request.receive, feed.collect)

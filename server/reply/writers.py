@@ -111,13 +111,8 @@ def _account(usage: Usage) -> dict[str, Any]:
     return {"usage": usage} if metrics is None else {"usage": usage, "metrics": metrics}
 
 
-class Writer(ABC):
-    """Puts one request's deltas into an endpoint's shape. ``media_type``: that of its streams;
-    ``ending``: what they end with, however they went.
-    """
-
-    media_type = "text/event-stream"
-    ending = b""
+class WholeWriter(ABC):
+    """Puts one request's choices into an endpoint's shape."""
 
     def __init__(
         self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
@@ -126,6 +121,19 @@ class Writer(ABC):
         self._texts = texts
         self._model_name = model_name
         self._fingerprint = fingerprint
+
+    @abstractmethod
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+        """The whole reply, of folded choices."""
+
+
+class Writer(WholeWriter):
+    """Puts deltas into it, too. ``media_type``: that of its streams; ``ending``: what they end with,
+    however they went.
+    """
+
+    media_type = "text/event-stream"
+    ending = b""
 
     def begin(self) -> bytes:
         """Returns the events before those of deltas."""
@@ -146,10 +154,6 @@ class Writer(ABC):
     @abstractmethod
     def failure(self, error: ApiError) -> bytes:
         """Returns the events of a failure after the status has been sent, in place of all others."""
-
-    @abstractmethod
-    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
-        """The whole reply, of folded choices."""
 
 
 class ChunkWriter(Writer):

@@ -18,6 +18,7 @@ from pydantic import Field, JsonValue, PlainValidator, model_validator
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
 from server.request.body import MAX_SEED, Body, Hint, StopField, optional, with_fields
+from server.request.embeddings import EmbeddingsRequest, plan_embeddings
 from server.request.messages import MAX_TOOLS, TEXT_ONLY, FunctionDefinition
 from server.request.parsing import check
 from server.request.protocol import (
@@ -190,6 +191,7 @@ _Format = Annotated[
         _parse_format, json_schema_input_type=Literal["", "json"] | dict[str, JsonValue]
     ),
 ]
+TextsField = str | Annotated[list[str], Field(min_length=1)]
 _Duration = Annotated[str, Field(pattern=_DURATION, max_length=64)]
 
 
@@ -320,6 +322,58 @@ class OllamaShowRequest(Body):
     name: str | None = optional("The same as 'model'.")
 
 
+class _EmbedFields(_Lenient):
+    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"truncate": (False,)}
+
+    model: str | None = optional("The served model's name, with ':latest' or without.")
+    dimensions: int | None = optional("Only the model's own number.", ge=1)
+    options: OllamaOptions | None = optional("They say nothing of embeddings, and are told.")
+    keep_alive: Annotated[float | _Duration | None, Hint()] = None
+
+
+class OllamaEmbedRequest(_EmbedFields):
+    """``POST /api/embed``."""
+
+    input: TextsField = Field(description="A text, or a list of texts.")
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+class OllamaEmbeddingsRequest(_EmbedFields):
+    """``POST /api/embeddings``, of Ollama's older clients."""
+
+    prompt: str = Field(min_length=1)
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.prompt]
+
+
+def plan_ollama_embeddings(
+    translator: Translator,
+    body: OllamaEmbedRequest | OllamaEmbeddingsRequest,
+    arrival_time: float,
+    drafters: Sequence[str] | None = None,
+) -> RequestPlan:
+    """``plan_embeddings`` for the request that says the same. Raises ApiError."""
+    name = known_name(body.model, translator.model_name)
+    given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
+    try:
+        plan = plan_embeddings(
+            translator, check(EmbeddingsRequest, _said(given)), arrival_time, drafters
+        )
+    except ApiError as error:
+        is_old = isinstance(body, OllamaEmbeddingsRequest) and error.param == "input"
+        raise error.about("prompt") if is_old else error from error
+    options = () if body.options is None else sorted(body.options.model_fields_set)
+    ignored = [f"options.{each}" for each in options]
+    ignored += ["keep_alive"] if body.keep_alive is not None else []
+    repeated = {"model": body.model or translator.model_name}
+    return replace(plan, repeated=repeated, ignored=tuple(ignored))
+
+
 def known_name(name: str | None, served: str) -> str | None:
     """The name of the model as this server knows it: a name without a tag has the tag ``latest``."""
     if name is not None and tagged(name) == tagged(served):
@@ -400,7 +454,11 @@ def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], field: 
 
 
 def _checked(kind: type[_Model], fields: Mapping[str, Any]) -> _Model:
-    return check(kind, {name: each for name, each in fields.items() if each not in (None, [])})
+    return check(kind, _said(fields))
+
+
+def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in fields.items() if each not in (None, [])}
 
 
 _RENAMED = {

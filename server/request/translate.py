@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from engine.request.info import AdapterInfo, EngineInfo
-from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.params import GenerationRequest, Pooling, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
@@ -86,6 +86,16 @@ class Translator:
     def max_model_len(self) -> int:
         """Returns how many tokens a prompt and its text may have."""
         return self._info.max_model_len
+
+    @property
+    def pooling(self) -> Pooling:
+        """Returns how states are pooled for embeddings; "none": there are no embeddings."""
+        return self._info.embeddings
+
+    @property
+    def hidden_size(self) -> int:
+        """Returns the numbers of an embedding."""
+        return self._info.hidden_size
 
     @property
     def template_variables(self) -> frozenset[str]:

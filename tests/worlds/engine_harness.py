@@ -93,6 +93,7 @@ class Setup:
     shed: ShedSpeculation = "never"
     shed_queue: int = 1
     kv_events: KvEvents | None = None
+    hidden_layers: tuple[int, ...] = ()
 
     def but(self, **changes: object) -> Setup:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -131,6 +132,7 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
         setup.check_integrity,
         setup.clock,
         setup.kv_events,
+        setup.hidden_layers,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import struct
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
@@ -129,6 +130,11 @@ def logprobs_of(token_id: int, num_top: int, named: Sequence[int] = ()) -> Token
     top = tuple(((token_id + rank) % VOCAB_SIZE, -0.5 - rank) for rank in range(num_top))
     told = tuple((each, -0.5 - (each - token_id) % VOCAB_SIZE) for each in named)
     return TokenLogprobs(token_id, -0.5, top, told)
+
+
+def scripted_embedding(request: GenerationRequest) -> bytes:
+    """Made-up but recognisable: two numbers, the second of which is the prompt's first token."""
+    return struct.pack("<2f", 0.5, request.prompt_token_ids[0])
 
 
 class ScriptedEngine:
@@ -274,6 +280,8 @@ class ScriptedEngine:
                 return events
 
     def _run(self, request: GenerationRequest) -> tuple[list[int], FinishReason, int | None]:
+        if request.pooling != "none":
+            return [], "stop", None
         sampling = request.sampling
         written: list[int] = []
         for token_id in self._script(request):
@@ -342,6 +350,7 @@ class ScriptedEngine:
             queue_seconds=0.01,
             time_to_first_token_seconds=0.02,
             e2e_seconds=0.12,
+            embedding=None if request.pooling == "none" else scripted_embedding(request),
         )
 
 

@@ -1,0 +1,68 @@
+"""Replies of ``/v1/embeddings``, and of Ollama's endpoints for the same."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from server.reply.deltas import ChoiceDelta
+from server.reply.usage import Usage
+from server.reply.writers import WholeWriter
+
+
+class EmbeddingsUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(TypedDict):
+    """``embedding``: of length 1; as base64, of its numbers in 32 bits, little end first."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+
+
+class EmbeddingsWriter(WholeWriter):
+    """``/v1/embeddings``."""
+
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+        as_text = self.plan.repeated["encoding_format"] == "base64"
+        vectors = (
+            b64encode(each).decode() if as_text else numbers(each) for each in embeddings(choices)
+        )
+        return Embeddings(
+            object="list",
+            data=[
+                Embedding(object="embedding", index=index, embedding=each)
+                for index, each in enumerate(vectors)
+            ],
+            model=self._model_name,
+            usage=EmbeddingsUsage(
+                prompt_tokens=usage["prompt_tokens"], total_tokens=usage["prompt_tokens"]
+            ),
+        )
+
+
+def embeddings(choices: Sequence[ChoiceDelta]) -> Iterator[bytes]:
+    """Yields what each choice's text came to."""
+    for each in choices:
+        assert each.end is not None
+        assert each.end.info.embedding is not None, "a request that is pooled ends with it"
+        yield each.end.info.embedding
+
+
+def numbers(embedding: bytes) -> list[float]:
+    found: list[float] = np.frombuffer(embedding, dtype="<f4").tolist()
+    return found

@@ -1,0 +1,146 @@
+"""``/v1/embeddings``, and Ollama's endpoints for the same, by the official clients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+from openai import BadRequestError
+
+from server.request.large_bodies import LARGE
+from worlds.scripted_engine import USER, ScriptedEngine, engine_info
+from worlds.serving import Connect, openai_client
+
+pytestmark = pytest.mark.anyio
+
+
+def embedding_engine(**changes: Any) -> ScriptedEngine:
+    return ScriptedEngine(info=engine_info(**{"embeddings": "mean", "hidden_size": 2} | changes))
+
+
+async def test_the_openai_client_gets_vectors(connect: Connect) -> None:
+    engine = embedding_engine()
+    async with openai_client(connect, engine) as client:
+        reply = await client.embeddings.create(
+            model="test/scripted", input=["ab", "cde"], dimensions=2, user="me"
+        )
+        (one,) = (await client.embeddings.create(model="test/scripted", input="x")).data
+        ids = await client.embeddings.create(
+            model="test/scripted", input=[[1, 2], [3]], encoding_format="float"
+        )
+    assert [each.embedding for each in reply.data] == [[0.5, ord("a")], [0.5, ord("c")]]
+    assert [each.index for each in reply.data] == [0, 1]
+    assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (5, 5)
+    assert one.embedding == [0.5, ord("x")]
+    assert [each.embedding for each in ids.data] == [[0.5, 1], [0.5, 3]]
+    assert {each.pooling for each in engine.requests} == {"mean"}
+    assert {each.speculative.draft_strategy for each in engine.requests} == {"none"}
+
+
+async def test_numbers_come_as_text_or_as_bytes(connect: Connect) -> None:
+    """The official client asks for the latter by itself, where it can."""
+    async with connect(embedding_engine()) as http:
+        body = {"input": "a"}
+        (plain,) = (await http.post("/embeddings", json=body)).json()["data"]
+        body["encoding_format"] = "base64"
+        (packed,) = (await http.post("/embeddings", json=body)).json()["data"]
+    assert plain == {"object": "embedding", "index": 0, "embedding": [0.5, 97.0]}
+    assert packed["embedding"] == "AAAAPwAAwkI="
+
+
+async def test_texts_that_spell_special_tokens_are_text(connect: Connect) -> None:
+    engine = embedding_engine()
+    async with connect(engine) as http:
+        await http.post("/embeddings", json={"input": "<|user|>"})
+        await http.post("/embeddings", json={"input": [USER]})
+    assert engine.requests[0].prompt_token_ids == tuple(b"<|user|>")
+    assert engine.requests[1].prompt_token_ids == (USER,)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": "a" * 600}, "input"),
+        ({"input": "a" * (LARGE + 1)}, "input"),
+        ({"input": [270]}, "input"),
+        ({"input": ["a"] * 129}, "input"),
+        ({"input": "a", "dimensions": 3}, "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "colour": 1}, "colour"),
+        ({}, "input"),
+    ],
+)
+async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(
+    connect: Connect, body: dict[str, Any], param: str
+) -> None:
+    engine = embedding_engine()
+    async with connect(engine, body_processes=0) as http:
+        reply = await http.post("/embeddings", json=body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+    assert not engine.requests
+
+
+async def test_a_server_without_embeddings_says_how_to_have_them(connect: Connect) -> None:
+    engine = ScriptedEngine()
+    async with openai_client(connect, engine) as client:
+        with pytest.raises(BadRequestError, match="--embeddings"):
+            await client.embeddings.create(model="test/scripted", input="a")
+    async with connect(engine) as http:
+        reply = await http.post("http://test/api/embed", json={"input": "a"})
+    assert reply.status_code == 400
+    assert "--embeddings" in reply.json()["error"]
+    assert not engine.requests
+
+
+async def test_the_ollama_client_gets_vectors(connect: Connect) -> None:
+    async with connect(embedding_engine()) as http:
+        transport = httpx.ASGITransport(app=http.app)  # type: ignore[attr-defined]
+        client = ollama.AsyncClient(host="http://test", transport=transport)
+        several = await client.embed("test/scripted", ["ab", "cde"])
+        one = await client.embed("test/scripted:latest", "x", dimensions=2)
+        old = await client.embeddings("test/scripted", "y")
+        assert (await client.show("test/scripted")).capabilities == [
+            "completion",
+            "tools",
+            "embedding",
+        ]
+        hinted = await http.post(
+            "http://test/api/embed",
+            json={"input": "a", "keep_alive": "1h", "options": {"num_ctx": 3, "temperature": 1}},
+        )
+    assert several.embeddings == [[0.5, ord("a")], [0.5, ord("c")]]
+    assert several.prompt_eval_count == 5
+    assert several.total_duration == 120_000_000
+    assert one.embeddings == [[0.5, ord("x")]]
+    assert old.embedding == [0.5, ord("y")]
+    told = hinted.headers["x-slipstream-ignored"]
+    assert told == "options.num_ctx, options.temperature, keep_alive"
+
+
+async def test_what_ollamas_endpoints_refuse_is_named(connect: Connect) -> None:
+    async with connect(embedding_engine()) as http:
+        for path, body, named in (
+            ("embed", {"input": "a" * 600}, "input"),
+            ("embed", {"input": [1]}, "input"),
+            ("embed", {"input": "a", "dimensions": 3}, "dimensions"),
+            ("embed", {"input": "a", "truncate": True}, "truncate"),
+            ("embeddings", {"prompt": "a" * 600}, "prompt"),
+        ):
+            reply = await http.post(f"http://test/api/{path}", json=body)
+            assert reply.status_code == 400, reply.text
+            assert named in reply.json()["error"]
+        missing = await http.post("http://test/api/embed", json={"input": "a", "model": "other"})
+        assert missing.status_code == 404
+
+
+async def test_an_embedding_counts_as_a_request_without_a_token(connect: Connect) -> None:
+    async with connect(embedding_engine()) as http:
+        await http.post("/embeddings", json={"input": ["a", "b"]})
+        figures = (await http.get("http://test/metrics")).text
+        card = (await http.get("/models")).json()["data"][0]
+    assert 'slipstream_requests_total{finish_reason="stop"} 2.0' in figures
+    assert (card["embeddings"], card["hidden_size"]) == ("mean", 2)
