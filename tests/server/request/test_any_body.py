@@ -12,17 +12,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.request.embeddings import EmbeddingsRequest
+from server.request.ollama import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from server.request.protocol import DetokenizeRequest, TokenizeRequest
 from worlds.request_bodies import CHAT, COMPLETION, ENDPOINTS
-from worlds.scripted_engine import ScriptedEngine
+from worlds.scripted_engine import ScriptedEngine, engine_info
 from worlds.serving import events, serve
 
 Post = Callable[[str, bytes], httpx.Response]
 PATHS = {f"/v1{path}": model for path, (model, *_) in ENDPOINTS.items()} | {
+    "/v1/embeddings": EmbeddingsRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/show": OllamaShowRequest,
+    "/api/embed": OllamaEmbedRequest,
 }
-BASES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
+BASES = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/embeddings": {"input": "a"},
+    "/api/chat": {"messages": CHAT["messages"]},
+    "/api/embed": {"input": "a"},
+}
 GIVEN = [fields for _, _, effective, _ in ENDPOINTS.values() for fields, _ in effective.values()]
 """Fields that are taken, some only next to others."""
 
@@ -42,7 +60,8 @@ VALUES = st.recursive(
 def post() -> Iterator[Post]:
     """Of one server, for all bodies."""
     with asyncio.Runner() as runner:
-        server = serve(ScriptedEngine("hello"))
+        info = engine_info(embeddings="mean", hidden_size=2)
+        server = serve(ScriptedEngine("hello", info=info))
         client = runner.run(server.__aenter__())
 
         def send(path: str, content: bytes) -> httpx.Response:
@@ -84,8 +103,13 @@ def test_every_answer_is_one_that_is_told(post: Post, path: str, data: st.DataOb
     assert reply.status_code in (200, 400, 404), reply.text
     if reply.status_code != 200:
         error = reply.json()["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert error["message"]
+        if path.startswith("/api"):
+            assert isinstance(error, str)
+        else:
+            assert error.keys() == {"message", "type", "param", "code"}
+        assert error if path.startswith("/api") else error["message"]
+    elif reply.headers["content-type"] == "application/x-ndjson":
+        assert not any("error" in json.loads(line) for line in reply.text.splitlines())
     elif reply.text.startswith("data: "):
         *chunks, done = events(reply.text)
         assert done == "[DONE]"

@@ -1,0 +1,94 @@
+"""Ollama's shapes: calls told whole, whatever their pieces, and lines that say nothing in pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from server.formats.parts import CallArguments, CallStart, Content, Part
+from server.reply import streaming
+from server.reply.ollama import CallsUnderWay, timestamp
+from worlds.scripted_engine import AsgiCall, ScriptedEngine
+from worlds.serving import Connect
+
+START = CallStart(0, "call-1", "f")
+
+
+def calls_of(*steps: list[Part]) -> tuple[list[Any], str]:
+    """What comes of parts in these steps, the last of which ends the choice."""
+    under_way = CallsUnderWay()
+    calls, text = [], ""
+    for index, parts in enumerate(steps):
+        found, left = under_way.add(parts, index == len(steps) - 1)
+        calls += found
+        text += left
+    return calls, text
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [[START, CallArguments(0, '{"a": [1, 2]}')]],
+        [[START], [CallArguments(0, '{"a": [1')], [CallArguments(0, ", 2]}")], []],
+        [[START, CallArguments(0, '{"a": [1, 2]}'), Content("x")], []],
+    ],
+)
+def test_a_call_comes_whole_however_it_was_cut(steps: list[list[Part]]) -> None:
+    function = {"index": 0, "name": "f", "arguments": {"a": [1, 2]}}
+    assert calls_of(*steps) == ([{"id": "call-1", "function": function}], "")
+
+
+def test_calls_follow_each_other_in_order() -> None:
+    second = CallStart(1, "call-2", "g")
+    calls, text = calls_of(
+        [START, CallArguments(0, "{}"), second], [CallArguments(1, "{}"), Content("x")], []
+    )
+    assert [each["function"]["name"] for each in calls] == ["f", "g"]
+    assert text == ""
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", ""])
+def test_what_is_no_object_is_text(arguments: str) -> None:
+    calls, text = calls_of([START], [CallArguments(0, arguments)] if arguments else [])
+    assert calls == []
+    assert text == f'{{"name": "f", "arguments": {arguments}'
+
+
+def test_times_are_rfc_3339() -> None:
+    assert timestamp(0) == "1970-01-01T00:00:00.000000Z"
+    now = datetime.fromisoformat(timestamp())
+    assert abs((datetime.now(UTC) - now).total_seconds()) < 3600
+
+
+@pytest.mark.anyio
+async def test_a_pause_is_a_piece_without_text(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients read every line as an object, so a comment would break them."""
+    monkeypatch.setattr(streaming, "KEEPALIVE_SECONDS", 0.0)
+    monkeypatch.setattr(streaming, "ADMISSION_SECONDS", 0.0)
+    engine = ScriptedEngine("hi")
+    engine.gate.clear()
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    async with (
+        connect(engine) as client,
+        AsgiCall(client.app, "/api/chat", body) as call,  # type: ignore[attr-defined]
+    ):
+        head = await asyncio.wait_for(call.messages.get(), 300)
+        assert head["type"] == "http.response.start"
+        message = await asyncio.wait_for(call.messages.get(), 300)
+        line = json.loads(message["body"])
+        assert line["message"] == {"role": "assistant", "content": ""}
+        assert not line["done"]
+        engine.gate.set()
+        rest = b""
+        while message.get("more_body", True):
+            message = await asyncio.wait_for(call.messages.get(), 300)
+            rest += message["body"]
+    pieces = [json.loads(each) for each in rest.splitlines()]
+    assert "".join(each["message"]["content"] for each in pieces) == "hi"
+    assert pieces[-1]["done"]
