@@ -222,7 +222,8 @@ class MessageFields(Body):
     def ignored(self, variables: Collection[str]) -> Iterator[str]:
         """Yields the hints that nothing comes of, by their paths."""
         for each in self.hints():
-            if not each.hint.has_effect(each.value, variables):
+            is_handed = not {each.hint.variable, each.hint.switch}.isdisjoint(variables)
+            if each.hint.needs_telling(each.value) and not is_handed:
                 yield each.path
         switched = self.thinking is not None and self.thinking.type != "adaptive"
         if switched and not any(name in variables for name in _THINKS):

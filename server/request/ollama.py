@@ -487,7 +487,7 @@ def plan_ollama(
         plan = translator.plan(body.for_translator(translator), arrival_time, drafters)
     except ApiError as error:
         raise _in_own_words(error, body) from error
-    ignored = tuple(each.path for each in body.hints() if not each.hint.has_effect(each.value))
+    ignored = tuple(each.path for each in body.hints() if each.hint.needs_telling(each.value))
     name = body.model or translator.model_name
     return replace(plan, repeated={"model": name}, ignored=(*ignored, *plan.ignored))
 
