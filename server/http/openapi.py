@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from server.errors import ErrorReply, OllamaError
 
 Answers = dict[int | str, dict[str, Any]]
-REFUSED_BODY = (400, 401, 408, 413)
+REFUSED_BODY = (400, 401, 408, 413, 414, 431)
 _DONE = "[DONE]"
 _REFS = "#/components/schemas/{model}"
 _MEANINGS = {
@@ -22,7 +22,9 @@ _MEANINGS = {
     404: "There is no such model, or nothing at this path.",
     408: "The request did not come whole in time; the connection is closed.",
     413: "The body is larger than the server accepts.",
+    414: "The URL is longer than the server accepts; the connection is closed.",
     429: "Too many requests wait, or the key's limits are reached; `Retry-After` says when to come back.",
+    431: "The headers are more than the server accepts; the connection is closed.",
     500: "The server is at fault; its log says how.",
     503: "The engine has stopped, or the server is shutting down.",
     504: "The request was not done by its deadline.",
