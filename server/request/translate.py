@@ -181,7 +181,9 @@ class Translator:
             continue_final_message=body.continue_final_message,
         )
 
-    def _text(self, body: CompletionRequest | ChatRequest, prompt: str) -> tuple[TextOptions, Grammar]:
+    def _text(
+        self, body: CompletionRequest | ChatRequest, prompt: str
+    ) -> tuple[TextOptions, Grammar]:
         """Returns what becomes of the tokens, and the grammar that they match. Raises ApiError."""
         grammar = grammar_of(body.response_format, body.structured_outputs)
         text = TextOptions(
