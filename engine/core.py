@@ -360,7 +360,9 @@ class EngineCore:
         assert outcome is not None
         if outcome.finish_reason is not None:
             if outcome.cut:
-                logger.warning("request %s was cut: its grammar %s", request.request_id, outcome.cut)
+                logger.warning(
+                    "request %s was cut: its grammar %s", request.request_id, outcome.cut
+                )
             self._remove(request)
             self._early.finish(request.stats)
             finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id)

@@ -34,8 +34,8 @@ class GrammarConstraint:
         eos_token_ids: Sequence[int],
         renew: Callable[[], Any],
     ) -> None:
-        """``matcher``: an ``llguidance.LLMatcher`` of the request's own, at the start of the text; it is
-        in error once and for all, so ``renew`` makes another one like it. ``eos_token_ids`` end a text."""
+        """``matcher``: an ``llguidance.LLMatcher`` of the request's own, at the start of the text. Once
+        in error it stays so, and ``renew`` makes another one. ``eos_token_ids`` end a text."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -136,13 +136,16 @@ class GrammarConstraint:
 
     def _move(self, path: Path) -> bool:
         """Take the matcher to ``path``; False where it leads nowhere."""
-        if self._lost:
-            return path == ()
-        if not self._go_back(path) or not self._go_on(path):
-            if self._matcher.is_error():
-                self._restart()
-            return self._at == path
-        return True
+        for _ in range(2):
+            if self._lost:
+                break
+            if self._go_back(path) and self._go_on(path):
+                return True
+            if not self._matcher.is_error():
+                return False
+            # Another request's, since they share a lexer, or a draft's doing: the second one is unharmed.
+            self._restart()
+        return path == ()
 
     def _go_back(self, path: Path) -> bool:
         """To where ``path`` parts from where the matcher is."""

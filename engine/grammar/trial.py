@@ -1,8 +1,9 @@
-"""A grammar is tried before a request is admitted with it: compiled, looked at, and followed for some tokens.
+"""A grammar is tried before a request is admitted with it: compiled, looked at, and followed for some
+tokens.
 
-The library bounds most of what it does, but not all: a chain of a few thousand rules overflows the stack and
-a schema of one kilobyte compiles for minutes. So trials run in a process of their own
-(``trial_process.py``), where both are harmless. What passes is then compiled in the engine's process.
+The library bounds most of what it does, but not all: a chain of a few thousand rules overflows the
+stack, and a schema of one kilobyte compiles for minutes. So trials run in a process of their own
+(``trial_process.py``), where both are harmless. What passes is compiled again in the engine's process.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _INNER = re.compile(r"#\d+|start(#\d+)?|gg(#\d+)?|.*_")
 def fault_of(vocabulary: Any, grammar: str) -> str:
     """Returns why a grammar cannot be served; "" where it can. ``vocabulary``: an LLTokenizer.
 
-    It cannot where it does not compile within the library's limits, where it or a rule that it uses matches
-    nothing, or where its first tokens, followed in a few ways, run into a limit or take too long.
+    It cannot where it does not compile within the library's limits, where it or a rule that it uses
+    matches nothing, or where its first tokens, followed in a few ways, run into a limit or take too
+    long.
     """
     matcher, told = _compile(vocabulary, grammar)
     if matcher.is_error():
@@ -125,8 +127,8 @@ def endless_rule(rules: Rules) -> str:
         named = [symbol for symbol in endless if not _INNER.fullmatch(symbol)]
         by = f": no text of {_name(named[0])} ends" if named else ", or no text that ends"
         return f"it matches nothing{by}"
-    named = [symbol for symbol in endless if not _INNER.fullmatch(symbol)] or endless
-    return f"no text of {_name(named[0])} ends"
+    named = [symbol for symbol in endless if not _INNER.fullmatch(symbol)]
+    return f"no text of {_name(named[0])} ends" if named else "a part of it matches nothing"
 
 
 def _name(symbol: str) -> str:
@@ -161,8 +163,8 @@ def _finite(rules: Rules) -> set[str]:
 
 def _used(rules: Rules) -> Iterable[str]:
     """Symbols that the start leads to, nearest first."""
-    seen = {"start": None}
-    queue = ["start"]
+    seen: dict[str, None] = dict.fromkeys(["start"] if "start" in rules.of else [])
+    queue = [*seen]
     for symbol in queue:
         for sequence in rules.of.get(symbol, ()):
             for each in sequence:

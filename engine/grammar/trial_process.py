@@ -54,6 +54,11 @@ class TrialProcess:
                 return _in_words(child.end())
             return fault
 
+    def close(self) -> None:
+        """Ends the process, whatever it does."""
+        with self._lock:
+            _kill(self._children)
+
     def _child(self) -> _Child:
         if self._children and self._children[0].process.poll() is not None:
             self._children.pop().end()
@@ -91,7 +96,8 @@ class _Child(NamedTuple):
 
 
 def _kill(children: list[_Child]) -> None:
-    for child in children:
+    while children:
+        child = children.pop()
         child.process.kill()
         child.end()
 

@@ -9,8 +9,8 @@ from typing import Any
 from engine.request.errors import RequestError
 
 _MAX_ITEMS = 50_000
-"""Of the parser, for one mask or one run of forced text; also in one row, of which the library's own 2,000
-would be looked at only once a token is taken in that the mask has allowed."""
+"""Of the parser, for one mask or one run of forced text. Also in one row, whose number, 2,000 by default,
+is looked at only when a token is taken in, which the mask has allowed by then."""
 _MAX_LEXER_STATES = 50_000
 """Of one grammar, for all that share it; 1 to 2 kB each."""
 _MAX_GRAMMAR_SIZE = 100_000

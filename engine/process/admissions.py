@@ -44,7 +44,9 @@ class SlowAdmissions(Generic[C]):
     def forget(self, client: C) -> None:
         """The client has left: none of its requests is admitted any more."""
         with self._lock:
-            self._waiting = {name: each for name, each in self._waiting.items() if each is not client}
+            self._waiting = {
+                name: each for name, each in self._waiting.items() if each is not client
+            }
 
     def forget_one(self, request_id: str) -> bool:
         """Returns whether the request was waiting; then it is not admitted, or ended at once."""

@@ -95,9 +95,7 @@ class SamplingState:
             processor.append(token_ids)
 
 
-def _constraint(
-    params: SamplingParams, constrain: Constrain | None
-) -> GrammarConstraint | None:
+def _constraint(params: SamplingParams, constrain: Constrain | None) -> GrammarConstraint | None:
     if not params.grammar:
         return None
     if constrain is None:

@@ -118,7 +118,9 @@ def _of_response_format(wanted: ResponseFormat) -> Grammar:
         raise refused(field, f"has no effect with type {wanted.type!r}")
     if wanted.json_schema is not None:
         return json_grammar(wanted.json_schema.schema_, f"{field}.schema")
-    return json_grammar(_ANY_OBJECT, "response_format") if wanted.type == "json_object" else Grammar()
+    return (
+        json_grammar(_ANY_OBJECT, "response_format") if wanted.type == "json_object" else Grammar()
+    )
 
 
 def _of_structured_outputs(wanted: StructuredOutputs) -> Grammar:

@@ -268,7 +268,9 @@ class Translator:
         if usage.continuous_usage_stats and not usage.include_usage:
             yield "stream_options.continuous_usage_stats"
 
-    def _text(self, body: CompletionRequest | ChatRequest, prompt: str) -> tuple[TextOptions, Grammar]:
+    def _text(
+        self, body: CompletionRequest | ChatRequest, prompt: str
+    ) -> tuple[TextOptions, Grammar]:
         """Returns what becomes of the tokens, and the grammar that they match. Raises ApiError."""
         grammar = grammar_of(body.response_format, body.structured_outputs)
         text = TextOptions(

@@ -69,7 +69,7 @@ JUDGES = [jsonschema.Draft202012Validator(schema) for schema in SCHEMAS.values()
 
 
 def held(question: str, temperature: float) -> SamplingParams:
-    grammar = json_grammar(SCHEMAS[question], "schema")
+    grammar = json_grammar(SCHEMAS[question], "schema").text
     return SamplingParams(160, temperature, logprobs=0, grammar=grammar)
 
 

@@ -51,7 +51,7 @@ def _tokenizer(vocab: dict[str, int], merges: list[tuple[str, str]]) -> PreTrain
 @cache
 def tiny_compiler() -> GrammarCompiler:
     """Grammars that its tests write are fine: it takes them untried."""
-    return GrammarCompiler(tiny_tokenizer(), TINY_VOCAB, (EOS,), fault_of=lambda grammar: "")
+    return GrammarCompiler(tiny_tokenizer(), TINY_VOCAB, (EOS,), fault_of=lambda _: "")
 
 
 def json_grammar(schema: Schema) -> str:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
+from functools import cache
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.constraint import GrammarConstraint
+from engine.grammar.trial_process import TrialProcess
+from engine.grammar.vocabulary import Vocabulary
+from server.errors import ApiError
+from server.request.grammars import ResponseFormat, StructuredOutputs, grammar_of
 from worlds.engine_harness import TINY_VOCAB
 from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_compiler, tiny_tokenizer
+from worlds.random_grammars import random_constraint
 
 PAIR = {
     "type": "object",
@@ -118,6 +126,105 @@ def test_whatever_is_allowed_can_be_taken_in(seed: int) -> None:
         if EOS not in (first, second):
             assert made.accepts((first,))
             assert made.accepts((first, second)) == (second in (allowed(made, (first,)) or []))
+
+
+DEAD_END = 'start: "a" | "b" "c" X | "n" "c"\nX: /a/ & /b/'
+
+
+def test_a_text_that_its_grammar_leaves_no_way_on_may_end_and_is_cut() -> None:
+    """It was an error, which also broke the request where only a draft came there."""
+    made = tiny_compiler().constraint(DEAD_END)
+    before = allowed(made)
+    path = ids("bc")
+    assert allowed(made, path) == [EOS]
+    assert made.is_cut(path)
+    assert made.forced(path) == ()
+    assert allowed(made) == before
+    assert not made.is_cut(())
+    assert made.accepts(ids("n"))
+    made.append(path)
+    assert allowed(made) == [EOS]
+    assert made.is_cut(())
+    assert made.forced() == ()
+
+
+def test_a_whole_text_is_not_cut() -> None:
+    made = tiny_compiler().constraint(DEAD_END)
+    made.append(ids("nc"))
+    assert allowed(made) == [EOS]
+    assert not made.is_cut(())
+
+
+def test_forced_text_beyond_the_limits_is_cut_where_it_begins() -> None:
+    """A mask allowed its first token, which was refused when it came."""
+    made = tiny_compiler().constraint('start: "a" | "b" "n"{60000}')
+    assert allowed(made, ids("b")) == [EOS]
+    assert "Too many items" in made.is_cut(ids("b"))
+    made.append(ids("b"))
+    assert allowed(made) == [EOS]
+    assert made.is_cut(())
+
+
+def test_a_lexer_at_its_limits_is_replaced_for_all_that_share_it() -> None:
+    """Copies of a compiled grammar share it; one request's error was everybody's."""
+    compiler = GrammarCompiler(tiny_tokenizer(), TINY_VOCAB, (EOS,), fault_of=lambda _: "")
+    first, second = (compiler.constraint("start: /[a-z]+/") for _ in range(2))
+    first.append(ids("a"))
+    broken = first._matcher
+    while not broken.is_error():
+        broken.consume_token(TINY_VOCAB + 1)
+    assert allowed(first, ids("b")) == allowed(second, ids("b"))
+    first.append(ids("bc"))
+    assert allowed(first) == allowed(second, ids("ac"))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_mask_allows_what_is_refused_when_it_comes(seed: int) -> None:
+    """Random grammars, walked by chance, and paths as they would be as text."""
+    made = random_walked(seed)
+    if made is None:
+        return
+    walked, grammar = made
+    rng = random.Random(seed)
+    text: list[int] = []
+    for _ in range(12):
+        going_on = [each for each in allowed(walked) or [] if each != EOS]
+        if not going_on:
+            break
+        chosen = rng.choice(going_on)
+        ahead, cut = allowed(walked, (chosen,)), walked.is_cut((chosen,))
+        walked.append([chosen])
+        text.append(chosen)
+        assert allowed(walked) == ahead
+        assert bool(walked.is_cut(())) == bool(cut)
+    fresh = tiny_compiler().constraint(grammar)
+    fresh.append(text)
+    assert allowed(fresh) == allowed(walked)
+
+
+def random_walked(seed: int) -> tuple[GrammarConstraint, str] | None:
+    """None where the grammar is refused at admission."""
+    fields = random_constraint(seed)
+    try:
+        grammar = grammar_of(
+            *(
+                None if name not in fields else kind.model_validate(fields[name])
+                for name, kind in (
+                    ("response_format", ResponseFormat),
+                    ("structured_outputs", StructuredOutputs),
+                )
+            )
+        ).text
+    except ApiError:
+        return None
+    if trials().fault_of(grammar):
+        return None
+    return tiny_compiler().constraint(grammar), grammar
+
+
+@cache
+def trials() -> TrialProcess:
+    return TrialProcess(lambda: Vocabulary.of(tiny_tokenizer(), TINY_VOCAB, (EOS,)))
 
 
 def test_texts_of_the_schema_are_accepted() -> None:

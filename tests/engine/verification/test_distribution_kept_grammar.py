@@ -100,7 +100,7 @@ def sample(name: str) -> tuple[Counter[tuple[int, ...]], Driver]:
         cost=DictatedCost(row_seconds=1e-4),
         prefix_cache=False,
         drafters={"drawing": drafter},
-        constrain=GrammarCompiler(letter_tokenizer(LETTERS[1:]), 6, (0,), lambda grammar: "").constraint,
+        constrain=GrammarCompiler(letter_tokenizer(LETTERS[1:]), 6, (0,), lambda _: "").constraint,
     )
     sampling = SamplingParams(
         temperature=1.0, max_tokens=8, grammar=LLMatcher.grammar_from_regex(GRAMMAR)

@@ -1,0 +1,92 @@
+"""Sends random grammars to a server beside a stream, and looks at what comes and how long the stream waits.
+
+    scripts/fuzz-grammars URL [NUM [SEED]]
+
+Ends with 1 at an answer that is neither a 200 nor a 400 with a field and a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import Counter
+from itertools import count
+from typing import Any
+
+import httpx
+
+from worlds.random_grammars import random_constraint, text_of
+
+_CONCURRENT = 3
+_TOKENS = 24
+
+
+async def _watch(client: httpx.AsyncClient, gaps: list[float], stop: asyncio.Event) -> None:
+    """Notes the time between two events of a stream, until ``stop``."""
+    body = {"prompt": "def f(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    body["speculative"] = {"draft_strategy": "none"}  # type: ignore[assignment]
+    while not stop.is_set():
+        before = None
+        async with client.stream("POST", "/v1/completions", json=body) as reply:
+            async for _ in reply.aiter_lines():
+                now = time.perf_counter()
+                if before is not None:
+                    gaps.append(now - before)
+                before = now
+                if stop.is_set():
+                    return
+
+
+async def _one(client: httpx.AsyncClient, seed: int, found: Counter[str]) -> None:
+    asked: dict[str, Any] = {"prompt": "x", "max_tokens": _TOKENS, "temperature": 1, "seed": seed}
+    constraint = random_constraint(seed)
+    reply = await client.post("/v1/completions", json=asked | constraint)
+    kind = str(reply.status_code)
+    if reply.status_code == 200:
+        (choice,) = reply.json()["choices"]
+        kind += f" {choice['finish_reason']}"
+    elif reply.status_code == 400 and not reply.json()["error"]["param"]:
+        kind += " without a field"
+    found[kind] += 1
+    if kind not in ("200 stop", "200 length", "400"):
+        print(f"seed {seed}: {kind}: {text_of(constraint)[:500]}: {reply.text[:500]}", flush=True)
+
+
+def _say(name: str, gaps: list[float]) -> None:
+    gaps.sort()
+    num = len(gaps)
+    print(
+        f"{name}: {num} gaps, median {1e3 * gaps[num // 2]:.0f} ms, "
+        f"0.999 {1e3 * gaps[int(num * 0.999)]:.0f} ms, longest {1e3 * gaps[-1]:.0f} ms",
+        flush=True,
+    )
+
+
+async def _run(url: str, num: int, first: int) -> int:
+    found: Counter[str] = Counter()
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+        for name, total in (("calm", 0), ("beside grammars", num)):
+            gaps: list[float] = []
+            stop = asyncio.Event()
+            watching = asyncio.create_task(_watch(client, gaps, stop))
+            if not total:
+                await asyncio.sleep(10)
+            seeds = count(first)
+
+            async def work(seeds: Any = seeds, end: int = first + total) -> None:
+                while (seed := next(seeds)) < end:
+                    await _one(client, seed, found)
+
+            await asyncio.gather(*(work() for _ in range(_CONCURRENT)))
+            stop.set()
+            await watching
+            _say(name, gaps)
+    print(dict(found))
+    return int(bool(set(found) - {"200 stop", "200 length", "400"}))
+
+
+if __name__ == "__main__":
+    address, *numbers = sys.argv[1:]
+    num, first = [*map(int, numbers), 5000, 0][:2] if len(numbers) != 1 else (int(numbers[0]), 0)
+    sys.exit(asyncio.run(_run(address, num, first)))

@@ -1,0 +1,55 @@
+"""Requests that wait for their grammar."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from engine.process.admissions import SlowAdmissions
+from engine.request.params import GenerationRequest, SamplingParams
+
+
+class Office:
+    """Admits what it is let, and notes it."""
+
+    def __init__(self) -> None:
+        self.admitted: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.aborted: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.go_on = threading.Event()
+        self.slow = SlowAdmissions[object](self._admit, self.aborted.put)
+
+    def _admit(self, client: object, request: GenerationRequest) -> None:
+        self.begun.put(request.request_id)
+        self.go_on.wait()
+        self.admitted.put(request.request_id)
+
+    def put(self, name: str, client: object = None) -> None:
+        self.slow.put(client or self, GenerationRequest(name, (1,), SamplingParams(grammar="g")))
+
+
+def test_one_that_is_aborted_while_it_is_admitted_is_ended_then() -> None:
+    office = Office()
+    office.put("a")
+    assert office.begun.get() == "a"
+    assert office.slow.forget_one("a")
+    office.go_on.set()
+    assert office.admitted.get() == "a"
+    assert office.aborted.get() == "a"
+
+
+def test_one_that_is_aborted_before_is_not_admitted() -> None:
+    office = Office()
+    gone = object()
+    for name in "abcd":  # a thread each
+        office.put(name)
+    assert sorted(office.begun.get() for _ in range(4)) == [*"abcd"]
+    office.put("left", gone)
+    office.put("aborted")
+    office.put("last")
+    office.slow.forget(gone)
+    assert office.slow.forget_one("aborted")
+    assert not office.slow.forget_one("aborted")
+    office.go_on.set()
+    assert sorted(office.admitted.get() for _ in range(5)) == ["a", "b", "c", "d", "last"]
+    assert office.aborted.empty()
