@@ -31,7 +31,7 @@ class BlockStored(_Event):
     block_size: int
     lora_id: None = None
     medium: str | None = None
-    lora_name: None = None
+    lora_name: str | None = None
     extra_keys: list[list[str] | None] | None = None
 
 

@@ -64,7 +64,11 @@ class AdaptedLayer:
     those with logits."""
 
     def __init__(self, layers: AdaptedLayers, place: int, shape: LayerShape, is_head: bool) -> None:
-        self._layers, self.place, self.shape, self.is_head = layers, place, shape, is_head
+        self._layers, self.place, self._shape, self.is_head = layers, place, shape, is_head
+
+    @property
+    def shape(self) -> LayerShape:
+        return self._shape
 
     @property
     def is_wanted(self) -> bool:

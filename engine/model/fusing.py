@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import permutations
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,10 +31,7 @@ from torch import nn
 from engine.kernels import KINDS, LANES
 from engine.kernels.triton import missing_for
 from engine.kernels.triton.row_ops import row_norm
-from engine.model.layers import GroupedLinear, LayerShape, PackedLinear
-
-if TYPE_CHECKING:
-    from engine.model.adapted import AdaptedLayer
+from engine.model.layers import AdaptsRows, GroupedLinear, LayerShape, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +315,7 @@ class Gated(Fused):
 
     def __init__(self) -> None:
         self.parts: dict[str, LayerShape] = {}
-        self.adapted: Sequence[AdaptedLayer] = ()
+        self.adapted: Sequence[AdaptsRows] = ()
         """The same, where adapters may change them."""
 
     @property

@@ -57,6 +57,22 @@ class LayerShape(NamedTuple):
     out_features: int
 
 
+class AdaptsRows(Protocol):
+    """A layer that adapters may change, as who computes its product sees it
+    (``engine.model.adapted.AdaptedLayer``)."""
+
+    @property
+    def shape(self) -> LayerShape: ...
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the forward that is under way has rows with adapters."""
+
+    def add(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        """Adds what ``rows`` ``[num_rows, in_features]`` get to ``output`` ``[num_rows, out_features]``,
+        in place."""
+
+
 class PackedWeight(Protocol):
     """A weight, and a bias where there is one, as what multiplies with them wants them."""
 
