@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from server.endpoints import Served, Services
 from server.errors import unknown_model
@@ -13,19 +14,43 @@ from server.http.openapi import errors
 
 router = APIRouter(tags=["catalogue"])
 
+_ANTHROPIC = "anthropic-version"
+"""A header by which its clients are known."""
+
 
 @router.get("/v1/models", responses=errors(401))
-async def list_models(served: Served) -> dict[str, Any]:
+async def list_models(request: Request, served: Served) -> dict[str, Any]:
     """What is served."""
-    return {"object": "list", "data": [_card(served)]}
+    found = _card(served)
+    if _ANTHROPIC in request.headers:
+        return {
+            "data": [_as_anthropics(found)],
+            "has_more": False,
+            "first_id": found["id"],
+            "last_id": found["id"],
+        }
+    return {"object": "list", "data": [found]}
 
 
 @router.get("/v1/models/{name:path}", responses=errors(401, 404))
-async def retrieve_model(name: str, served: Served) -> dict[str, Any]:
+async def retrieve_model(name: str, request: Request, served: Served) -> dict[str, Any]:
     """The card of the model served."""
     if name != served.model_name:
         raise unknown_model(name, served.model_name)
-    return _card(served)
+    found = _card(served)
+    return _as_anthropics(found) if _ANTHROPIC in request.headers else found
+
+
+def _as_anthropics(card: dict[str, Any]) -> dict[str, Any]:
+    """A card with the fields that Anthropic's clients read."""
+    return card | {
+        "type": "model",
+        "display_name": card["id"],
+        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }
 
 
 def _card(served: Services) -> dict[str, Any]:
