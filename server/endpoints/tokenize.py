@@ -16,7 +16,7 @@ router = APIRouter(tags=["tokens"], route_class=BodyRoute)
 
 
 class Tokenized(TypedDict):
-    """``token_strs``: what each token stands for, where that was asked for."""
+    """``token_strs``: the vocabulary's entry of each token, where that was asked for."""
 
     count: int
     max_model_len: int
@@ -32,7 +32,7 @@ async def tokenize(body: TokenizeRequest, request: Request, served: Served) -> R
     """The tokens of a prompt or of messages."""
     await served.charge(request)
     found = await served.bodies.read(body, _tokenize)
-    texts = [served.texts.text(each) for each in found[0]] if found[1] else None
+    texts = [served.texts.entry(each) for each in found[0]] if found[1] else None
     reply = Tokenized(
         count=len(found[0]),
         max_model_len=served.engine.info.max_model_len,

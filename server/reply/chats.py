@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NotRequired
+from collections.abc import Iterable, Sequence
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
 from server.formats.parts import CallArguments, CallStart, Part, reasoning_of
 from server.reply.deltas import ChoiceDelta, ReplyToken
-from server.reply.writers import Chunk, ChunkWriter, Ending, PromptLogprobs, Whole
+from server.reply.writers import (
+    NOTHING_OF_PROMPT,
+    Chunk,
+    ChunkWriter,
+    Ending,
+    OfPrompt,
+    Whole,
+)
 
 
 class CalledFunction(TypedDict):
@@ -88,16 +95,14 @@ class ChatChunkChoice(Ending):
     logprobs: ChatLogprobs | None
 
 
-class ChatChunk(Chunk):
+class ChatChunk(Chunk, OfPrompt):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
-class ChatCompletion(Whole):
+class ChatCompletion(Whole, OfPrompt):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class ChatWriter(ChunkWriter):
@@ -107,28 +112,34 @@ class ChatWriter(ChunkWriter):
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def _beside(self, delta: ChoiceDelta) -> dict[str, Any]:
-        # All choices have one prompt, so its logprobs come once, with the first.
-        logprobs = self._prompt_logprobs(delta) if delta.index == 0 else None
-        return {} if logprobs is None else {"prompt_logprobs": logprobs}
+    def _beside(self, delta: ChoiceDelta) -> OfPrompt:
+        # All choices have one prompt, of which is told once, with the first.
+        return self._of_prompt(delta) if delta.index == 0 else {}
 
-    def _choice(self, kind: str, delta: ChoiceDelta) -> Mapping[str, Any]:
-        text = self._text(delta)
-        logprobs = None if self.plan.num_logprobs is None else self._logprobs(delta.tokens)
-        if kind == self.whole:
-            message = whole_message(delta, text)
-            return ChatChoice(
-                index=delta.index, message=message, logprobs=logprobs, **self._ending(delta)
-            )
-        chunk: ChatChunkChoice = {
+    def _beside_whole(self, first: ChoiceDelta) -> OfPrompt:
+        return {**NOTHING_OF_PROMPT, **self._beside(first)}
+
+    def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
+        return {
             "index": delta.index,
-            "delta": message_delta(delta, text),
-            "logprobs": logprobs,
+            "delta": message_delta(delta, self._text(delta)),
+            "logprobs": self._logprobs(delta.tokens),
             **self._ending(delta),
         }
-        return chunk
 
-    def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs:
+    def _whole_choice(self, delta: ChoiceDelta) -> ChatChoice:
+        nothing: Ending = {"finish_reason": None, "token_ids": None}
+        return {
+            "index": delta.index,
+            "message": whole_message(delta, self._text(delta)),
+            "logprobs": self._logprobs(delta.tokens),
+            **nothing,
+            **self._ending(delta),
+        }
+
+    def _logprobs(self, tokens: Sequence[ReplyToken]) -> ChatLogprobs | None:
+        if self.plan.num_logprobs is None:
+            return None
         content: list[ChatLogprob] = []
         for token in tokens:
             assert token.logprobs is not None, "the engine sends logprobs where they were asked for"

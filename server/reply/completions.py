@@ -8,7 +8,14 @@ from typing_extensions import TypedDict
 
 from engine.request.events import TokenLogprobs
 from server.reply.deltas import ChoiceDelta
-from server.reply.writers import Chunk, ChunkWriter, Ending, Whole
+from server.reply.writers import (
+    NOTHING_OF_PROMPT,
+    Chunk,
+    ChunkWriter,
+    Ending,
+    OfPrompt,
+    Whole,
+)
 
 
 class CompletionLogprobs(TypedDict):
@@ -20,7 +27,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionChoice(Ending):
+class CompletionChoice(Ending, OfPrompt):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -42,17 +49,17 @@ class CompletionWriter(ChunkWriter):
     id_prefix = "cmpl"
     whole = chunk = "text_completion"
 
-    def _choice(self, kind: str, delta: ChoiceDelta) -> CompletionChoice:
-        del kind
-        choice: CompletionChoice = {
+    def _chunk_choice(self, delta: ChoiceDelta) -> CompletionChoice:
+        return {
             "index": delta.index,
             "text": self._text(delta),
             "logprobs": None if self.plan.num_logprobs is None else self._logprobs(delta),
             **self._ending(delta),
+            **self._of_prompt(delta),
         }
-        if (found := self._prompt_logprobs(delta)) is not None:
-            choice["prompt_logprobs"] = found
-        return choice
+
+    def _whole_choice(self, delta: ChoiceDelta) -> CompletionChoice:
+        return {**NOTHING_OF_PROMPT, "token_ids": None, **self._chunk_choice(delta)}
 
     def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs:
         block = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
@@ -90,7 +97,7 @@ class CompletionWriter(ChunkWriter):
         if logprobs is None:
             block["top_logprobs"].append(None)
             return
-        top = {self._name(each): logprob for each, logprob in self._shown(logprobs)}
-        # OpenAI lists the chosen token too, so there may be one entry more than was asked for.
-        top.setdefault(self._name(token_id), logprobs.logprob)
-        block["top_logprobs"].append(top)
+        # OpenAI lists the chosen token too, so there may be one entry more than was asked for; as in vLLM
+        # it comes first.
+        shown = [(token_id, logprobs.logprob), *self._shown(logprobs)]
+        block["top_logprobs"].append({self._name(each): logprob for each, logprob in shown})

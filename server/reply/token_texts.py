@@ -43,6 +43,12 @@ class TokenTexts:
         names = {each: self._added.get(each, "") for each in self.special_ids | self._flagged}
         return frozenset(each for each, name in names.items() if name not in shown)
 
+    def entry(self, token_id: int) -> str:
+        """Returns the vocabulary's own entry, in which other characters may stand for bytes and spaces;
+        "" for an id outside of it."""
+        found: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return found or ""
+
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Returns what each token adds to the text of all; special tokens add nothing."""
         detokenizer = IncrementalDetokenizer(self._decode, (), self.special_ids)

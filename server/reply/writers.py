@@ -4,7 +4,7 @@ Own fields beside OpenAI's: ``usage.speculative``, ``metrics`` (the same account
 ``seed`` (the one used: sending it again reproduces the reply), and per choice ``stop_reason``,
 ``token_ids``, ``prompt_token_ids`` and ``tokens``. With ``tokens`` come ``num_steps``, the steps that a
 chunk tells of, and ``num_draft_tokens``, the drafts they verified. A field that was not asked for is
-left out.
+left out; those that vLLM always has are null in whole replies.
 """
 
 from __future__ import annotations
@@ -63,12 +63,21 @@ class Ending(TypedDict):
 
     finish_reason: FinishReason | None
     stop_reason: NotRequired[int | str | None]
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    token_ids: NotRequired[list[int] | None]
     tokens: NotRequired[list[DraftedToken]]
     num_steps: NotRequired[int]
     num_draft_tokens: NotRequired[int]
+
+
+class OfPrompt(TypedDict):
+    """What is told of a prompt: in each choice of completions; beside the choices of chats, which have
+    one prompt."""
+
+    prompt_token_ids: NotRequired[list[int] | None]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+
+
+NOTHING_OF_PROMPT = OfPrompt(prompt_token_ids=None, prompt_logprobs=None)
 
 
 class Envelope(TypedDict):
@@ -176,14 +185,16 @@ class ChunkWriter(Writer):
         is_shown = delta.first or delta.end or delta.text or delta.parts
         if not (is_shown or (delta.tokens and self._shows_tokens)):
             return b""
-        beside = {} if delta.prompt_logprobs is None else self._beside(delta)
+        beside: dict[str, Any] = {}
+        if delta.first or delta.prompt_logprobs is not None:
+            beside |= self._beside(delta)
         if self.plan.continuous_usage:
             beside["usage"] = RunningUsage(
                 prompt_tokens=self.plan.num_prompt_tokens,
                 completion_tokens=self._num_written,
                 total_tokens=self.plan.num_prompt_tokens + self._num_written,
             )
-        return self._chunk(as_json(self._choice(self.chunk, delta)), beside)
+        return self._chunk(as_json(self._chunk_choice(delta)), beside)
 
     def finish(self, usage: Usage) -> bytes:
         if not self.plan.include_usage:
@@ -195,11 +206,11 @@ class ChunkWriter(Writer):
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
         told = {"metadata": self.plan.metadata} if self.plan.metadata else {}
-        beside = self._beside(choices[0]) if choices else {}
+        beside = self._beside_whole(choices[0]) if choices else {}
         return {
             **self._envelope,
             "object": self.whole,
-            "choices": [self._choice(self.whole, each) for each in choices],
+            "choices": [self._whole_choice(each) for each in choices],
             **beside,
             **_account(usage),
             **told,
@@ -216,18 +227,36 @@ class ChunkWriter(Writer):
         """What all chunks begin with."""
         return b'data: %b,"choices":[' % as_json({**self._envelope, "object": self.chunk})[:-1]
 
-    def _beside(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """What an object whose first choice this is has beside its choices."""
+    def _beside(self, delta: ChoiceDelta) -> Mapping[str, Any]:
+        """What a chunk of this delta has beside its choices."""
         del delta
         return {}
 
+    def _beside_whole(self, first: ChoiceDelta) -> Mapping[str, Any]:
+        """What a whole reply whose first choice this is has beside its choices."""
+        del first
+        return {}
+
     @abstractmethod
-    def _choice(self, kind: str, delta: ChoiceDelta) -> Mapping[str, Any]:
-        """A delta as a choice of an object of this kind."""
+    def _chunk_choice(self, delta: ChoiceDelta) -> Mapping[str, Any]:
+        """A delta as the choice of a chunk."""
+
+    @abstractmethod
+    def _whole_choice(self, delta: ChoiceDelta) -> Mapping[str, Any]:
+        """A folded choice as one of a whole reply."""
 
     def _text(self, delta: ChoiceDelta) -> str:
         """The delta's text, behind what the choice's text begins with."""
         return self.plan.beginning(delta.index) + delta.text if delta.first else delta.text
+
+    def _of_prompt(self, delta: ChoiceDelta) -> OfPrompt:
+        """What was asked for of the prompt, where the delta brings it."""
+        found: OfPrompt = {}
+        if delta.first and self.plan.return_token_ids:
+            found["prompt_token_ids"] = list(self.plan.prompt_token_ids(delta.index))
+        if (logprobs := self._prompt_logprobs(delta)) is not None:
+            found["prompt_logprobs"] = logprobs
+        return found
 
     def _prompt_logprobs(self, delta: ChoiceDelta) -> PromptLogprobs | None:
         """Returns those asked for, where the delta brings them."""
@@ -253,10 +282,11 @@ class ChunkWriter(Writer):
         }
 
     def _shown(self, logprobs: TokenLogprobs) -> list[tuple[int, float]]:
-        """Returns the logprobs beside a token: the likeliest, then the rest of those that were named."""
-        top = logprobs.top[: self.plan.num_logprobs]
-        listed = {token_id for token_id, _ in top}
-        return [*top, *(each for each in logprobs.named if each[0] not in listed)]
+        """Returns the logprobs beside a token: the likeliest; where tokens were named, it and those."""
+        if not logprobs.named:
+            return list(logprobs.top[: self.plan.num_logprobs])
+        own = (logprobs.token_id, logprobs.logprob)
+        return [own, *(each for each in logprobs.named if each[0] != own[0])]
 
     def _name(self, token_id: int) -> str:
         """Returns a token's name in logprobs."""
@@ -272,8 +302,6 @@ class ChunkWriter(Writer):
             found["finish_reason"], found["stop_reason"] = end.reason, end.stop_reason
         if self.plan.return_token_ids:
             found["token_ids"] = [token.token_id for token in delta.tokens]
-            if delta.first:
-                found["prompt_token_ids"] = list(self.plan.prompt_token_ids(delta.index))
         if self.plan.return_drafted:
             found["tokens"] = [
                 DraftedToken(id=token.token_id, text=token.text, drafted=token.drafted)

@@ -222,7 +222,7 @@ class MessageFields(Body):
     def ignored(self, variables: Collection[str]) -> Iterator[str]:
         """Yields the hints that nothing comes of, by their paths."""
         for each in self.hints():
-            if not each.hint.has_effect(each.value, variables):
+            if each.hint.needs_telling(each.value) and each.hint.variable not in variables:
                 yield each.path
         switched = self.thinking is not None and self.thinking.type != "adaptive"
         if switched and not any(name in variables for name in _THINKS):
@@ -310,8 +310,9 @@ def plan_messages(
     repeated: dict[str, JsonValue] = {"max_tokens": body.max_tokens}
     if body.context_management is not None:
         repeated["context_management"] = {"applied_edits": []}
-    ignored = tuple(dict.fromkeys(body.ignored(translator.template_variables)))
-    return replace(plan, repeated=repeated, ignored=ignored)
+    ignored = [*body.ignored(translator.template_variables)]
+    ignored += [each for each in plan.ignored if each.startswith("chat_template_kwargs.")]
+    return replace(plan, repeated=repeated, ignored=tuple(dict.fromkeys(ignored)))
 
 
 def count_tokens(translator: Translator, body: CountTokensRequest) -> int:

@@ -7,7 +7,7 @@ they are taken, and the reply names those without effect. Nothing is accepted an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
@@ -41,16 +41,18 @@ class Hint:
     told where nothing comes of it.
 
     ``effect``: what always comes of it. ``variable``: the chat template's that it is handed to, where the
-    template reads it. ``does``: values that mean what this server does anyway.
+    template reads it; ``switch``: one that is handed whether the value is more than "none". ``does``:
+    values that mean what this server does anyway.
     """
 
     effect: str = ""
     variable: str = ""
+    switch: str = ""
     does: tuple[Any, ...] = ()
 
-    def has_effect(self, value: Any, variables: Collection[str] = ()) -> bool:
-        """Whether the value needs no telling. ``variables``: those that the template reads."""
-        return bool(self.effect) or self.variable in variables or _is_one_of(value, self.does)
+    def needs_telling(self, value: Any) -> bool:
+        """Whether nothing comes of the value, unless a template reads it."""
+        return not self.effect and not _is_one_of(value, self.does)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ from server.request.grammars import checked
 from server.request.messages import NamedTool, Tool, ToolFields
 
 AUTO, NONE = "auto", "none"
+PLAIN = "plain_json"
+"""The format of calls that must come, where it is not known how the model writes its own."""
 _WORDS = compile(r'"[^"]*"|[{}]|: |, |[^"{}:,]+|.')
 _ANYTHING = "(?s:.*)"
 
@@ -38,6 +40,7 @@ class MessageFormats:
     def __init__(self, tokenizer: Any, template: str, tool_calls: str, reasoning: str) -> None:
         self._template = template
         self._tool_calls = _named(tool_calls, tool_call_formats(), template)
+        self._required = self._tool_calls or ("" if tool_calls == NONE else PLAIN)
         self._reasoning = _named(reasoning, reasoning_formats(), template)
         markers = markers_of(self._tool_calls, self._reasoning)
         self._special = {
@@ -57,11 +60,11 @@ class MessageFormats:
                 value = getattr(body, name)
                 if value is not None and value != NONE:
                     raise refused(name, "needs 'tools'")
-        elif not self._tool_calls and body.tool_choice != NONE:
+        elif not self._format_of(body) and body.tool_choice != NONE:
             raise refused(
                 "tools",
                 ": it is not known how this model writes tool calls; the operator can say so "
-                "with --tool-call-parser",
+                "with --tool-call-parser, and a 'tool_choice' that requires a call needs no format",
             )
         _callable(body)
         if not body.include_reasoning and not self._reasoning:
@@ -75,7 +78,7 @@ class MessageFormats:
         form = reasoning_formats().get(self._reasoning)
         return replace(
             text,
-            tool_calls=self._tool_calls if tools else "",
+            tool_calls=self._format_of(body) if tools else "",
             functions={each.name: each.schema_of_arguments() for each in tools},
             reasoning=self._reasoning,
             reasoning_is_open=form is not None and form.is_open_after(prompt),
@@ -93,15 +96,19 @@ class MessageFormats:
         grammar = MessageGrammar(self._special, rules, answer)
         return grammar.write(reasoning_formats().get(text.reasoning), text.reasoning_is_open)
 
+    def _format_of(self, body: ToolFields) -> str:
+        """Returns the name of the format in which calls come; "" where they cannot."""
+        return self._required if body.must_call else self._tool_calls
+
     def _call_rules(self, body: ToolFields, has_answer: bool) -> CallRules | None:
         """None where the model may write calls as it likes."""
         tools = _callable(body)
-        must = body.tool_choice not in (None, AUTO)
+        must = body.must_call
         is_strict = any(tool.function.strict for _, tool in tools)
         parallel = body.parallel_tool_calls is not False
         if not (must or is_strict or not parallel or has_answer):
             return None
-        form = tool_call_formats()[self._tool_calls]
+        form = tool_call_formats()[self._format_of(body)]
         spelling = form.spelling(self._template)
         functions = []
         for place, tool in tools:

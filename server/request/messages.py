@@ -145,6 +145,11 @@ class ToolFields(Body):
     include_reasoning: bool = optional("Show reasoning that is split off.", default=True)
 
     @property
+    def must_call(self) -> bool:
+        """Whether there is a call, and no text."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
     def shown_tools(self) -> Sequence[Tool]:
         """Those that the model is shown: none where it is to call none."""
         return [] if self.tool_choice == "none" else self.tools or []

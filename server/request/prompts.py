@@ -129,9 +129,19 @@ class ChatTemplate:
         self._spellings = spellings
         self._source = str(tokenizer.chat_template) if tokenizer.chat_template else None
         self.variables = _variables(self._source or "")
-        self._takes_tools = "tools" in self.variables
-        self.variables -= _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
+        self.takes_tools = "tools" in self.variables
+        self._reserved = _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
+        self.variables -= self._reserved
         self._takes_parts = self._source is not None and self._shows_only_parts()
+
+    def read_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns those of the client's variables that the template reads. Raises ApiError for what is
+        not the client's to say."""
+        for name in given:
+            if name in self._reserved:
+                field = f"chat_template_kwargs.{name}"
+                raise refused(field, ": the server itself tells the chat template")
+        return {name: value for name, value in given.items() if name in self.variables}
 
     def render(
         self,
@@ -151,12 +161,6 @@ class ChatTemplate:
             raise bad_request(
                 "messages", "this model's tokenizer has no chat template; use /v1/completions"
             )
-        for name in variables:
-            if name not in self.variables:
-                field = f"chat_template_kwargs.{name}"
-                raise refused(field, ": the chat template has no such variable")
-        if tools and not self._takes_tools:
-            raise refused("tools", ": this model's chat template has no place for them")
         if self._takes_parts:
             messages = [_in_parts(each) for each in messages]
         if allow_special_tokens:

@@ -233,7 +233,9 @@ class TemplateFields(Body):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT = Hint(variable="reasoning_effort", switch="enable_thinking")
 Verbosity = Literal["low", "medium", "high"]
+VERBOSITY = Hint(variable="verbosity")
 
 _LOGPROBS: JsonDict = {
     "anyOf": [in_case({}, ("top_logprobs",)), in_case({"logprobs": {"const": True}})]
@@ -264,12 +266,10 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = optional("Begin with the last message, the assistant's own.", default=False)
-    reasoning_effort: Annotated[Effort | None, Hint(variable="reasoning_effort")] = optional(
-        "For chat templates that read 'reasoning_effort'."
+    reasoning_effort: Annotated[Effort | None, EFFORT] = optional(
+        "For chat templates that read it, or whether to think."
     )
-    verbosity: Annotated[Verbosity | None, Hint(variable="verbosity")] = optional(
-        "For chat templates that read 'verbosity'."
-    )
+    verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
     add_special_tokens: bool = optional("Templates write their own BOS.", default=False)
 
     @property
@@ -314,7 +314,7 @@ class TokenizeRequest(TemplateFields):
     tools: ToolsField | None = optional("With messages.", min_length=1, max_length=MAX_TOOLS)
     add_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
     allow_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
-    return_token_strs: bool = optional("The tokens' texts, too.", default=False)
+    return_token_strs: bool = optional("The vocabulary's entries, too.", default=False)
 
 
 class DetokenizeRequest(Body):

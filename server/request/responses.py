@@ -30,7 +30,15 @@ from server.request.foreign_parts import ForeignPart, find_foreign_part
 from server.request.grammars import Schema
 from server.request.messages import MAX_TOOLS, NAME_PATTERN, FunctionDefinition
 from server.request.parsing import check
-from server.request.protocol import MAX_COUNT, ChatRequest, CommonFields, Effort, Verbosity
+from server.request.protocol import (
+    EFFORT,
+    MAX_COUNT,
+    VERBOSITY,
+    ChatRequest,
+    CommonFields,
+    Effort,
+    Verbosity,
+)
 from server.request.translate import SERVICE_TIER, Translator
 
 MAX_ITEMS = 1 << 14
@@ -210,9 +218,7 @@ class TextFormat(Body):
 
 class TextConfig(Body):
     format: TextFormat | None = None
-    verbosity: Annotated[Verbosity | None, Hint(variable="verbosity")] = optional(
-        "For chat templates that read 'verbosity'."
-    )
+    verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
 
 
 _Summary = Literal["auto", "concise", "detailed"]
@@ -221,8 +227,8 @@ _Summary = Literal["auto", "concise", "detailed"]
 class ReasoningConfig(Body):
     """How much the model is to think, and how that is shown."""
 
-    effort: Annotated[Effort | None, Hint(variable="reasoning_effort")] = optional(
-        "For chat templates that read 'reasoning_effort'."
+    effort: Annotated[Effort | None, EFFORT] = optional(
+        "For chat templates that read it, or whether to think."
     )
     summary: Annotated[_Summary | None, Hint()] = optional("Reasoning is shown as it is written.")
     generate_summary: Annotated[_Summary | None, Hint()] = optional("The same as 'summary'.")
@@ -374,10 +380,10 @@ def plan_response(
         plan = translator.plan(body.for_chat(), arrival_time, drafters)
     except ApiError as error:
         raise _in_own_words(error) from error
-    # What the chat request has no field for.
+    # Of what goes to the template the chat request knows more.
     own = [each for each in body.hints() if not each.hint.variable]
     ignored = [_own_name(each) for each in plan.ignored]
-    ignored += [each.path for each in own if not each.hint.has_effect(each.value)]
+    ignored += [each.path for each in own if each.hint.needs_telling(each.value)]
     return replace(plan, repeated=body.repeated(), ignored=tuple(dict.fromkeys(ignored)))
 
 

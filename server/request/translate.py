@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,8 @@ class Translator:
             echo=body.echo and isinstance(body, CompletionRequest),
             stream=body.stream,
             include_usage=streaming.include_usage,
-            continuous_usage=streaming.continuous_usage_stats,
+            # As in vLLM it has no effect alone.
+            continuous_usage=streaming.include_usage and streaming.continuous_usage_stats,
             num_logprobs=body.num_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
             tokens_as_ids=body.return_tokens_as_token_ids,
@@ -130,7 +131,7 @@ class Translator:
             prompt_cache_key=body.prompt_cache_key,
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
-            ignored=self._ignored(body),
+            ignored=tuple(self._ignored(body)),
         )
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -195,29 +196,52 @@ class Translator:
         return self._prompts.template.render(
             template_messages(body.messages or ()),
             self._variables(body),
-            tools=template_tools(tools),
+            tools=template_tools(self._told(tools, body)),
             allow_special_tokens=allows,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
 
+    def _told(self, tools: Sequence[Tool], body: ChatRequest | TokenizeRequest) -> Sequence[Tool]:
+        """Returns those that the model is told of. Where its template has no place for any, a call that
+        has to come is held to its schema all the same. Raises ApiError where that is no help."""
+        if not tools or self._prompts.template.takes_tools:
+            return tools
+        if isinstance(body, ChatRequest) and not body.must_call:
+            raise refused("tools", ": this model's chat template has no place for them")
+        return ()
+
     def _variables(self, body: TemplateFields) -> dict[str, Any]:
         """Returns the client's variables of the chat template, and the hints that it reads. Raises
         ApiError."""
-        variables = dict(body.chat_template_kwargs or {})
+        template = self._prompts.template
+        variables = template.read_of(body.chat_template_kwargs or {})
+        given = set(variables)
         for each in body.hints():
-            name = each.hint.variable
-            if name not in self._prompts.template.variables:
-                continue
-            if variables.setdefault(name, each.value) != each.value:
+            name, switch = each.hint.variable, each.hint.switch
+            if name in template.variables and variables.setdefault(name, each.value) != each.value:
                 raise refused(each.path, f"contradicts chat_template_kwargs.{name}")
+            # Who names the switch means it.
+            if switch in template.variables and switch not in given:
+                variables[switch] = each.value != "none"
         return variables
 
-    def _ignored(self, body: CompletionRequest | ChatRequest) -> tuple[str, ...]:
-        is_chat = isinstance(body, ChatRequest)
-        variables = self._prompts.template.variables if is_chat else ()
-        given = body.hints()
-        return tuple(each.path for each in given if not each.hint.has_effect(each.value, variables))
+    def _ignored(self, body: CompletionRequest | ChatRequest) -> Iterator[str]:
+        """Yields the paths of what nothing comes of."""
+        given: Mapping[str, Any] = {}
+        read: Set[str] = frozenset()
+        if isinstance(body, ChatRequest):
+            given, read = body.chat_template_kwargs or {}, self._prompts.template.variables
+        for each in body.hints():
+            is_handed = each.hint.variable in read or each.hint.switch in read - given.keys()
+            if each.hint.needs_telling(each.value) and not is_handed:
+                yield each.path
+        yield from (f"chat_template_kwargs.{name}" for name in given if name not in read)
+        if body.logprob_token_ids and body.num_logprobs:
+            yield "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+        usage = body.stream_options or StreamOptions()
+        if usage.continuous_usage_stats and not usage.include_usage:
+            yield "stream_options.continuous_usage_stats"
 
     def _text(self, body: CompletionRequest | ChatRequest, prompt: str) -> tuple[TextOptions, str]:
         """Returns what becomes of the tokens, and the grammar that they match. Raises ApiError."""
@@ -240,12 +264,8 @@ class Translator:
     def _check(self, body: CompletionRequest | ChatRequest, *, num_prompts: int) -> None:
         """Raises ApiError for a fault that shows without the prompt."""
         self._check_model(body.model)
-        if body.stream_options is not None:
-            if not body.stream:
-                raise refused("stream_options", "needs 'stream': true")
-            if body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
-                name = "stream_options.continuous_usage_stats"
-                raise refused(name, "needs 'include_usage': true")
+        if body.stream_options is not None and not body.stream:
+            raise refused("stream_options", "needs 'stream': true")
         self._prompts.check_token_ids("stop_token_ids", body.stop_token_ids or ())
         self._prompts.check_token_ids("logprob_token_ids", body.logprob_token_ids or ())
         seconds = self._max_seconds

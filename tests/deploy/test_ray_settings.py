@@ -149,6 +149,31 @@ def test_of_a_long_body_the_start_counts() -> None:
         assert key(prompt=text) == key(prompt=text[:100])
 
 
+def test_a_cache_key_takes_the_place_of_the_beginning() -> None:
+    """Agents begin all their conversations alike and name each. Of no other tenant's requests, though."""
+    one = key(prompt_cache_key="k", messages=chat("one"))
+    assert key(prompt_cache_key="k", messages=chat("two"), characters=0) == one
+    assert key(prompt_cache_key="other", messages=chat("one")) != one
+    assert key({"authorization": "Bearer x"}, prompt_cache_key="k") != one
+    assert key(prompt_cache_key="k", cache_salt="s") != one
+    assert key(prompt="k") != key(prompt_cache_key="k") == one
+    assert key(prompt="a", prompt_cache_key=None) == key(prompt="a")
+
+
+def test_a_cache_key_is_found_behind_a_long_conversation() -> None:
+    short = key(prompt_cache_key="k\u00e9y", cache_salt="s", prompt="a")
+    text = 'x"prompt_cache_key": "of a text"' * 10_000
+    raw = json.dumps(
+        {"messages": chat(text), "prompt_cache_key": "k\u00e9y", "cache_salt": "s"},
+        ensure_ascii=False,
+    )
+    assert affinity_key(PATH, (), raw.encode(), 16) == short
+    # A text that looks like a field is none, and what is no text is no key.
+    assert key(messages=chat(text)) == key(messages=chat(text[:100]))
+    broken = json.dumps({"prompt": text, "prompt_cache_key": 7}).encode()
+    assert affinity_key(PATH, (), broken, 16) == key(prompt=text[:100])
+
+
 def test_a_deep_body_is_no_trouble() -> None:
     assert affinity_key(PATH, (), b'{"prompt":' + b"[" * 150 + b"]" * 150 + b"}", 16)
     assert key(prompt=[[1] * 100_000] * 3, characters=1000)

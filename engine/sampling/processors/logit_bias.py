@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_MAX_LISTED = 10
+_MAX_SHOWN = 64
+
+
 @register
 class LogitBias(LogitsProcessor):
     stage = Stage.BIAS
@@ -46,9 +50,13 @@ class LogitBias(LogitsProcessor):
     @classmethod
     def resolve(cls, values: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
         given: Mapping[str, float] = values["logit_bias"]
-        for key in given:
-            if not re.fullmatch(r"[0-9]{1,10}", key):
-                raise RequestError(f"logit_bias.{key}", "logit_bias: keys are token ids")
+        if wrong := [key for key in given if not re.fullmatch(r"[0-9]{1,10}", key)]:
+            shown = ", ".join(repr(key[:_MAX_SHOWN]) for key in wrong[:_MAX_LISTED])
+            more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
+            raise RequestError(
+                f"logit_bias.{wrong[0][:_MAX_SHOWN]}",
+                f"logit_bias: keys are token ids, which {shown}{more} are not",
+            )
         biases = {int(key): bias for key, bias in given.items()}
         check_token_ids("logit_bias", list(biases), vocabulary.size)
         return {"logit_bias": biases}

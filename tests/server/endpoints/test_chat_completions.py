@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from server.reply.streaming import IGNORED_HEADER
 from worlds.request_bodies import CHAT
 from worlds.scripted_engine import ASSISTANT, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect, events, openai_client
@@ -176,17 +177,39 @@ async def test_tokens_may_be_named_by_their_ids(connect: Connect) -> None:
     assert refused.status_code == 400
 
 
-async def test_named_tokens_come_instead_of_the_likeliest_or_after_them(connect: Connect) -> None:
+async def test_named_tokens_come_instead_of_the_likeliest(connect: Connect) -> None:
+    """With the token that was written, as in vLLM; a number of the likeliest has no effect."""
     engine = ScriptedEngine("a")
     body = {**CHAT, "logprobs": True, "logprob_token_ids": [ord("c"), ord("b")]}
     async with connect(engine) as client:
         replies = [
-            (await client.post("/chat/completions", json=body | {"top_logprobs": num})).json()
+            await client.post("/chat/completions", json=body | {"top_logprobs": num})
             for num in (0, 2)
         ]
-    (alone,), (both,) = (each["choices"][0]["logprobs"]["content"] for each in replies)
-    assert [(each["token"], each["logprob"]) for each in alone["top_logprobs"]] == [
-        ("c", -2.5),
-        ("b", -1.5),
-    ]
-    assert [each["token"] for each in both["top_logprobs"]] == ["a", "b", "c"]
+    for reply in replies:
+        (entry,) = reply.json()["choices"][0]["logprobs"]["content"]
+        assert [(each["token"], each["logprob"]) for each in entry["top_logprobs"]] == [
+            ("a", -0.5),
+            ("c", -2.5),
+            ("b", -1.5),
+        ]
+    assert [each.headers.get(IGNORED_HEADER) for each in replies] == [None, "top_logprobs"]
+
+
+async def test_of_the_prompt_is_told_once_beside_the_choices(connect: Connect) -> None:
+    body = {**CHAT, "n": 2, "return_token_ids": True, "prompt_logprobs": 1}
+    engine = ScriptedEngine("ab")
+    async with connect(engine) as client:
+        whole = (await client.post("/chat/completions", json=body)).json()
+        plain = (await client.post("/chat/completions", json=CHAT)).json()
+        reply = await client.post("/chat/completions", json=body | {"stream": True})
+    *chunks, _ = events(reply.text)
+    told = list(engine.requests[0].prompt_token_ids)
+    assert whole["prompt_token_ids"] == told
+    assert len(whole["prompt_logprobs"]) == len(told)
+    assert [each["token_ids"] for each in whole["choices"]] == [[*b"ab"]] * 2
+    assert not any("prompt_token_ids" in each for each in whole["choices"])
+    assert [each["prompt_token_ids"] for each in chunks if "prompt_token_ids" in each] == [told]
+    # As in vLLM they are there, if they were not asked for.
+    assert plain["prompt_token_ids"] is plain["prompt_logprobs"] is None
+    assert plain["choices"][0]["token_ids"] is None

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from worlds.scripted_engine import ASSISTANT, USER, ScriptedEngine
+from worlds.request_bodies import TOOLS
+from worlds.scripted_engine import ASSISTANT, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
@@ -45,6 +46,23 @@ async def test_a_large_body_is_read_elsewhere(connect: Connect) -> None:
         reply = (await client.post("http://test/tokenize", json=body)).json()
         assert client.app.state.services.bodies._pool is not None  # type: ignore[attr-defined]
     assert (reply["count"], reply["token_strs"][:3]) == (20_002, ["a", "<|user|>", "b"])
+
+
+async def test_token_strs_are_the_vocabularys_own(connect: Connect) -> None:
+    """As in vLLM: bytes are spelt as the vocabulary spells them."""
+    body = {"prompt": "a \u00e9", "return_token_strs": True}
+    async with connect(ScriptedEngine()) as client:
+        reply = (await client.post("http://test/tokenize", json=body)).json()
+    assert reply["token_strs"] == byte_tokenizer().convert_ids_to_tokens(reply["tokens"])
+    assert reply["token_strs"][:2] == ["a", "\u0120"]
+
+
+async def test_tools_that_a_template_has_no_place_for_change_no_tokens(connect: Connect) -> None:
+    tokenizer = byte_tokenizer("{{ messages[0].content }}")
+    async with connect(ScriptedEngine(), tokenizer) as client:
+        body = {"messages": MESSAGES, "tools": TOOLS}
+        reply = (await client.post("http://test/tokenize", json=body)).json()
+    assert bytes(reply["tokens"]).decode() == MESSAGES[0]["content"]
 
 
 async def test_they_want_the_servers_key(connect: Connect) -> None:

@@ -156,6 +156,7 @@ def allows(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and bool(matcher.is_accepting())
 
 
+PLAIN = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
 BAD_CALL = CALL.replace('"Köln"', "7")
 OTHER_CALL = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'
 
@@ -231,17 +232,46 @@ def called(arguments: str = "{}") -> dict[str, Any]:
         ("{{ messages[0].content }} {{ tools }}", {}),
         ("{{ messages[0].content }}", {"tool_call_parser": "hermes"}),
         (CHAT_TEMPLATE, {"tool_call_parser": "none"}),
+        # The operator does not want texts taken apart, whatever is required.
+        (CHAT_TEMPLATE, {"tool_call_parser": "none", "tool_choice": "required"}),
     ],
 )
 async def test_a_model_without_tools_says_so(
     connect: Connect, template: str, settings: dict[str, Any]
 ) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": settings.pop("tool_choice", None)}
     async with connect(ScriptedEngine(), byte_tokenizer(template), **settings) as client:
-        refused = await client.post(
-            "/chat/completions", json={"messages": MESSAGES, "tools": TOOLS}
-        )
+        refused = await client.post("/chat/completions", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content }}{{ tools }}", "{{ messages[0].content }}"]
+)
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_call_that_must_come_needs_no_format_of_the_models(
+    connect: Connect, template: str, choice: Any
+) -> None:
+    engine = ScriptedEngine(f"[{PLAIN}]")
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+    async with connect(engine, byte_tokenizer(template)) as client:
+        whole = (await client.post("/chat/completions", json=body)).json()["choices"][0]
+        reply = await client.post("/chat/completions", json=body | {"stream": True})
+    (call,) = whole["message"]["tool_calls"]
+    assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", None)
+    assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    deltas = [each["choices"][0]["delta"] for each in events(reply.text)[:-1]]
+    pieces = [each for delta in deltas for each in delta.get("tool_calls", [])]
+    assert "".join(each["function"].get("arguments", "") for each in pieces) == ARGUMENTS
+    assert not any(delta.get("content") for delta in deltas)
+    grammar = engine.requests[0].sampling.grammar
+    assert allows(grammar, f"[{PLAIN}]")
+    assert allows(grammar, f"[{PLAIN}, {PLAIN}]") == (choice == "required")
+    wrong = PLAIN.replace('"Köln"', "7")
+    for text in ("text", "[]", PLAIN, f"[{PLAIN}, ", f"[{wrong}]"):
+        assert not allows(grammar, text), text
+    assert ("get_weather" in prompt_text(engine)) == ("tools" in template)
 
 
 async def test_the_operator_may_name_the_format(connect: Connect) -> None:

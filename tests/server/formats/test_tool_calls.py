@@ -74,6 +74,10 @@ CASES = {
         'I look. [TOOL_CALLS] [{"name": "get_weather", "arguments": $weather, "id": "abcdefghi"}, '
         '{"name": "add", "arguments": $add}]',
     ),
+    "plain_json": (
+        '[{"name": "get_weather", "arguments": $weather}]',
+        '[{"name": "get_weather", "arguments": $weather}, {"name": "add", "arguments": $add}]',
+    ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>$weather"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from server.reply.streaming import IGNORED_HEADER
 from worlds.scripted_engine import CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
 
@@ -68,20 +69,13 @@ IN_TAGS = (
             {"continue_final_message": True, "add_generation_prompt": False},
             "continue_final_message",
         ),
-        # Variables are found in the tags that transformers adds; what is no variable is refused.
-        (IN_TAGS, SHOUT, None),
-        ("{# shout #}a", SHOUT, f"{KWARGS}.shout"),
-        ("{{ 'shout' }}", SHOUT, f"{KWARGS}.shout"),
-        ("shout", SHOUT, f"{KWARGS}.shout"),
-        ("{% set shout = 1 %}{{ shout }}", SHOUT, f"{KWARGS}.shout"),
-        ("{{ messages[0].shout }}", SHOUT, f"{KWARGS}.shout"),
+        # What the server or the tokenizer says is refused.
         ("{{ bos_token }}", {KWARGS: {"bos_token": True}}, f"{KWARGS}.bos_token"),
         (
             "{{ raise_exception('x') }}",
             {KWARGS: {"raise_exception": True}},
             f"{KWARGS}.raise_exception",
         ),
-        ("{% for i in range(3) %}{% endfor %}", {KWARGS: {"range": True}}, f"{KWARGS}.range"),
         ("{{ messages }}", {KWARGS: {"messages": True}}, f"{KWARGS}.messages"),
     ],
 )
@@ -90,6 +84,31 @@ async def test_what_a_request_says_to_a_template_is_taken_or_refused_by_name(
 ) -> None:
     status, error = await ask(connect, template, **fields)
     assert (status, error and error["param"]) == (400 if param else 200, param)
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "is_read"),
+    [
+        # Variables are found in the tags that transformers adds.
+        (IN_TAGS, "shout", True),
+        ("{# shout #}a", "shout", False),
+        ("{{ 'shout' }}", "shout", False),
+        ("shout", "shout", False),
+        ("{% set shout = 1 %}{{ shout }}", "shout", False),
+        ("{{ messages[0].shout }}", "shout", False),
+        ("{% for i in range(3) %}a{% endfor %}", "range", False),
+        # An argument of transformers, not of the template.
+        ("{{ messages[0].content }}", "tokenize", False),
+    ],
+)
+async def test_a_variable_that_the_template_does_not_read_is_told(
+    connect: Connect, template: str, name: str, is_read: bool
+) -> None:
+    async with connect(ScriptedEngine(), byte_tokenizer(template)) as client:
+        body = {"messages": [{"role": "user", "content": "a"}], KWARGS: {name: True}}
+        reply = await client.post("/chat/completions", json=body)
+    assert reply.status_code == 200
+    assert reply.headers.get(IGNORED_HEADER) == (None if is_read else f"{KWARGS}.{name}")
 
 
 OF_PARTS = (

@@ -41,11 +41,16 @@ def nested(paths: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize(
+    ("path", "stream", "large"),
+    [
+        *((path, stream, False) for path in ENDPOINTS for stream in (False, True)),
+        # Another process reads it.
+        ("/responses", False, True),
+    ],
+)
 async def test_the_header_names_the_hints_without_effect_and_no_others(
-    connect: Connect, path: str, large: bool, stream: bool
+    connect: Connect, path: str, stream: bool, large: bool
 ) -> None:
     base = ENDPOINTS[path][1]
     ignored = {
@@ -105,6 +110,25 @@ async def test_a_hint_goes_to_a_template_that_reads_it_and_is_told_with_others(
             reply = await client.post(path, json=ENDPOINTS[path][1] | body)
         assert reply.headers.get(IGNORED_HEADER) == told
         assert bytes(engine.requests[0].prompt_token_ids) == prompt
+
+
+@pytest.mark.parametrize("said", [None, True])
+@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True)])
+async def test_an_effort_says_whether_to_think(
+    connect: Connect, effort: str, thinks: bool, said: bool | None
+) -> None:
+    """Who says so in so many words has the last one, and is told that the other is without effect."""
+    template = "<{{ enable_thinking }}>"
+    body = {"reasoning_effort": effort} | (
+        {"chat_template_kwargs": {"enable_thinking": said}} if said is not None else {}
+    )
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine, byte_tokenizer(template)) as client:
+        path = "/chat/completions"
+        reply = await client.post(path, json=ENDPOINTS[path][1] | body)
+    shown = bytes(engine.requests[0].prompt_token_ids).decode()
+    assert shown == f"<{thinks if said is None else said}>"
+    assert reply.headers.get(IGNORED_HEADER) == (None if said is None else "reasoning_effort")
 
 
 async def test_a_variable_said_twice_alike_is_said_once(connect: Connect) -> None:

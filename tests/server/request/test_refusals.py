@@ -66,11 +66,7 @@ COMPLETIONS: list[Row] = [
     ({"prompt": ["a", "b", "c"], "n": 2}, "prompt"),
     *(
         ({"stream": True, "stream_options": {name: True}}, f"stream_options.{name}")
-        for name in [
-            *StreamOptions.unsupported,
-            "continuous_usage_stats",
-            "unknown",
-        ]
+        for name in [*StreamOptions.unsupported, "unknown"]
     ),
 ]
 TEXT_PART = {"type": "text", "text": "a"}
@@ -120,7 +116,7 @@ CHATS: list[Row] = [
     ({"continue_final_message": True}, "continue_final_message"),
     *(
         ({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs.{name}")
-        for name in ("unheard_of", "messages", "tokenize")
+        for name in ("messages", "tools", "bos_token")
     ),
     (predicted(type="text"), "prediction.type"),
     (predicted(content=""), "prediction.content"),

@@ -228,7 +228,9 @@ async def _text(
     }
     reply = json.loads(await address.post(body, prompt.path))
     (choice,) = reply["choices"]
-    text = Text(kind, tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"]))
+    # Beside the choices where the prompt is of messages.
+    told = choice if "prompt_token_ids" in choice else reply
+    text = Text(kind, tuple(told["prompt_token_ids"]), tuple(choice["token_ids"]))
     return text, reply["usage"]["speculative"]
 
 
