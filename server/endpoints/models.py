@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from engine.request.info import AdapterInfo
 from server.endpoints import Served, Services
@@ -14,23 +15,45 @@ from server.http.openapi import errors
 
 router = APIRouter(tags=["catalogue"])
 
+_ANTHROPIC = "anthropic-version"
+"""A header by which its clients are known."""
+
 
 @router.get("/v1/models", responses=errors(401))
-async def list_models(served: Served) -> dict[str, Any]:
+async def list_models(request: Request, served: Served) -> dict[str, Any]:
     """What is served: the model, and the adapters that are loaded, which have it as their parent."""
     cards = [_card(served), *(_adapter_card(served, each) for each in served.adapters)]
+    if _ANTHROPIC in request.headers:
+        return {
+            "data": [_as_anthropics(served, each) for each in cards],
+            "has_more": False,
+            "first_id": cards[0]["id"],
+            "last_id": cards[-1]["id"],
+        }
     return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{name:path}", responses=errors(401, 404))
-async def retrieve_model(name: str, served: Served) -> dict[str, Any]:
+async def retrieve_model(name: str, request: Request, served: Served) -> dict[str, Any]:
     """The card of the model served, or of an adapter."""
-    if name == served.model_name:
-        return _card(served)
     found = {each.name: each for each in served.adapters}
-    if name not in found:
+    if name != served.model_name and name not in found:
         raise unknown_model(name, served.model_name, tuple(found))
-    return _adapter_card(served, found[name])
+    card = _card(served) if name == served.model_name else _adapter_card(served, found[name])
+    return _as_anthropics(served, card) if _ANTHROPIC in request.headers else card
+
+
+def _as_anthropics(served: Services, card: dict[str, Any]) -> dict[str, Any]:
+    """A card with the fields that Anthropic's clients read."""
+    longest = served.engine.info.max_model_len
+    return card | {
+        "type": "model",
+        "display_name": card["id"],
+        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": longest,
+        "max_tokens": longest,
+    }
 
 
 def _card(served: Services) -> dict[str, Any]:

@@ -311,8 +311,9 @@ def plan_messages(
     repeated: dict[str, JsonValue] = {"max_tokens": body.max_tokens}
     if body.context_management is not None:
         repeated["context_management"] = {"applied_edits": []}
-    ignored = tuple(dict.fromkeys(body.ignored(translator.template_variables)))
-    return replace(plan, repeated=repeated, ignored=ignored)
+    ignored = [*body.ignored(translator.template_variables)]
+    ignored += [each for each in plan.ignored if each.startswith("chat_template_kwargs.")]
+    return replace(plan, repeated=repeated, ignored=tuple(dict.fromkeys(ignored)))
 
 
 def count_tokens(translator: Translator, body: CountTokensRequest) -> int:

@@ -140,6 +140,23 @@ async def test_an_error_among_events_with_names_has_one() -> None:
         assert [*numbers, error["sequence_number"]] == list(range(len(numbers) + 1))
 
 
+async def test_an_error_below_messages_has_anthropics_shape() -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 64}
+    async with fleet(ScriptedEngine(), ScriptedEngine()) as found:
+        found.replicas.lives = {"a": 4, "b": 4}
+        reply = await found.client.post("/v1/messages", json=asked | {"stream": True})
+        *written, last = reply.text.removesuffix("\n\n").split("\n\n")
+        assert written[0].startswith("event: message_start\n")
+        name, data = last.split("\n")
+        assert name == "event: error"
+        error = json.loads(data.removeprefix("data: "))
+        assert (error["type"], error["error"]["code"]) == ("error", "replica_lost")
+        found.replicas.lives = {"a": 0, "b": 0}
+        reply = await found.client.post("/v1/messages", json=asked)
+        assert (reply.status_code, reply.json()["type"]) == (503, "error")
+        assert reply.json()["error"]["code"] == "replica_lost"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_where_nobody_is_left_it_says_so(stream: bool) -> None:
     async with fleet(ScriptedEngine(), ScriptedEngine()) as found:

@@ -115,6 +115,8 @@ def test_a_key_is_of_the_beginning() -> None:
     assert key(prompt="x", instructions="be brief, and to the point") == key(
         prompt="y", instructions="be brief, and to the point"
     )
+    system = [{"type": "text", "text": "be brief, and to the point"}]
+    assert key(messages=chat("x"), system=system) == key(messages=chat("y"), system=system)
 
 
 def test_a_key_is_of_a_tenant_and_salt() -> None:
@@ -122,6 +124,7 @@ def test_a_key_is_of_a_tenant_and_salt() -> None:
     found = {key(prompt="x"), key(mine, prompt="x"), key(mine, prompt="x", cache_salt="s")}
     assert len(found) == 3
     assert key({"Authorization": "Bearer mine"}, prompt="x") in found
+    assert key({"x-api-key": "mine"}, prompt="x") not in (key(prompt="x"), key(mine, prompt="x"))
     assert not any("mine" in str(each) for each in found)
     # What belongs to the one is no part of the other.
     assert key({"authorization": "a"}, cache_salt="b") != key(

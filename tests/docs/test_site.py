@@ -16,6 +16,7 @@ from docs import generate
 from docs.hooks import without_outside_links
 from docs.pictures.draw import PICTURES
 from server.reply.usage import SpeculativeUsage
+from server.request.anthropic import MessagesRequest
 from server.request.protocol import (
     ChatMessage,
     ChatRequest,
@@ -107,6 +108,7 @@ def test_the_tables_have_what_they_are_for() -> None:
     [
         CompletionRequest,
         ChatRequest,
+        MessagesRequest,
         ChatMessage,
         StreamOptions,
         Prediction,

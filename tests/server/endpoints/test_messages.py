@@ -492,6 +492,17 @@ async def test_errors_are_the_clients_own() -> None:
         await fails(client.with_options(api_key="wrong"), anthropic.AuthenticationError)
 
 
+async def test_the_client_lists_what_is_served() -> None:
+    async with anthropic_client(ScriptedEngine(TEXT)) as client:
+        listed = [model async for model in client.models.list()]
+        found = await client.models.retrieve("test/scripted")
+        assert listed == [found]
+        assert (found.id, found.display_name, found.type) == (*["test/scripted"] * 2, "model")
+        assert found.max_input_tokens == 512
+        with pytest.raises(anthropic.NotFoundError):
+            await client.models.retrieve("claude")
+
+
 async def test_an_error_within_a_stream_is_an_event_of_it() -> None:
     engine = ScriptedEngine(TEXT)
     engine.break_after, engine.error = 2, EngineDeadError("the engine died")
