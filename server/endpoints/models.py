@@ -25,7 +25,7 @@ async def list_models(request: Request, served: Served) -> dict[str, Any]:
     cards = [_card(served), *(_adapter_card(served, each) for each in served.adapters)]
     if _ANTHROPIC in request.headers:
         return {
-            "data": [_as_anthropics(served, each) for each in cards],
+            "data": [_as_anthropics(each) for each in cards],
             "has_more": False,
             "first_id": cards[0]["id"],
             "last_id": cards[-1]["id"],
@@ -40,19 +40,18 @@ async def retrieve_model(name: str, request: Request, served: Served) -> dict[st
     if name != served.model_name and name not in found:
         raise unknown_model(name, served.model_name, tuple(found))
     card = _card(served) if name == served.model_name else _adapter_card(served, found[name])
-    return _as_anthropics(served, card) if _ANTHROPIC in request.headers else card
+    return _as_anthropics(card) if _ANTHROPIC in request.headers else card
 
 
-def _as_anthropics(served: Services, card: dict[str, Any]) -> dict[str, Any]:
+def _as_anthropics(card: dict[str, Any]) -> dict[str, Any]:
     """A card with the fields that Anthropic's clients read."""
-    longest = served.engine.info.max_model_len
     return card | {
         "type": "model",
         "display_name": card["id"],
         "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat(),
         "lifecycle": "active",
-        "max_input_tokens": longest,
-        "max_tokens": longest,
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
     }
 
 

@@ -71,16 +71,21 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class StreamOptions(Body):
+class EventOptions(Body):
+    """What may be said of all streams."""
+
+    include_obfuscation: Annotated[bool | None, Hint(does=(False,))] = optional(
+        "Events are not padded."
+    )
+
+
+class StreamOptions(EventOptions):
     """``include_usage``: one more chunk before ``[DONE]``, without choices, with the request's
     usage. ``continuous_usage_stats``: every chunk counts the tokens so far.
     """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Annotated[bool | None, Hint(does=(False,))] = optional(
-        "Events are not padded."
-    )
 
 
 class Prediction(Body):

@@ -37,6 +37,7 @@ from server.request.protocol import (
     ChatRequest,
     CommonFields,
     Effort,
+    EventOptions,
     Verbosity,
 )
 from server.request.translate import SERVICE_TIER, Translator
@@ -253,9 +254,7 @@ class ResponsesRequest(CommonFields):
         "previous_response_id": _STATELESS,
         "conversation": _STATELESS,
         "prompt": _STATELESS,
-        "max_tool_calls": "no tool runs here",
         "top_logprobs": "use /v1/chat/completions",
-        "stream_options": "the last event has the usage, and events are not padded",
         "context_management": "shorten the input before sending it",
     }
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -274,12 +273,16 @@ class ResponsesRequest(CommonFields):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = optional("'format': what the text has to match.")
     reasoning: ReasoningConfig | None = None
+    stream_options: EventOptions | None = None
+    max_tool_calls: Annotated[int | None, Hint()] = optional("No tool runs here.", ge=1)
     include: Annotated[list[_Included] | None, Hint(does=([],))] = optional(
         "A response has what it has: no item here has more to it."
     )
 
     def for_chat(self) -> ChatRequest:
         """The chat request that says the same. Raises ApiError 400, in the chat's words."""
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "needs 'stream': true")
         messages = _messages(self.instructions, self.input)
         if not messages:
             raise refused("input", ": nothing in it says anything")

@@ -269,9 +269,9 @@ IGNORED: dict[str, Any] = {
     "prompt_cache_retention": "24h",
     "service_tier": "flex",
     "store": True,
+    "stream_options.include_obfuscation": True,
 }
-SAMPLED_IGNORED: dict[str, Any] = IGNORED | {"stream_options.include_obfuscation": True}
-CHAT_IGNORED: dict[str, Any] = SAMPLED_IGNORED | {"verbosity": "low"}
+CHAT_IGNORED: dict[str, Any] = IGNORED | {"verbosity": "low"}
 
 
 # Accepted for their meaning, which the server has anyway, or as hints; another value is a 400.
@@ -321,6 +321,10 @@ RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
         {"tools": FLAT_TOOLS, "parallel_tool_calls": False},
         lambda o: "get_weather" in o.sampling.grammar,
     ),
+    "stream_options": (
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        lambda o: o.raw.startswith("event: "),
+    ),
     "text": ({"text": {"format": {"type": "json_object"}}}, lambda o: o.sampling.grammar != ""),
     "reasoning": ({"reasoning": {"effort": "low"}}, lambda o: b"effort low" in prompt_of(o)),
 }
@@ -331,12 +335,14 @@ RESPONSE_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
     "background": (False, True),
     "truncation": ("disabled", "auto"),
     "service_tier": ("auto", "free"),
+    "max_tool_calls": (3, 0),
     "include": ([], "reasoning.encrypted_content"),
 }
 RESPONSE_IGNORED: dict[str, Any] = IGNORED | {
     "text.verbosity": "high",
     "reasoning.summary": "auto",
     "reasoning.generate_summary": "concise",
+    "max_tool_calls": 3,
     "include": ["reasoning.encrypted_content"],
 }
 
