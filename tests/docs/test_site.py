@@ -17,6 +17,13 @@ from docs.hooks import without_outside_links
 from docs.pictures.draw import PICTURES
 from server.reply.usage import SpeculativeUsage
 from server.request.anthropic import MessagesRequest
+from server.request.embeddings import EmbeddingsRequest
+from server.request.ollama import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+)
 from server.request.protocol import (
     ChatMessage,
     ChatRequest,
@@ -114,6 +121,11 @@ def test_the_tables_have_what_they_are_for() -> None:
         Prediction,
         SpeculativeField,
         SpeculativeUsage,
+        EmbeddingsRequest,
+        OllamaChatRequest,
+        OllamaGenerateRequest,
+        OllamaMessage,
+        OllamaOptions,
     ],
 )
 def test_the_api_page_names_every_field(model: type) -> None:
