@@ -65,6 +65,8 @@ from engine.model.selfcheck import (
     reference_logits,
     verify_exact,
 )
+from engine.offload.begin import begin_offload
+from engine.offload.identity import weights_digest
 from engine.process.runtime import AsyncEngine
 from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
 from engine.request.errors import UnsupportedModelError
@@ -75,6 +77,7 @@ from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
+from kvpool.tier import BlockTier
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +180,7 @@ def build_engine_for(
     heads = prepare_heads(model, config, found)
     vocab_size = heads.facts.vocab_size
     reference = reference_logits(model)
+    weights = "" if config.kv_offload_file is None else weights_digest(model)
     quantization = _quantize(model, tokenizer, reference, config)
     drafts = prepare_drafts(model, tokenizer, config, found)
     shapes = attach_attention(model)
@@ -204,7 +208,8 @@ def build_engine_for(
     drafters = build_drafters(config.drafters, context, plugins, methods)
     runner.prepare(hidden_layers_of(drafters.values()))
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
-    core = _build_core(runner, config, limits, drafters)
+    tier = begin_offload(config, runner, drafters, weights, determinism, found)
+    core = _build_core(runner, config, limits, drafters, tier)
     info = EngineInfo(
         model=name,
         vocab_size=vocab_size,
@@ -349,6 +354,8 @@ def _size_store(
         backend = choose_backend(config.attention_backend, needs)
         per_block = draft_bytes + backend.bytes_per_block(needs)
         available = free_bytes(model.device)
+        if model.device.type == "cpu" and config.kv_offload_file is None:
+            available = max(0, available - (config.kv_offload_bytes or 0))
         if ranks is not None and model.device.type == "cpu":
             available //= ranks.place.local_size
         affordable = int(available * config.kv_memory_fraction) // per_block
@@ -364,6 +371,7 @@ def _build_core(
     config: EngineConfig,
     limits: ModelLimits,
     drafters: Mapping[str, Drafter],
+    tier: BlockTier | None,
 ) -> EngineCore:
     most = min(config.max_num_batched_tokens, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
@@ -381,7 +389,7 @@ def _build_core(
     kv_events = begin_kv_events(config)
     listener = None if kv_events is None else kv_events.announcer
     pool = BlockPool(
-        runner.store.num_blocks, config.block_size, config.enable_prefix_cache, listener
+        runner.store.num_blocks, config.block_size, config.enable_prefix_cache, listener, tier
     )
     shed_queue = config.shed_queue or max(1, config.max_num_waiting // 2)
     speculation = Speculation(

@@ -81,6 +81,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "sampling",
             "transfer",
         },
+        "offload": {"config", "drafting", "model", "request"},
         "ranks": {"attention", "batch", "config", "model", "request"},
         "process": {
             "config",
@@ -103,6 +104,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "logs",
             "machine",
             "model",
+            "offload",
             "process",
             "ranks",
             "request",
@@ -207,6 +209,7 @@ PLAIN = [
     "drafters.registry",
     "kvpool.block_pool",
     "kvpool.prefix_cache",
+    "kvpool.slot_file",
 ]
 MAX_LINES = 600
 
