@@ -261,7 +261,7 @@ class SlotFile:
                 if theirs.get(name) != self._layout.get(name)
             ]
             return f"it was written for something else (other: {', '.join(names)})"
-        if any(head.startswith(_MAGIC) for head in heads):
+        if any(head[: len(_MAGIC)] == _MAGIC[: len(head)] for head in heads):
             return "its header is damaged"
         raise SlotFileError(f"{self.path} is not a file of KV blocks; name another, or remove it")
 
@@ -277,6 +277,7 @@ class SlotFile:
             found = self._parse(slot, packed)
             if found is None or self._slot_at(slot) + found[1] > size:
                 self.num_damaged += 1
+                self._put(_NOTHING, self._entry_at(slot))
                 continue
             entry = found[0]
             if entry.digest not in newest or newest[entry.digest][1].age < entry.age:
