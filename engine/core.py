@@ -314,6 +314,8 @@ class EngineCore:
     def save_cache(self) -> None:
         """Copy what is cached to where it outlives the process, as far as some seconds reach. Nothing
         runs any more."""
+        if self.pool.tier is None or not self.pool.tier.is_lasting:
+            return
         self.pool.save_anew()
         deadline = time.monotonic() + _SAVE_SECONDS
         while (wait := self.tidy()) is not None:

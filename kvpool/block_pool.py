@@ -126,7 +126,8 @@ class BlockPool:
         self._listener = listener
         self.tier = tier
         self._unsaved: OrderedDict[bytes, None] = OrderedDict()
-        """With a tier, the published blocks that were not copied there since, oldest first."""
+        """With a tier that outlives the process, the published blocks that were not copied there since,
+        oldest first."""
         self._num_draft = 0
         self._num_committed = 0
 
@@ -439,7 +440,7 @@ class BlockPool:
             self._listener.stored(table.digest, before, own, table.cache_salt)
         if not is_new and table.takes_names:
             self._take_name(table.digest, table.block_ids[index])
-        if self.tier is not None and (is_new or table.takes_names):
+        if self.tier is not None and self.tier.is_lasting and (is_new or table.takes_names):
             self._unsaved[table.digest] = None
 
     def _take_name(self, digest: bytes, block_id: int) -> None:

@@ -69,6 +69,8 @@ class SlotFile:
     Raises SlotFileError for a file that is in use, cannot be opened, or is no such file.
     """
 
+    is_lasting = True
+
     def __init__(
         self, path: Path, num_slots: int, slot_bytes: int, identity: Mapping[str, str]
     ) -> None:

@@ -56,6 +56,8 @@ class Slots(Protocol):
     """Slots of an earlier life whose entries say nothing any more."""
     is_writable: bool
     """Whether blocks may be written, now or later."""
+    is_lasting: bool
+    """Whether there is a next life, so that it is of use to write blocks before they are evicted."""
 
     @property
     def is_ready(self) -> bool:
@@ -117,6 +119,11 @@ class BlockTier:
     def is_writable(self) -> bool:
         """Whether one may find a place later, at least."""
         return self._slots.is_writable
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it outlives the process."""
+        return self._slots.is_lasting
 
     def counts(self) -> tuple[int, int, int]:
         """``num_restored``, ``num_damaged``, ``num_dropped``."""
@@ -189,6 +196,7 @@ class MemorySlots:
     """Slots in the host's memory: for a device that has less of it. Memory is taken when it is used."""
 
     is_ready = is_writable = True
+    is_lasting = False
     num_damaged = 0
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:

@@ -22,6 +22,7 @@ import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     SecretStr,
@@ -133,7 +134,7 @@ class ConfigFileSource(PydanticBaseSettingsSource):
         return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
-@described_by(EngineConfig)
+@described_by(EngineConfig, {"kv_offload_bytes": ByteSize | None})
 class Settings(BaseSettings):
     """Serve a model over OpenAI's API; every request drafts, and no output changes for it.
 

@@ -1,5 +1,5 @@
-"""A file of blocks is found warm, whatever ended its process; what is damaged in it is nothing, and not more
-than that."""
+"""A file of blocks is found warm, whatever ended its process; what is damaged in it is nothing, and not
+more than that."""
 
 from __future__ import annotations
 

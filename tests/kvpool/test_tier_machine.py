@@ -110,13 +110,13 @@ class TierMachine(PoolMachine):
 
     @rule(in_order=st.booleans())
     def restart(self, in_order: bool) -> None:
-        """The process ends, in order or not. Another one finds what it has left, and is asked for the same
-        texts."""
+        """The process ends, in order or not. Another one finds what it has left, and is asked for the
+        same texts."""
         asked = dict(self.model)
         self._free_all()
         if in_order:
             self.tier.close()
-        held = {digest for digest in self.tier._held}
+        held = set(self.tier._held)
         self.slots.clear()
         self.bytes.extra.clear()
         for each in self.announcers:

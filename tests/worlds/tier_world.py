@@ -11,8 +11,8 @@ from kvpool.tier import Bytes, Entry
 
 
 class ModelBytes:
-    """A block's content in a dictionary by slot: of the pool's blocks, not of the tier's. What is copied is
-    remembered by a number, which is the bytes."""
+    """A block's content in a dictionary by slot: of the pool's blocks, not of the tier's. What is
+    copied is remembered by a number, which is the bytes."""
 
     num_bytes = 8
 
@@ -48,7 +48,7 @@ class ModelSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_damaged = 0
-        self.is_ready = self.is_writable = True
+        self.is_ready = self.is_writable = self.is_lasting = True
         self.found: dict[int, tuple[Entry, Bytes]] = {}
         self.damaged: set[int] = set()
 

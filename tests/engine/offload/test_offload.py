@@ -1,5 +1,5 @@
-"""An engine whose evicted blocks are kept elsewhere writes what it writes without, finds its prefixes after a
-restart and after preemptions, and drafts as well as before."""
+"""An engine whose evicted blocks are kept elsewhere writes what it writes without, finds its prefixes
+after a restart and after preemptions, and drafts as well as before."""
 
 from __future__ import annotations
 
@@ -268,9 +268,9 @@ def test_rows_that_a_drafter_adds_later_are_kept_too(
 
 
 def test_a_failed_step_forgets_what_is_in_memory_and_keeps_what_was_copied(
-    target: EveryDrafterTarget,
+    target: EveryDrafterTarget, tmp_path: Path
 ) -> None:
-    core = target.core(target.setup.but(tier=in_memory(200)))
+    core = target.core(target.setup.but(tier=in_file(tmp_path / "kv")))
     first = Driver(core).run(ask("a", LONG))
     tidied(core)
     forward = core.runner.forward
@@ -286,6 +286,7 @@ def test_a_failed_step_forgets_what_is_in_memory_and_keeps_what_was_copied(
     again = Driver(core).run(ask("c", LONG))
     assert again.token_ids["c"] == first.token_ids["a"]
     assert again.finishes["c"].num_cached_tokens == 92
+    core.close()
 
 
 def test_without_a_tier_nothing_is_done(target: EveryDrafterTarget) -> None:
