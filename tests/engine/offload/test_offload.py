@@ -276,7 +276,7 @@ def test_a_failed_step_forgets_what_is_in_memory_and_keeps_what_was_copied(
     forward = core.runner.forward
 
     def broken(batch: object) -> object:
-        raise RuntimeError("a fault")
+        raise RuntimeError(f"a fault with {batch}")
 
     core.runner.forward = broken  # type: ignore[method-assign]
     core.submit(core.prepare(ask("b", LONG[:10])))
