@@ -79,7 +79,13 @@ def _type_names(kind: Any) -> list[str]:
         return [""]
     if kind is Any:
         return ["text"]
-    names = {"bool": "boolean", "int": "integer", "float": "number", "str": "text"}
+    names = {
+        "bool": "boolean",
+        "int": "integer",
+        "ByteSize": "bytes",
+        "float": "number",
+        "str": "text",
+    }
     return [names.get(kind.__name__, "text")]
 
 

@@ -74,6 +74,8 @@ from engine.model.selfcheck import (
     reference_logits,
     verify_exact,
 )
+from engine.offload.begin import begin_offload
+from engine.offload.identity import weights_digest
 from engine.process.runtime import AsyncEngine
 from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
 from engine.request.errors import UnsupportedModelError
@@ -84,6 +86,7 @@ from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
+from kvpool.tier import BlockTier
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +193,7 @@ def build_engine_for(
     heads = prepare_heads(model, config, found)
     vocab_size = heads.facts.vocab_size
     reference = reference_logits(model)
+    weights = "" if config.kv_offload_file is None else weights_digest(model)
     quantization = _quantize(model, tokenizer, reference, config)
     drafts = prepare_drafts(model, tokenizer, config, found)
     shapes = attach_attention(model)
@@ -219,12 +223,14 @@ def build_engine_for(
     if ranks is None:
         adapters = Adapters(runner.serve_adapters(), name)
         load_all(adapters, parse_adapters(config.lora))
-    hidden_layers = set(hidden_layers_of(drafters.values()))
+    wanted = set(hidden_layers_of(drafters.values()))
     if config.embeddings != "none":
-        hidden_layers.add(NORMED)
-    runner.prepare(tuple(sorted(hidden_layers)))
+        wanted.add(NORMED)
+    hidden_layers = tuple(sorted(wanted))
+    runner.prepare(hidden_layers)
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
-    core = _build_core(runner, config, limits, drafters, tuple(sorted(hidden_layers)))
+    tier = begin_offload(config, runner, drafters, weights, determinism, found)
+    core = _build_core(runner, config, limits, drafters, hidden_layers, tier)
     text_config = model.config.get_text_config()
     info = EngineInfo(
         model=name,
@@ -375,6 +381,8 @@ def _size_store(
         backend = choose_backend(config.attention_backend, needs)
         per_block = draft_bytes + backend.bytes_per_block(needs)
         available = free_bytes(model.device)
+        if model.device.type == "cpu" and config.kv_offload_file is None:
+            available = max(0, available - (config.kv_offload_bytes or 0))
         if ranks is not None and model.device.type == "cpu":
             available //= ranks.place.local_size
         affordable = int(available * config.kv_memory_fraction) // per_block
@@ -400,6 +408,7 @@ def _build_core(
     limits: ModelLimits,
     drafters: Mapping[str, Drafter],
     hidden_layers: tuple[int, ...],
+    tier: BlockTier | None,
 ) -> EngineCore:
     most = min(config.max_num_batched_tokens, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
@@ -417,7 +426,7 @@ def _build_core(
     kv_events = begin_kv_events(config)
     listener = None if kv_events is None else kv_events.announcer
     pool = BlockPool(
-        runner.store.num_blocks, config.block_size, config.enable_prefix_cache, listener
+        runner.store.num_blocks, config.block_size, config.enable_prefix_cache, listener, tier
     )
     shed_queue = config.shed_queue or max(1, config.max_num_waiting // 2)
     speculation = Speculation(

@@ -102,6 +102,17 @@ class EngineConfig:
     )
     max_num_nodes: int = described(64, "Most draft tokens per request and step.", ge=0)
     enable_prefix_cache: bool = described(True, "Reuse the KV of prompts that begin alike.")
+    kv_offload_bytes: int | None = described(
+        None,
+        "Keep blocks that the prefix cache evicts, with the rows of drafts, in so many bytes (4GiB): of "
+        "the host's memory, or of kv_offload_file. Default: evicted blocks are gone.",
+        ge=1,
+    )
+    kv_offload_file: str | None = described(
+        None,
+        "File for kv_offload_bytes, which a server that is started again with the same model finds warm. "
+        "One server uses it at a time.",
+    )
     kv_events_endpoint: str | None = described(
         None,
         "tcp://*:PORT, or tcp://HOST:PORT of who listens: where the prefix cache's blocks are told of, "
@@ -165,6 +176,7 @@ class EngineConfig:
         if self.tensor_parallel_size > 1:
             self._check_with_ranks()
         self._check_kv_events()
+        self._check_offload()
 
     @property
     def served_model(self) -> str:
@@ -192,6 +204,13 @@ class EngineConfig:
         if not re.fullmatch(r"[^@]+@[^@]+@[^@]+", self.kv_events_topic or ""):
             raise ValueError("kv_events_topic: kv_events_endpoint needs one, kv@POD@MODEL")
 
+    def _check_offload(self) -> None:
+        """Raises ValueError naming a setting of the offload that is without effect."""
+        if self.kv_offload_bytes is None and self.kv_offload_file is not None:
+            raise ValueError("kv_offload_file: say by kv_offload_bytes how large it may be")
+        if self.kv_offload_bytes is not None and not self.enable_prefix_cache:
+            raise ValueError("kv_offload_bytes: there is no prefix cache whose blocks to keep")
+
     def _check_with_ranks(self) -> None:
         """Raises ValueError naming a setting that needs the whole model in one process."""
         at_odds = {
@@ -202,6 +221,7 @@ class EngineConfig:
             "cuda_graph_rows": bool(self.cuda_graph_rows),
             "prefix_layers": self.prefix_layers is not None,
             "lora": bool(self.lora),
+            "kv_offload_bytes": self.kv_offload_bytes is not None,
         }
         for name, reason in _AT_ODDS_WITH_RANKS.items():
             if at_odds[name]:
@@ -216,6 +236,7 @@ _AT_ODDS_WITH_RANKS = {
     "determinism": "the row counts of a rank's part of a product are not held to those of equal bits",
     "quantized": "a rank has no whole model to copy; quantized_model=draft copies the draft",
     "cuda_graph_rows": "forwards that wait for other ranks are not captured",
+    "kv_offload_bytes": "each rank has a part of every block, and no rank copies another's",
     "prefix_layers": "its layers are divided among ranks, and drafts are made by one of them",
     "lora": "an adapter is not divided among ranks as the layers are",
 }

@@ -40,6 +40,11 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 5
 """The engine gives up after so many failed steps in a row."""
+_SAVED_AT_ONCE = 8
+"""Blocks that are copied while nothing is asked, before the inbox is looked into again: a millisecond
+or so."""
+_WAIT_FOR_TIER = 0.01
+_SAVE_SECONDS = 5.0
 _FATAL = (MemoryError, torch.AcceleratorError, RanksError)
 """The process's memory, the device's state or another rank is gone: every later step would break as well.
 A device or an allocator that has no room for one step's tensors (``OutOfMemoryError``, ``RuntimeError``)
@@ -98,7 +103,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._result = StepResult()
-        self._counted = (0, 0, 0)
+        self._counted = (0,) * 6
         self._early = EarlyFinishers()
         self._num_failed_steps = 0
 
@@ -182,7 +187,8 @@ class EngineCore:
             if each.request.request_id in self._requests:
                 self._fail(each.request, error)
         # Published blocks may lack what the step did not come to move; no other request holds any.
-        self.pool.reset_prefix_cache()
+        # What the tier has was copied after steps that went well.
+        self.pool.forget_blocks()
         self._tell_cache()
         self.pool.check_integrity()
 
@@ -311,6 +317,34 @@ class EngineCore:
         if self.kv_events is not None:
             self.kv_events.flush()
 
+    # --- while nothing is asked, and at the end ---
+
+    def tidy(self) -> float | None:
+        """Copy a few cached blocks to where they outlive memory. Returns after how many seconds to do
+        it again if nothing has come in by then; None: nothing is left to copy."""
+        tier = self.pool.tier
+        if tier is None or not self.pool.save(_SAVED_AT_ONCE):
+            return None
+        return 0.0 if tier.is_ready else _WAIT_FOR_TIER
+
+    def save_cache(self) -> None:
+        """Copy what is cached to where it outlives the process, as far as some seconds reach. Nothing
+        runs any more."""
+        if self.pool.tier is None or not self.pool.tier.is_lasting:
+            return
+        self.pool.save_anew()
+        deadline = time.monotonic() + _SAVE_SECONDS
+        while (wait := self.tidy()) is not None:
+            if time.monotonic() > deadline:
+                logger.warning("not all of the prefix cache was saved in %.0f s", _SAVE_SECONDS)
+                return
+            time.sleep(wait)
+
+    def close(self) -> None:
+        """The core is not used any more."""
+        if self.pool.tier is not None:
+            self.pool.tier.close()
+
     # --- what comes out ---
 
     def _report(
@@ -386,10 +420,12 @@ class EngineCore:
             self.pool.num_prefix_queries,
             self.pool.num_prefix_hits,
             self.speculation.num_failures,
+            *(self.pool.tier.counts() if self.pool.tier is not None else (0, 0, 0)),
         )
-        queries, hits, failures = map(sub, counted, self._counted)
+        queries, hits, failures, restored, damaged, lost = map(sub, counted, self._counted)
         self._counted = counted
         sent, dropped = self.kv_events.take_counts() if self.kv_events is not None else (0, 0)
+        tier = self.pool.tier
         return StepStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -399,6 +435,11 @@ class EngineCore:
             num_draft_failures=failures,
             num_kv_events=sent,
             num_kv_events_dropped=dropped,
+            offload_blocks=0 if tier is None else len(tier),
+            offload_bytes=0 if tier is None else tier.num_bytes,
+            offload_restored_tokens=restored * self.pool.block_size,
+            offload_damaged=damaged,
+            offload_dropped=lost,
             **figures,
         )
 

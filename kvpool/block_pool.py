@@ -15,12 +15,13 @@ Logical slot i of a request is physical slot
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpool.prefix_cache import PrefixCache, block_digest, root_digest
+from kvpool.tier import BlockTier
 
 
 class BlockPoolError(RuntimeError):
@@ -70,11 +71,33 @@ class BlockTable:
         return len(self.block_ids) - self.num_committed_blocks
 
 
+@dataclass(slots=True)
+class Restoration:
+    """A text's blocks on their way back from the tier, among those of its first ``max_tokens``.
+    ``digests``: the root, then of its full blocks as far as they were looked for."""
+
+    token_ids: Sequence[int]
+    cache_salt: str
+    max_tokens: int
+    digests: list[bytes] = field(init=False)
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.digests = [root_digest(self.cache_salt)]
+
+    def block(self, index: int, size: int) -> tuple[bytes, Sequence[int]]:
+        """Returns digest and tokens of a block; those before it were asked for."""
+        own = self.token_ids[index * size : (index + 1) * size]
+        if index + 1 == len(self.digests):
+            self.digests.append(block_digest(self.digests[index], own))
+        return self.digests[index + 1], own
+
+
 class BlockPool:
     """All methods that name a request raise BlockPoolError if it is not open (``open``: if it is).
 
     ``num_prefix_queries`` and ``num_prefix_hits`` count tokens and only ever grow. ``listener`` is told
-    what the prefix cache holds.
+    what the prefix cache holds. ``tier`` keeps blocks that are evicted.
     """
 
     def __init__(
@@ -83,6 +106,7 @@ class BlockPool:
         block_size: int,
         enable_prefix_cache: bool = True,
         listener: CacheListener | None = None,
+        tier: BlockTier | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError("num_blocks and block_size must be at least 1")
@@ -100,10 +124,29 @@ class BlockPool:
         self._nameless: set[int] = set()
         """Committed blocks whose name went to another block. Several requests may hold one still."""
         self._listener = listener
+        self.tier = tier
+        self._unsaved: OrderedDict[bytes, None] = OrderedDict()
+        """With a tier that outlives the process, the published blocks that were not copied there since,
+        oldest first."""
         self._num_draft = 0
         self._num_committed = 0
 
     # Life of a request
+
+    def restore(self, wanted: Restoration) -> bool:
+        """Bring back from the tier what ``open`` would find if it had not been evicted. True: there is no
+        more to bring; False: call again in the next step.
+
+        A step brings a bounded number of blocks, into those that are available. They are cached then, and
+        in no table: where others need the place, they go again.
+        """
+        if self.tier is None or not self.enable_prefix_cache:
+            return True
+        wanted.num_steps += 1
+        num_blocks = min(wanted.max_tokens, len(wanted.token_ids)) // self.block_size
+        # Twice what it takes: what has come back may go before all of it is there.
+        is_late = wanted.num_steps > 2 * (num_blocks // self.tier.blocks_per_step + 1)
+        return is_late or self._bring_back(self.tier, wanted, num_blocks)
 
     def open(
         self,
@@ -224,13 +267,44 @@ class BlockPool:
             self._release(block_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all published content. Requests open now go on, but publish nothing any more:
-        what they hold may be what the caller wants forgotten."""
+        """Forget all published content, that of the tier included. Requests open now go on, but publish
+        nothing any more: what they hold may be what the caller wants forgotten."""
+        self.forget_blocks()
+        if self.tier is not None:
+            self.tier.clear()
+
+    def forget_blocks(self) -> None:
+        """The same, but for the tier, whose blocks were copied there before whatever is wrong now."""
         self._free.extend(self._cache.clear())
+        self._unsaved.clear()
         for table in self._tables.values():
             table.digest = None
         if self._listener is not None:
             self._listener.cleared()
+
+    # The tier
+
+    def save(self, most: int) -> bool:
+        """Copy to the tier at most so many published blocks that were not copied yet, newest first.
+        False: none are left. Nothing is copied while the tier takes none."""
+        tier = self.tier
+        if tier is None or not tier.is_writable:
+            self._unsaved.clear()
+            return False
+        while len(self._unsaved) > tier.num_slots:  # they would go again for those that follow
+            self._unsaved.popitem(last=False)
+        while self._unsaved and most > 0 and tier.is_ready:
+            digest, _ = self._unsaved.popitem()
+            block_id = self._cache.lookup(digest)
+            assert block_id is not None, "a block was evicted without a word"
+            tier.keep(digest, block_id)
+            most -= 1
+        return bool(self._unsaved)
+
+    def save_anew(self) -> None:
+        """Have ``save`` look at all idle blocks again: since they were copied, drafts may have added
+        rows."""
+        self._unsaved = OrderedDict.fromkeys(self._cache.idle_digests())
 
     # Reading
 
@@ -287,15 +361,64 @@ class BlockPool:
 
     def _lease(self, table: BlockTable) -> None:
         """One more draft block; the caller has seen that there is one."""
-        if self._free:
-            block_id = self._free.pop()
-        else:
-            block_id, digest = self._cache.evict()
-            if self._listener is not None:
-                self._listener.removed(digest)
+        block_id = self._take()
         self._ref_counts[block_id] = 1
         table.block_ids.append(block_id)
         self._num_draft += 1
+
+    def _take(self) -> int:
+        """Returns a block that is in no state; the caller has seen that there is one."""
+        if self._free:
+            return self._free.pop()
+        block_id, digest = self._cache.evict()
+        if self.tier is not None:
+            self._unsaved.pop(digest, None)
+            self.tier.keep(digest, block_id)
+        if self._listener is not None:
+            self._listener.removed(digest)
+        return block_id
+
+    def _bring_back(self, tier: BlockTier, wanted: Restoration, num_blocks: int) -> bool:
+        """One step of ``restore``."""
+        held: dict[bytes, int] = {}  # lest those that are there go for those that follow
+        num_left = tier.blocks_per_step
+        try:
+            for index in range(num_blocks):
+                digest, own = wanted.block(index, self.block_size)
+                block_id = self._cache.lookup(digest)
+                if block_id is not None:
+                    if not self._ref_counts[block_id]:
+                        self._cache.hold(block_id)
+                        held[digest] = block_id
+                    continue
+                if digest not in tier or not self.num_available:
+                    return True
+                if not num_left:
+                    return False
+                block_id = self._restored(tier, digest)
+                if block_id is None:
+                    return True
+                held[digest] = block_id
+                num_left -= 1
+                if self._listener is not None:
+                    before = wanted.digests[index] if index else None
+                    self._listener.stored(digest, before, own, wanted.cache_salt)
+            return True
+        finally:
+            # Last block first, as in ``free``.
+            for digest, block_id in reversed(held.items()):
+                self._cache.release(block_id)
+                tier.touch(digest)
+
+    def _restored(self, tier: BlockTier, digest: bytes) -> int | None:
+        """Returns a block, published and in no other state, with the content of one that is in the tier;
+        None: that is damaged."""
+        block_id = self._take()
+        if digest in tier and tier.restore(digest, block_id):
+            self._cache.publish(digest, block_id)
+            return block_id
+        self._free.append(block_id)
+        return None
 
     def _commit_blocks(self, table: BlockTable, num_blocks: int) -> None:
         """Make the first ``num_blocks`` of the table committed; never fewer than there are."""
@@ -317,6 +440,8 @@ class BlockPool:
             self._listener.stored(table.digest, before, own, table.cache_salt)
         if not is_new and table.takes_names:
             self._take_name(table.digest, table.block_ids[index])
+        if self.tier is not None and self.tier.is_lasting and (is_new or table.takes_names):
+            self._unsaved[table.digest] = None
 
     def _take_name(self, digest: bytes, block_id: int) -> None:
         """The block is found by the name from now on. What can be found is the same, so that listeners
@@ -345,6 +470,10 @@ class BlockPool:
         after every operation in tests and, where wanted, at idle in production. Raises AssertionError
         naming the first thing that does not hold."""
         self._cache.check_integrity()
+        if self.tier is not None:
+            self.tier.check_integrity()
+        unknown = [digest for digest in self._unsaved if self._cache.lookup(digest) is None]
+        _require(not unknown, "blocks wait to be copied to the tier that are not published")
         is_right = self.enable_prefix_cache or not len(self._cache)
         _require(is_right, "a block was published although the prefix cache is off")
         holders: dict[int, list[tuple[str, int]]] = defaultdict(list)

@@ -103,6 +103,10 @@ class PrefixCache:
         """Oldest first: in the order of eviction."""
         return iter(self._idle)
 
+    def idle_digests(self) -> Iterator[bytes]:
+        """Of the same blocks."""
+        return (self._digest_of[block_id] for block_id in self._idle)
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless the maps mirror each other and idle blocks are named."""
         mirrored = {block_id: digest for digest, block_id in self._block_of.items()}

@@ -6,7 +6,7 @@ small draft model's) may be addressed by the same block ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -66,6 +66,17 @@ class KVStore:
         self._planes = [(_copyable(key), _copyable(value)) for key, value in pairs]
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, over all layers."""
+        return self.num_bytes // self.num_blocks
+
+    @property
+    def layout(self) -> str:
+        """What the bytes of a block are, in words: equal for stores between which blocks may go."""
+        sizes = [(stack.shape[0], self.block_size, stack.shape[2]) for stack in self._stacks]
+        return f"{self.dtype} {sizes}"
+
+    @property
     def num_bytes(self) -> int:
         return sum(stack.numel() * stack.element_size() for stack in self._stacks)
 
@@ -76,6 +87,31 @@ class KVStore:
         """Bytes that one more block costs over all layers: for sizing a pool from free memory."""
         per_slot = sum(heads * _padded(dim, dim_multiple) for heads, dim in _rows(shapes))
         return per_slot * block_size * dtype.itemsize
+
+    def read_block(
+        self,
+        block_id: int,
+        out: torch.Tensor,  # [bytes of a block] uint8, on the host
+    ) -> None:
+        """Copies all rows of a block, of all layers, padding included."""
+        for rows, part in self._parts_of(block_id, out):
+            part.copy_(rows)
+
+    def write_block(self, block_id: int, content: torch.Tensor) -> None:
+        """Puts back what ``read_block`` has copied, into any block."""
+        for rows, part in self._parts_of(block_id, content):
+            rows.copy_(part)
+
+    def _parts_of(
+        self, block_id: int, content: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields a block's rows of each tensor, and their place in its bytes as a view of equal shape."""
+        slots, start = slice(block_id * self.block_size, (block_id + 1) * self.block_size), 0
+        for stack in self._stacks:
+            rows = stack[:, slots]
+            end = start + rows.numel() * rows.element_size()
+            yield rows, content[start:end].view(rows.dtype).view(rows.shape)
+            start = end
 
     def write(
         self,

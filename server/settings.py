@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from pydantic import (
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     SecretStr,
@@ -168,7 +169,7 @@ class ConfigFileSource(PydanticBaseSettingsSource):
         return values
 
 
-@described_by(EngineConfig)
+@described_by(EngineConfig, {"kv_offload_bytes": ByteSize | None})
 class Settings(BaseSettings):
     """Serve a model over OpenAI's API; every request drafts, and no output changes for it.
 

@@ -82,6 +82,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "sampling",
             "transfer",
         },
+        "offload": {"config", "drafting", "model", "request"},
         "ranks": {"attention", "batch", "config", "model", "request"},
         "process": {
             "config",
@@ -106,6 +107,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "lora",
             "machine",
             "model",
+            "offload",
             "process",
             "ranks",
             "request",
@@ -212,6 +214,7 @@ PLAIN = [
     "drafters.registry",
     "kvpool.block_pool",
     "kvpool.prefix_cache",
+    "kvpool.slot_file",
 ]
 MAX_LINES = 600
 

@@ -6,6 +6,9 @@ used this drafter. So it is remembered per block what was written there, down to
 digest of everything before it, and a request that gets the block compares. Equal text is valid and
 nothing else is; rows of accepted drafts are found to be the text's.
 
+Texts are named as the engine's prefix cache names them, so that what lies in a block can be kept
+elsewhere under that name, and brought back into another block.
+
 Some methods have no row for the first token of a text. Its slot is not written, and counts as if it were.
 """
 
@@ -18,7 +21,8 @@ from hashlib import blake2b
 
 
 def _digest(before: bytes, token_ids: Sequence[int]) -> bytes:
-    return blake2b(before + array("q", token_ids).tobytes(), digest_size=32).digest()
+    data = before + array("q", token_ids).tobytes()
+    return blake2b(data, digest_size=32, person=b"kv-block").digest()
 
 
 class TextDigests:
@@ -28,7 +32,7 @@ class TextDigests:
     def __init__(self, cache_salt: str, block_size: int) -> None:
         self._block_size = block_size
         salt = cache_salt.encode("utf-8", "surrogatepass")
-        self.digests = [blake2b(salt, digest_size=32).digest()]
+        self.digests = [blake2b(salt, digest_size=32, person=b"kv-root").digest()]
         self.first_token_id = -1
 
     @property
@@ -124,7 +128,34 @@ class BlockContents:
             else:
                 self._digests.pop(block_id, None)
 
+    # Blocks that are kept elsewhere
+
+    def holds(self, block_id: int, digest: bytes) -> bool:
+        """Whether all rows of the block are there, of the text that ``digest`` names."""
+        return self._digests.get(block_id) == digest
+
+    def text_of(self, block_id: int) -> tuple[bytes, list[int]]:
+        """Returns what names the text before a full block, and the block's tokens."""
+        block = self._blocks[block_id]
+        return block.before, block.token_ids
+
+    def put(
+        self, block_id: int, digest: bytes, before: bytes, token_ids: Sequence[int], has_end: bool
+    ) -> None:
+        """Rows of a full block were copied here from elsewhere, and the state behind it if it
+        ``has_end``."""
+        self._blocks[block_id] = _Block(before, list(token_ids))
+        self._digests[block_id] = digest
+        if has_end:
+            self._ends[block_id] = digest
+        else:
+            self._ends.pop(block_id, None)
+
     # The states behind full blocks
+
+    def holds_end(self, block_id: int, digest: bytes) -> bool:
+        """Whether the state behind the block is kept, of the text that ``digest`` names."""
+        return self._ends.get(block_id) == digest
 
     def keep_ends(
         self, block_table: Sequence[int], text: TextDigests, first: int, count: int

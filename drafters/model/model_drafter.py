@@ -122,6 +122,12 @@ class ModelDrafter(Drafter):
     def build(cls, context: DrafterContext) -> ModelDrafter:
         return cls(context.draft_model(cls.info.name))
 
+    @property
+    def kept_rows(self) -> tuple[DraftModel, BlockContents] | None:
+        """The model, which keeps rows of its own under the ids of blocks, and the record of them; None:
+        it keeps none."""
+        return (self._model, self._contents) if self._model.owns_rows else None
+
     def start(self, request: NewRequest) -> DraftedText:
         text = TextDigests(request.cache_salt, self._model.block_size)
         return DraftedText(float(request.options["min_confidence"]), text)

@@ -31,6 +31,7 @@ from engine.model.runner import ModelRunner
 from engine.sampling.noise_torch import gumbel
 from engine.sampling.sampler import truncated
 from engine.transfer import Readback, Stopwatch, read_now, upload
+from kvpool.store import KVStore
 
 _Result = TypeVar("_Result")
 
@@ -188,6 +189,11 @@ class LevelModel(ABC):
         self._device = attention.store.device
         self.block_size = attention.store.block_size
         self._vocab_size, self.max_len, self.max_catch_up_rows = limits
+
+    @property
+    def store(self) -> KVStore:
+        """Where its rows lie."""
+        return self._attention.store
 
     @property
     def runs_ahead(self) -> bool:

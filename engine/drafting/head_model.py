@@ -76,6 +76,14 @@ class HeadModel(LevelModel):
         if self.state_offset:
             self._kept_ends(states).keep(stretches, states)
 
+    def block_ends(self, size: int, dtype: torch.dtype) -> BlockEnds | None:
+        """Returns what keeps the states behind blocks, which are of the target's ``size`` and ``dtype``
+        in each layer; None: its rows read none."""
+        if not self.state_offset:
+            return None
+        width = len(self.hidden_layers) * size
+        return self._kept_ends(torch.empty(1, width, dtype=dtype, device=self._device))
+
     def known(self, request_id: str) -> range:
         text = self._texts.get(request_id)
         return range(0) if text is None else text.known

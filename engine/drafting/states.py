@@ -121,6 +121,8 @@ class BlockEnds:
     def __init__(self, num_blocks: int, block_size: int, blank: Tensor) -> None:
         """``blank``: a state, for size, type and device."""
         self._size = block_size
+        self.num_bytes, self.dtype = len(blank) * blank.element_size(), blank.dtype
+        """Of a state."""
         self._states = blank.new_zeros(num_blocks, len(blank))
 
     @torch.inference_mode()
@@ -138,6 +140,10 @@ class BlockEnds:
         if rows:
             where = upload([rows, block_ids], hidden.device)
             self._states.index_copy_(0, where[1], hidden.index_select(0, where[0]))
+
+    def state(self, block_id: int) -> Tensor:
+        """Returns the memory of the state behind a block, ``[size]``."""
+        return self._states[block_id]
 
     def before(self, position: int, block_table: Sequence[int]) -> Tensor | None:
         """Returns the state before the first token of a block; None for other tokens."""

@@ -158,14 +158,15 @@ class EngineRuntime:
     def run(self, post: Callable[[StepResult], None]) -> None:
         """Step until ``stop``, and ``post`` what comes out. Raises what broke the core."""
         events = self.core.kv_events
-        if events is None:
-            self._step_on(post)
-            return
-        events.start()
+        if events is not None:
+            events.start()
         try:
             self._step_on(post)
+            self.core.save_cache()
         finally:
-            events.stop()
+            self.core.close()
+            if events is not None:
+                events.stop()
 
     def _step_on(self, post: Callable[[StepResult], None]) -> None:
         due = 0.0
@@ -195,10 +196,17 @@ class EngineRuntime:
         block = not self.core.has_work
         if block:
             self.pulse.rest()
+        has_tidied = False
         while True:
+            wait = self.core.tidy() if block else None
+            if block and wait is None and has_tidied:
+                post(StepResult(stats=self.core.gauges(num_steps=0)))
+            has_tidied = wait is not None
             try:
-                command = self._inbox.get(block=block)
+                command = self._inbox.get(block=block, timeout=wait)
             except queue.Empty:
+                if block:
+                    continue
                 return True
             if block:
                 self.pulse.beat()

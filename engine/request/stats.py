@@ -244,6 +244,13 @@ class StepStats:
     num_kv_events: int = 0
     num_kv_events_dropped: int = 0
     """Sent, and lost to a full queue."""
+    offload_blocks: int = 0
+    offload_bytes: int = 0
+    """What is kept of evicted blocks, and the room it takes."""
+    offload_restored_tokens: int = 0
+    offload_damaged: int = 0
+    offload_dropped: int = 0
+    """Blocks that were found damaged, and evicted ones that could not be kept."""
     device_memory: Mapping[str, float] = field(default_factory=dict)
     """Bytes by kind: used, free, allocated by the engine. Now and then, and only of a GPU."""
 
@@ -274,7 +281,7 @@ class StepStats:
         self.device_memory = later.device_memory or self.device_memory
 
 
-_GAUGES = ("num_running", "num_waiting", "blocks")
+_GAUGES = ("num_running", "num_waiting", "blocks", "offload_blocks", "offload_bytes")
 _COUNTERS = tuple(
     each.name
     for each in fields(StepStats)

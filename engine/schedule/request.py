@@ -15,6 +15,7 @@ from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest
 from engine.request.stats import Reason, RequestStats
 from engine.sampling.state import SamplingState
+from kvpool.block_pool import Restoration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,8 @@ class Request:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """Gathered chunk by chunk, by position in the prompt."""
     sent_prompt_logprobs: bool = False
+    restoration: Restoration | None = None
+    """While it waits for blocks of its text to come back into memory."""
     num_charged_tokens: int = 0
     """So many of ``token_ids`` the tenant was charged for."""
     pooled: Tensor | None = None
@@ -106,6 +109,7 @@ class Request:
     def start(self, num_cached: int) -> None:
         """Waiting -> running, on a fresh block table with ``num_cached`` tokens already committed."""
         self.is_running = True
+        self.restoration = None
         self.num_computed_tokens = num_cached
         if self.first_scheduled_time is None:
             self.first_scheduled_time = time.perf_counter()

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from engine.schedule.request import Plan, Request, ScheduledRequest
-from kvpool.block_pool import BlockPool
+from kvpool.block_pool import BlockPool, Restoration
 
 
 class BlockRows(Protocol):
@@ -28,6 +28,9 @@ class BlockRows(Protocol):
     def leave_blocks(self, request: Request) -> None:
         """The request is about to give back its blocks: it ends, or is preempted."""
 
+    def settle(self) -> None:
+        """Write into blocks what is still to be written there for requests that have left them."""
+
 
 class NoRows:
     """Nobody keeps any."""
@@ -36,6 +39,9 @@ class NoRows:
         return len(request.token_ids)
 
     def leave_blocks(self, request: Request) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
 
@@ -125,6 +131,9 @@ class Scheduler:
     def _preempt(self, victim: Request, plan: Plan) -> None:
         self.running.remove(victim)
         self._free(victim)
+        if self.pool.tier is not None:
+            # Before its blocks are copied to the tier, and before others come from there in their place.
+            self._rows.settle()
         victim.preempt()
         self.waiting.push(victim)
         plan.preempted.append(victim)
@@ -143,6 +152,8 @@ class Scheduler:
                     return
                 self._preempt(last, plan)
                 continue
+            if not self._is_restored(request):
+                return
             self.waiting.start(request)
             is_new = request.first_scheduled_time is None
             if is_new:
@@ -157,6 +168,15 @@ class Scheduler:
             )
             request.start(num_cached)
             bisect.insort(self.running, request, key=lambda each: each.rank)
+
+    def _is_restored(self, request: Request) -> bool:
+        """Whether all of its text that can come back into memory is there. A step brings a part."""
+        if self.pool.tier is None:
+            return True
+        if request.restoration is None:
+            salt, most = request.params.cache_salt, request.max_cached_tokens()
+            request.restoration = Restoration(request.token_ids, salt, most)
+        return self.pool.restore(request.restoration)
 
     def _has_room(self, request: Request) -> bool:
         """Admission asks for blocks for all known tokens, lest a prompt be preempted half-way. That is

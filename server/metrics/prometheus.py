@@ -81,6 +81,9 @@ _COUNTERS = {
     "prefix_cache_hits": ("Prompt tokens found.",),
     "kv_events": ("KV events sent.",),
     "kv_events_dropped": ("KV events lost because too many were waiting to be sent.",),
+    "kv_offload_restored_tokens": ("Prompt tokens whose evicted blocks were brought back.",),
+    "kv_offload_damaged": ("Kept blocks that were found damaged.",),
+    "kv_offload_dropped": ("Evicted blocks that could not be kept.",),
     "requests": ("Choices by how they ended.", "finish_reason"),
     "rejections": ("Requests turned away.", "reason"),
     "tenant_requests": ("Choices of a tenant by how they ended.", "tenant", "finish_reason"),
@@ -108,6 +111,8 @@ _GAUGES = {
     "requests_running": ("Requests in the batch.",),
     "requests_waiting": ("Requests in the queue.",),
     "kv_blocks": ("KV blocks by state.", "state"),
+    "kv_offload_blocks": ("Blocks that are kept outside of the KV store.",),
+    "kv_offload_bytes": ("Bytes of these.",),
     "kv_blocks_total": ("KV blocks in the pool.",),
     "kv_block_size": ("Tokens in a KV block.",),
     "lora_adapters": ("Adapters that are loaded.",),
@@ -418,6 +423,11 @@ class Metrics(Collector):
         own["prefix_cache_hits"].inc(stats.prefix_cache_hits)
         own["kv_events"].inc(stats.num_kv_events)
         own["kv_events_dropped"].inc(stats.num_kv_events_dropped)
+        own["kv_offload_blocks"].set(stats.offload_blocks)
+        own["kv_offload_bytes"].set(stats.offload_bytes)
+        own["kv_offload_restored_tokens"].inc(stats.offload_restored_tokens)
+        own["kv_offload_damaged"].inc(stats.offload_damaged)
+        own["kv_offload_dropped"].inc(stats.offload_dropped)
         own["spec_draft_failures"].inc(stats.num_draft_failures)
         for drafter, each in stats.by_drafter.items():
             self._observe_drafter(drafter, each)

@@ -163,3 +163,29 @@ def test_what_an_8_bit_store_cannot_hold_becomes_its_largest_number() -> None:
     most = torch.finfo(torch.float8_e4m3fn).max
     assert set(store.key[0][3].float().flatten().tolist()) == {most}
     assert set(store.value[0][3].float().flatten().tolist()) == {-most}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim_multiple", [1, 16])
+def test_a_block_read_as_bytes_can_be_written_into_any_block(
+    dtype: torch.dtype, dim_multiple: int
+) -> None:
+    store, other = (
+        _store(dtype, dim_multiple=dim_multiple),
+        _store(dtype, dim_multiple=dim_multiple),
+    )
+    num_slots = NUM_BLOCKS * SIZE
+    _write(store, [*range(num_slots)], _rows(num_slots))
+    _write(other, [*range(num_slots)], _rows(num_slots, seed=1))
+    expected = [each.clone() for each in other.key + other.value]
+    content = torch.empty(store.block_bytes, dtype=torch.uint8)
+    store.read_block(3, content)
+    other.write_block(1, content)
+    for mine, its, before in zip(
+        store.key + store.value, other.key + other.value, expected, strict=True
+    ):
+        assert _bits(its[SIZE : 2 * SIZE]) == _bits(mine[3 * SIZE : 4 * SIZE])
+        assert _bits(its[:SIZE]) == _bits(before[:SIZE])
+        assert _bits(its[2 * SIZE :]) == _bits(before[2 * SIZE :])
+    assert store.layout == other.layout
+    assert _store(torch.float64).layout != store.layout

@@ -437,6 +437,27 @@ def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch
     assert config.drafter_settings == {"phrases": {"most": 5}}
 
 
+def test_room_for_evicted_blocks_is_given_in_bytes_or_words_of_them() -> None:
+    for text, num_bytes in {"4GiB": 4 << 30, "100MB": 100_000_000, "77": 77}.items():
+        given: Any = {"kv_offload_bytes": text, "kv_offload_file": "kv"}
+        assert Settings(**given).engine_config().kv_offload_bytes == num_bytes
+    assert Settings().engine_config().kv_offload_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"kv_offload_bytes": None}, "kv_offload_file: say by kv_offload_bytes how large"),
+        ({"enable_prefix_cache": False}, "kv_offload_bytes: there is no prefix cache"),
+        (ALONE, "kv_offload_bytes is 1000, which tensor_parallel_size > 1 rules out"),
+    ],
+)
+def test_an_offload_without_effect_is_refused(changes: dict[str, Any], fault: str) -> None:
+    own: Any = {"kv_offload_bytes": 1000, "kv_offload_file": "kv"}
+    with pytest.raises(ValueError, match=f"^{fault}"):
+        Settings(**own | changes).engine_config()
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -32,6 +33,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from kvpool.block_pool import BlockPool
+from kvpool.tier import BlockTier
 from worlds.sampled_rows import RowGroup, sample_tokens
 
 TINY_VOCAB = 64
@@ -94,6 +96,8 @@ class Setup:
     shed_queue: int = 1
     kv_events: KvEvents | None = None
     hidden_layers: tuple[int, ...] = ()
+    tier: Callable[[Any, Mapping[str, Drafter]], BlockTier] | None = None
+    """Makes what keeps evicted blocks, of the runner's store and drafters' rows."""
 
     def but(self, **changes: object) -> Setup:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -101,8 +105,9 @@ class Setup:
 
 def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
     listener = None if setup.kv_events is None else setup.kv_events.announcer
-    pool = BlockPool(setup.num_blocks, setup.block_size, setup.prefix_cache, listener)
     drafters = build_drafters() if setup.drafters is None else setup.drafters
+    tier = None if setup.tier is None else setup.tier(runner, drafters)
+    pool = BlockPool(setup.num_blocks, setup.block_size, setup.prefix_cache, listener, tier)
     speculation = Speculation(
         drafters,
         setup.cost,

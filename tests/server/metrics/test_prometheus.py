@@ -279,6 +279,25 @@ def test_kv_events_are_counted_sent_and_dropped() -> None:
     assert read("slipstream_kv_events_dropped_total") == 2
 
 
+def test_the_offload_is_counted_and_its_size_is_shown() -> None:
+    metrics = Metrics(engine_info(), "m", lambda: True)
+    read = metrics.registry.get_sample_value
+    for blocks in (5, 3):
+        step = StepStats(
+            offload_blocks=blocks,
+            offload_bytes=100 * blocks,
+            offload_restored_tokens=32,
+            offload_damaged=1,
+            offload_dropped=2,
+        )
+        metrics.observe_step(step)
+    assert read("slipstream_kv_offload_blocks") == 3
+    assert read("slipstream_kv_offload_bytes") == 300
+    assert read("slipstream_kv_offload_restored_tokens_total") == 64
+    assert read("slipstream_kv_offload_damaged_total") == 2
+    assert read("slipstream_kv_offload_dropped_total") == 4
+
+
 async def test_positions_are_summed_over_drafters() -> None:
     metrics = Metrics(engine_info(), "m", lambda: True)
     both = {"ngram": STEP.by_drafter["ngram"], "suffix": STEP.by_drafter["ngram"]}
