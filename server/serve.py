@@ -71,7 +71,7 @@ def check(settings: Settings, config: EngineConfig) -> None:
     """Refuse what can be refused before anything is loaded. Raises EngineError, ValueError, OSError."""
     locate(config.served_model)
     known = check_names(config)
-    strategy = settings.speculative.draft_strategy
+    strategy = settings.speculative.given().get("draft_strategy")
     if strategy is not None:
         check_name("speculative.draft_strategy", strategy, known)
     for name in settings.speculative_caps.draft_strategies or ():

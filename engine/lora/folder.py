@@ -164,7 +164,7 @@ class _Folder:
                 + (": a .bin is not read, save it anew" if has_pickles else "")
             )
         try:
-            with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            with safe_open(path, framework="pt") as file:
                 known = {_key_of(name): name for name in file.keys()}  # noqa: SIM118
                 found = {key: file.get_slice(name) for key, name in known.items()}
                 self._check({key: tuple(each.get_shape()) for key, each in found.items()})

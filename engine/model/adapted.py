@@ -189,7 +189,8 @@ class _DeviceAdapter:
 
 
 def _row_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return row_product(rows, weight, None)
+    product: torch.Tensor = row_product(rows, weight, None)
+    return product
 
 
 def _places_of(address: int, adapters: list[int]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -103,7 +104,8 @@ class ModelRunner:
         Once, while the store is unused, and when layers have the form that they keep."""
         num_rows = min(_PROBED_ROWS, self.store.num_slots)
         generator = torch.Generator().manual_seed(0)
-        vocab_size = self.model.get_input_embeddings().num_embeddings  # type: ignore[union-attr]
+        embeddings: Any = self.model.get_input_embeddings()
+        vocab_size: int = embeddings.num_embeddings
 
         def probe() -> None:
             ids = torch.randint(vocab_size, (num_rows,), generator=generator).tolist()

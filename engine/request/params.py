@@ -75,8 +75,8 @@ class Tenant:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One completion to write. ``priority``: lower runs first. ``cache_salt``: what is cached or learned
-    under one serves no other. ``adapter``: the name of the one that changes the model for it; None: it is
-    the model's as it is. ``pooling``: nothing is written, and the prompt's embedding comes with the end."""
+    under one serves no other. ``adapter``: the name of the one that changes the model for it; None: it
+    is the model's as it is. ``pooling``: nothing is written, the end brings the prompt's embedding."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]

@@ -289,8 +289,8 @@ class Translator:
         self.adapters = adapter_names(adapters)
 
     def check_model(self, name: str | None) -> str | None:
-        """Returns the adapter that a model's name means; None: the model as it is. Raises ApiError 404 for
-        one that is not served."""
+        """Returns the adapter that a model's name means; None: the model as it is. Raises ApiError 404
+        for one that is not served."""
         if name is None or name == self._model_name:
             return None
         if name not in self.adapters:
