@@ -53,8 +53,8 @@ def test_an_end_in_order_is_a_success_and_one_at_once_is_not(
             if is_patient:
                 assert [line for line in lines if line][-1] == "data: [DONE]"
                 assert server.process.wait(HANG) == 0
+                assert "Traceback" not in server.log.read_text()
             else:
                 until(lambda: "draining" in server.log.read_text())
                 server.process.send_signal(number)
                 assert server.process.wait(HANG) == 128 + number
-        assert "Traceback" not in server.log.read_text()
