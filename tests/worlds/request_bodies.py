@@ -34,7 +34,9 @@ TOOLS = [
 class Outcome:
     """What one request led to."""
 
-    def __init__(self, requests: list[GenerationRequest], reply: Any, raw: str, log: str) -> None:
+    def __init__(
+        self, requests: list[GenerationRequest], reply: Any, raw: str, log: str, ignored: str
+    ) -> None:
         self.requests = requests
         self.request = requests[0]
         self.sampling = self.request.sampling
@@ -42,6 +44,7 @@ class Outcome:
         self.reply = reply
         self.raw = raw
         self.log = log
+        self.ignored = ignored
 
     @property
     def choice(self) -> dict[str, Any]:
@@ -102,7 +105,8 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
         {"return_token_ids": True},
         lambda o: (
             o.choice.get("token_ids") == list(TEXT.encode())
-            and o.choice["prompt_token_ids"] == list(o.request.prompt_token_ids)
+            and (o.choice.get("prompt_token_ids") or o.reply["prompt_token_ids"])
+            == list(o.request.prompt_token_ids)
         ),
     ),
     "priority": ({"priority": -2}, lambda o: o.request.priority == -2),
@@ -322,8 +326,8 @@ RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
         lambda o: "get_weather" in o.sampling.grammar,
     ),
     "stream_options": (
-        {"stream": True, "stream_options": {"include_obfuscation": False}},
-        lambda o: o.raw.startswith("event: "),
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        lambda o: "stream_options.include_obfuscation" in o.ignored,
     ),
     "text": ({"text": {"format": {"type": "json_object"}}}, lambda o: o.sampling.grammar != ""),
     "reasoning": ({"reasoning": {"effort": "low"}}, lambda o: b"effort low" in prompt_of(o)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from server.reply.streaming import IGNORED_HEADER
 from server.request.speculative import SpeculativeField
 from worlds.request_bodies import ENDPOINTS, TEXT, Check, Outcome
 from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer
@@ -24,7 +25,8 @@ async def send(connect: Connect, path: str, body: dict[str, Any], caplog: Any) -
             reply = await client.post(path, json=body)
     assert reply.status_code == 200, reply.text
     parsed = None if reply.text.startswith(("data:", "event:")) else reply.json()
-    return Outcome(engine.requests, parsed, reply.text, caplog.text)
+    ignored = reply.headers.get(IGNORED_HEADER, "")
+    return Outcome(engine.requests, parsed, reply.text, caplog.text, ignored)
 
 
 def had_effect(check: Check, outcome: Outcome) -> bool:
@@ -90,7 +92,7 @@ async def test_null_is_not_given(connect: Connect, path: str) -> None:
         )
         nested = {
             "speculative": dict.fromkeys(SpeculativeField.model_fields),
-            "stream_options": dict.fromkeys(["include_usage", "include_obfuscation"]),
+            "stream_options": {"include_obfuscation": None},
         }
         nested = {name: each for name, each in nested.items() if name in model.model_fields}
         reply = await client.post(path, json=base | nested | {"stream": True})
