@@ -21,15 +21,11 @@ _ANTHROPIC = "anthropic-version"
 @router.get("/v1/models", responses=errors(401))
 async def list_models(request: Request, served: Served) -> dict[str, Any]:
     """What is served."""
-    found = _card(served)
+    cards = [_card(served)]
     if _ANTHROPIC in request.headers:
-        return {
-            "data": [_as_anthropics(found)],
-            "has_more": False,
-            "first_id": found["id"],
-            "last_id": found["id"],
-        }
-    return {"object": "list", "data": [found]}
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+        return {"data": [*map(_as_anthropics, cards)], "has_more": False, **ends}
+    return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{name:path}", responses=errors(401, 404))
