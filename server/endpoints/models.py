@@ -24,12 +24,8 @@ async def list_models(request: Request, served: Served) -> dict[str, Any]:
     """What is served: the model, and the adapters that are loaded, which have it as their parent."""
     cards = [_card(served), *(_adapter_card(served, each) for each in served.adapters)]
     if _ANTHROPIC in request.headers:
-        return {
-            "data": [_as_anthropics(each) for each in cards],
-            "has_more": False,
-            "first_id": cards[0]["id"],
-            "last_id": cards[-1]["id"],
-        }
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+        return {"data": [*map(_as_anthropics, cards)], "has_more": False, **ends}
     return {"object": "list", "data": cards}
 
 
