@@ -33,13 +33,14 @@ def expected() -> list[list[float]]:
     return found
 
 
-def written(server: Server, _: int = 0) -> str:
-    reply = server.client().chat.completions.create(
-        model="slipstream-bundled",
-        messages=[{"role": "user", "content": TEXTS[1]}],
-        max_tokens=64,
-        temperature=0,
-    )
+def written(server: Server) -> str:
+    with server.client() as client:
+        reply = client.chat.completions.create(
+            model="slipstream-bundled",
+            messages=[{"role": "user", "content": TEXTS[1]}],
+            max_tokens=64,
+            temperature=0,
+        )
     return str(reply.choices[0].message.content)
 
 
@@ -48,11 +49,11 @@ def test_embeddings_beside_texts_are_those_of_transformers(tmp_path: Path) -> No
     with serving(tmp_path, *FLAGS) as server, ThreadPoolExecutor() as threads:
         alone = written(server)
         texts = [threads.submit(written, server) for _ in range(2)]
-        reply = server.client().embeddings.create(model="slipstream-bundled", input=TEXTS)
-        client = ollama.Client(host=server.url)
-        again = client.embed("slipstream-bundled:latest", TEXTS).embeddings
-        client.close()
+        with server.client() as client:
+            reply = client.embeddings.create(model="slipstream-bundled", input=TEXTS)
+        with ollama.Client(host=server.url) as other:
+            again = other.embed("slipstream-bundled:latest", TEXTS).embeddings
         assert {each.result() for each in texts} == {alone}
-    for vector, one, other in zip(reply.data, again, wanted, strict=True):
-        assert max(abs(a - b) for a, b in zip(vector.embedding, other, strict=True)) < TOLERANCE
-        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) < TOLERANCE
+    for vector, one, right in zip(reply.data, again, wanted, strict=True):
+        assert max(abs(a - b) for a, b in zip(vector.embedding, right, strict=True)) < TOLERANCE
+        assert max(abs(a - b) for a, b in zip(one, right, strict=True)) < TOLERANCE
