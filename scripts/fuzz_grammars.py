@@ -1,4 +1,4 @@
-"""Sends random grammars to a server beside a stream, and looks at what comes and how long the stream waits.
+"""Sends random grammars to a server beside a stream, and tells what comes and how long the stream waits.
 
     scripts/fuzz-grammars URL [NUM [SEED]]
 
