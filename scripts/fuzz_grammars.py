@@ -1,4 +1,4 @@
-"""Sends random grammars to a server beside a stream, and looks at what comes and how long the stream waits.
+"""Sends random grammars to a server beside a stream, and tells what comes and how long the stream waits.
 
     scripts/fuzz-grammars URL [NUM [SEED]]
 
@@ -25,7 +25,7 @@ _TOKENS = 24
 async def _watch(client: httpx.AsyncClient, gaps: list[float], stop: asyncio.Event) -> None:
     """Notes the time between two events of a stream, until ``stop``."""
     body = {"prompt": "def f(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    body["speculative"] = {"draft_strategy": "none"}  # type: ignore[assignment]
+    body["speculative"] = {"draft_strategy": "none"}
     while not stop.is_set():
         before = None
         async with client.stream("POST", "/v1/completions", json=body) as reply:

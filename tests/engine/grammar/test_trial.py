@@ -90,7 +90,8 @@ def test_schemas_without_a_text_are_told_from_those_that_have_one(
 
 def test_rules_are_read_off_what_the_library_tells() -> None:
     told = (
-        "LexerSpec { lexemes: [\n  [0] SKIP0  (Or)\n  [1] [1]  (ExprRef 'a')\n  [2] [2]  (ExprRef ∅)\n] }\n"
+        "LexerSpec { lexemes: [\n  [0] SKIP0  (Or)\n"
+        "  [1] [1]  (ExprRef 'a')\n  [2] [2]  (ExprRef ∅)\n] }\n"
         "Grammar:\nstart           ⇦ start#2  \nstart#2         ⇦ [1]  \n                ⇦ x [1]  \n"
         "x               ⇦ [2]  \nstats: 2 terminals\n"
     )

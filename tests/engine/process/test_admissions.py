@@ -20,6 +20,7 @@ class Office:
         self.slow = SlowAdmissions[object](self._admit, self.aborted.put)
 
     def _admit(self, client: object, request: GenerationRequest) -> None:
+        assert client is not None
         self.begun.put(request.request_id)
         self.go_on.wait()
         self.admitted.put(request.request_id)
