@@ -13,7 +13,7 @@ from server.request.messages import ChatMessage
 from server.request.parsing import parse
 from server.request.protocol import MAX_MESSAGES, StreamOptions
 from server.request.responses import MAX_ITEMS
-from worlds.request_bodies import ENDPOINTS, TEXT, TOOLS
+from worlds.request_bodies import COMPLETION, ENDPOINTS, TEXT, TOOLS
 from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect
 
@@ -232,6 +232,22 @@ async def test_a_malformed_value_is_a_400_that_names_the_field(connect: Connect,
                 error = refused.json()["error"]
                 assert name in (error["param"] or error["message"]), content
     assert engine.requests == []
+
+
+async def test_all_keys_of_a_bias_that_are_no_tokens_are_named(connect: Connect) -> None:
+    bias = {"bad1": 1, "5": 2, "bad2": 3}
+    async with connect(ScriptedEngine()) as client:
+        for path in ("/completions", "/chat/completions"):
+            refused = await client.post(path, json=ENDPOINTS[path][1] | {"logit_bias": bias})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "logit_bias.bad1")
+            assert "'bad1', 'bad2'" in error["message"]
+            beyond = await client.post(path, json=ENDPOINTS[path][1] | {"logit_bias": {"270": 1}})
+            assert "270" in beyond.json()["error"]["message"]
+        many = {f"bad{number}" + "x" * 500: 1 for number in range(1_000)}
+        refused = await client.post("/completions", json=COMPLETION | {"logit_bias": many})
+        assert "and 990 more" in refused.json()["error"]["message"]
+        assert len(refused.text) < 2_000
 
 
 async def test_a_malformed_prompt_is_a_400(connect: Connect) -> None:
