@@ -66,9 +66,10 @@ class Services:
         if terms and terms.tenant.name:
             plan = terms.on(plan)
         name = plan.adapter or self.model_name
-        return kind(plan, self.texts, name, self._fingerprint_of(plan.adapter))
+        return kind(plan, self.texts, name, self.fingerprint_of(plan.adapter))
 
-    def _fingerprint_of(self, adapter: str | None) -> str:
+    def fingerprint_of(self, adapter: str | None) -> str:
+        """Returns that of the model under an adapter; None: as it is."""
         found = next((each for each in self.adapters if each.name == adapter), None)
         return self.fingerprint if found is None else f"{self.fingerprint}_{found.digest[:10]}"
 

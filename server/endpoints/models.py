@@ -58,6 +58,8 @@ def _card(served: Services) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "slipstream",
+        "root": served.model_name,
+        "parent": None,
         "max_model_len": info.max_model_len,
         "dtype": info.dtype,
         "num_parameters": info.num_parameters,
@@ -80,7 +82,6 @@ def _adapter_card(served: Services, adapter: AdapterInfo) -> dict[str, Any]:
     """Its folder is nobody's business but the operator's."""
     return _card(served) | {
         "id": adapter.name,
-        "root": served.model_name,
         "parent": served.model_name,
         "lora": {
             "rank": adapter.rank,

@@ -80,7 +80,8 @@ def _loaded(
 ) -> JSONResponse:
     """The answer to nothing, by which Ollama's clients load a model ahead, or unload it. Raises ApiError
     404."""
-    served.bodies.translator.check_model(known_name(body.model, served.model_name))
+    translator = served.bodies.translator
+    translator.check_model(known_name(body.model, translator))
     reply = {
         "model": body.model or served.model_name,
         "created_at": timestamp(),

@@ -49,13 +49,14 @@ async def ollama_version() -> dict[str, str]:
 @router.get("/api/tags", responses=_REFUSED)
 @router.head("/api/tags", include_in_schema=False)
 async def ollama_tags(served: Served) -> dict[str, Any]:
-    """Ollama's: the model served, as the only one that there is."""
-    return {"models": [_card(served) | {"modified_at": timestamp(served.created)}]}
+    """Ollama's: the model served, and its adapters."""
+    when = {"modified_at": timestamp(served.created)}
+    return {"models": [each | when for each in _cards(served)]}
 
 
 @router.get("/api/ps", responses=_REFUSED)
 async def ollama_ps(served: Served) -> dict[str, Any]:
-    """Ollama's: the model served, as one that stays loaded."""
+    """Ollama's: the model served, and its adapters, as what stays loaded."""
     info = served.engine.info
     on_device = 0 if info.device == "cpu" else _num_bytes(info)
     running = {
@@ -63,7 +64,7 @@ async def ollama_ps(served: Served) -> dict[str, Any]:
         "size_vram": on_device,
         "context_length": info.max_model_len,
     }
-    return {"models": [_card(served) | running]}
+    return {"models": [each | running for each in _cards(served)]}
 
 
 async def ollama_show(body: OllamaShowRequest, request: Request, served: Served) -> Response:
@@ -102,7 +103,7 @@ router.add_api_route(
 
 def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[str]]:
     """Returns the chat template, and what the model can do. Raises ApiError 404."""
-    translator.check_model(known_name(body.model or body.name, translator.model_name))
+    translator.check_model(known_name(body.model or body.name, translator))
     can = {
         "tools": translator.takes_tools,
         "thinking": translator.splits_reasoning,
@@ -125,15 +126,20 @@ async def ollama_refused(request: Request, served: Served) -> Response:
     raise ApiError(400, message, code="unsupported")
 
 
-def _card(served: Services) -> dict[str, Any]:
+def _cards(served: Services) -> list[dict[str, Any]]:
+    return [_card(served, name) for name in (None, *(each.name for each in served.adapters))]
+
+
+def _card(served: Services, adapter: str | None) -> dict[str, Any]:
     info = served.engine.info
-    name = tagged(served.model_name)
+    name = tagged(adapter or served.model_name)
+    parent = "" if adapter is None else tagged(served.model_name)
     return {
         "name": name,
         "model": name,
         "size": _num_bytes(info),
-        "digest": hashlib.sha256(served.fingerprint.encode()).hexdigest(),
-        "details": _details(info),
+        "digest": hashlib.sha256(served.fingerprint_of(adapter).encode()).hexdigest(),
+        "details": _details(info) | {"parent_model": parent},
     }
 
 

@@ -104,7 +104,7 @@ class MessagesWriter(Writer):
         self._tell("message_stop")
         return self._take()
 
-    def failure(self, error: ApiError) -> bytes:
+    def bare_failure(self, error: ApiError) -> bytes:
         return event(anthropic_error(error), "error")
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:

@@ -147,7 +147,7 @@ class OllamaWriter(Writer):
     def finish(self, usage: Usage) -> bytes:
         return _line(self._object(True, self._piece("", "", []), **self._account(usage)))
 
-    def failure(self, error: ApiError) -> bytes:
+    def bare_failure(self, error: ApiError) -> bytes:
         return _line(ollama_error(error))
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
 from server.plan import ChoicePlan, RequestPlan
 from server.reply.deltas import ChoiceDelta, ChoiceEnd, Sink, fold
 from server.reply.usage import Usage, build_usage
-from server.reply.writers import WholeWriter, Writer, event
+from server.reply.writers import WholeWriter, Writer
 
 logger = logging.getLogger("slipstream.requests")
 
@@ -190,7 +190,7 @@ class DeltaStreamResponse(StreamingResponse):
         except Exception:
             # What cannot be written may be what the writer shows beside the error.
             logger.exception("an error could not be told in the form of its endpoint")
-            return event(error.body())
+            return self._writer.bare_failure(error)
 
     def _pause(self) -> float:
         """Returns the seconds until something has to be sent."""

@@ -151,9 +151,13 @@ class Writer(WholeWriter):
     def finish(self, usage: Usage) -> bytes:
         """Returns the events after those of deltas."""
 
-    @abstractmethod
     def failure(self, error: ApiError) -> bytes:
         """Returns the events of a failure after the status has been sent, in place of all others."""
+        return self.bare_failure(error)
+
+    def bare_failure(self, error: ApiError) -> bytes:
+        """Returns those that have nothing beside the error, which could fail in its turn."""
+        return event(error.body())
 
 
 class ChunkWriter(Writer):
@@ -204,9 +208,6 @@ class ChunkWriter(Writer):
         if not self.plan.include_usage:
             return b""
         return self._chunk(b"", _account(usage))
-
-    def failure(self, error: ApiError) -> bytes:
-        return event(error.body())
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
         told = {"metadata": self.plan.metadata} if self.plan.metadata else {}

@@ -228,7 +228,7 @@ class _OllamaRequest(_Lenient):
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("top_logprobs", "needs 'logprobs': true")
         return {
-            "model": known_name(self.model, translator.model_name),
+            "model": known_name(self.model, translator),
             "stream": self.stream,
             "response_format": _response_format(self.format),
             **self.options.for_request(),
@@ -358,7 +358,7 @@ def plan_ollama_embeddings(
     drafters: Sequence[str] | None = None,
 ) -> RequestPlan:
     """``plan_embeddings`` for the request that says the same. Raises ApiError."""
-    name = known_name(body.model, translator.model_name)
+    name = known_name(body.model, translator)
     given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
     try:
         plan = plan_embeddings(
@@ -374,11 +374,13 @@ def plan_ollama_embeddings(
     return replace(plan, repeated=repeated, ignored=tuple(ignored))
 
 
-def known_name(name: str | None, served: str) -> str | None:
-    """The name of the model as this server knows it: a name without a tag has the tag ``latest``."""
-    if name is not None and tagged(name) == tagged(served):
-        return served
-    return name
+def known_name(name: str | None, translator: Translator) -> str | None:
+    """The name of the model, or of an adapter, as this server knows it: a name without a tag has the tag
+    ``latest``."""
+    if name is None:
+        return None
+    known = (translator.model_name, *translator.adapters)
+    return next((each for each in known if tagged(each) == tagged(name)), name)
 
 
 def tagged(name: str) -> str:

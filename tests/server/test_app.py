@@ -177,8 +177,8 @@ async def test_the_request_log_names_the_sender(
             body = {"prompt": "a", "user": "line\nbreak"}
             await client.post("/completions", json=body, headers={"x-request-id": "abc-1"})
     (line,) = [record.getMessage() for record in caplog.records]
-    sender = "x-request-id=abc-1 user='line\\nbreak' safety_identifier=None prompt_cache_key=None metadata={}"
-    assert f"{sender} prompt=1 completion=3 finish=stop" in line
+    sender = "x-request-id=abc-1 user='line\\nbreak' safety_identifier=None prompt_cache_key=None"
+    assert f"{sender} metadata={{}} prompt=1 completion=3 finish=stop" in line
 
 
 async def test_two_apps_in_one_process_do_not_mix(connect: Connect) -> None:

@@ -445,6 +445,25 @@ async def test_the_model_is_listed_shown_and_running(connect: Connect) -> None:
         assert (await client.show("test/scripted")).capabilities == ["completion"]
 
 
+async def test_adapters_are_listed_and_known_by_their_names(connect: Connect) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with ollama_client(connect, engine, served_model_name="base") as client:
+        await engine.load_adapter("mine", "/adapters/mine")
+        for listed in ((await client.list()).models, (await client.ps()).models):
+            assert [each.model for each in listed] == ["base:latest", "mine:latest"]
+            assert len({each.digest for each in listed}) == 2
+            assert [each.details and each.details.parent_model for each in listed] == [
+                "",
+                "base:latest",
+            ]
+        assert (await client.chat("mine:latest", MESSAGES)).model == "mine:latest"
+        assert engine.requests[-1].adapter == "mine"
+        assert (await client.generate("mine", "")).done_reason == "load"
+        await client.show("mine")
+        with pytest.raises(ollama.ResponseError):
+            await client.chat("mine:2", MESSAGES)
+
+
 async def test_a_name_with_a_tag_is_listed_as_it_is(connect: Connect) -> None:
     async with ollama_client(
         connect, ScriptedEngine(TEXT), served_model_name="qwen:0.6b"

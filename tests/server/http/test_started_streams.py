@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.request.errors import EngineDeadError, EngineError, RequestFailedError
+from server.reply.ollama import OllamaWriter
 from server.reply.responses import ResponsesWriter
 from server.reply.writers import ChunkWriter, Writer
 from worlds.live_server import Live, RawConnection, live
@@ -120,6 +121,26 @@ async def test_where_the_error_cannot_be_told_in_its_form_it_is_told_in_another(
     async with live(engine) as found:
         _, data = told_last(await answer_of(found, path))
     assert data["error"]["code"] == "request_failed"
+
+
+async def test_where_nothing_can_be_told_in_lines_of_json_but_the_error_it_is_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> bytes:
+        raise ZeroDivisionError(SECRET)
+
+    monkeypatch.setattr(OllamaWriter, "failure", broken)
+    engine = ScriptedEngine("hello world", group_sizes=(2,))
+    engine.break_after, engine.error = 2, RequestFailedError(SECRET)
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    async with live(engine) as found, RawConnection(found) as client:
+        await client.post("/api/chat", body, "connection: close")
+        answer = await client.read_to_end()
+    lines = [line for line in answer.split(b"\r\n") if line.startswith(b"{")]
+    pieces = [json.loads(each) for line in lines for each in line.splitlines()]
+    assert pieces[0]["message"]["content"]
+    assert set(pieces[-1]) == {"error"}
+    assert SECRET not in pieces[-1]["error"]
 
 
 @pytest.mark.parametrize("path", REQUESTS)
