@@ -144,7 +144,7 @@ class Bench:
         constrain = self.core.limits.constrain
         assert constrain is not None
         self.core.limits = replace(
-            self.core.limits, constrain=lambda grammar: timed(constrain(grammar), self.clock)
+            self.core.limits, constrain=lambda *grammar: timed(constrain(*grammar), self.clock)
         )
 
     def run(self, call: Call, seed: int, account: Account) -> None:

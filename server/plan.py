@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.request.params import GenerationRequest
@@ -40,6 +40,15 @@ class ChoicePlan:
     request: GenerationRequest
     text: TextOptions
 
+    def with_grammars_of(self, own: Callable[[str], str]) -> ChoicePlan:
+        sampling = self.request.sampling
+        if not sampling.grammar_fields:
+            return self
+        fields = tuple((own(name), part) for name, part in sampling.grammar_fields)
+        return replace(
+            self, request=replace(self.request, sampling=replace(sampling, grammar_fields=fields))
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
@@ -75,6 +84,11 @@ class RequestPlan:
     metadata: Mapping[str, str]
     ignored: tuple[str, ...]
     repeated: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_grammars_of(self, own: Callable[[str], str]) -> RequestPlan:
+        """Returns the same for a request whose fields have other names: ``own`` of those that a refused
+        grammar would be blamed on."""
+        return replace(self, choices=tuple(each.with_grammars_of(own) for each in self.choices))
 
     @property
     def seed(self) -> int:

@@ -103,14 +103,17 @@ class SpeculativeDecoder:
         return self._account(self._total)
 
     def _use(self, config: SpeculativeConfig) -> None:
-        path = self._base.model or ""
-        if config.engine_config(path, self._base) != self._loaded.engine_config(path, self._base):
+        if self._loading(config) != self._loading(self._loaded):
             raise ValueError("this config needs other models than those loaded: call setup with it")
         if config.num_speculative_tokens != self._config.num_speculative_tokens:
             self._depth.gamma = config.num_speculative_tokens
         low, high = config.min_speculative_tokens, config.max_speculative_tokens
         self._depth.gamma = max(low, min(self._depth.gamma, high))
         self._config = config
+
+    def _loading(self, config: SpeculativeConfig) -> EngineConfig:
+        # Whatever the target is: it is the one that was loaded.
+        return config.engine_config("target", self._base)
 
     def _account(self, stats: SpeculativeStats) -> dict[str, float]:
         num_steps = stats.num_steps

@@ -144,7 +144,6 @@ def main(arguments: list[str] | None = None) -> None:
         drafters=("none",),
         max_num_seqs=args.at_once,
         max_num_batched_tokens=max(512, args.at_once),
-        max_model_len=_MOST_PROMPT_TOKENS + args.new_tokens,
     )
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     rng = random.Random(f"{args.seed} {len(lines)}")

@@ -81,7 +81,7 @@ def _loaded(
     """The answer to nothing, by which Ollama's clients load a model ahead, or unload it. Raises ApiError
     404."""
     translator = served.bodies.translator
-    translator.check_model(known_name(body.model, translator))
+    translator.check_model(known_name(body.model, translator.served_names))
     reply = {
         "model": body.model or served.model_name,
         "created_at": timestamp(),

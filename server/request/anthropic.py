@@ -308,6 +308,7 @@ def plan_messages(
         plan = translator.plan(body.to_chat(translator), arrival_time, drafters)
     except ApiError as error:
         raise _in_own_words(error, body) from error
+    plan = plan.with_grammars_of(_own_name)
     repeated: dict[str, JsonValue] = {"max_tokens": body.max_tokens}
     if body.context_management is not None:
         repeated["context_management"] = {"applied_edits": []}
@@ -362,11 +363,14 @@ def _in_own_words(error: ApiError, body: MessageFields) -> ApiError:
     if first == "messages" and rest:
         index, _, _ = rest.partition(".")
         return error.about(body.turns()[int(index)].field)
-    if first == "tools":
-        return error.about(
-            param.replace(".function.parameters", ".input_schema").replace(".function", "")
-        )
+    return error.about(_own_name(param)) if param else error
+
+
+def _own_name(param: str) -> str:
+    """The field of this request that became one of the chat request's."""
+    if param.startswith("tools."):
+        return param.replace(".function.parameters", ".input_schema").replace(".function", "")
     for name, own in _RENAMED.items():
         if f"{param}.".startswith(f"{name}."):
-            return error.about(own + param.removeprefix(name))
-    return error
+            return own + param.removeprefix(name)
+    return param

@@ -9,7 +9,7 @@ nothing else of their callers'.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -228,7 +228,7 @@ class _OllamaRequest(_Lenient):
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("top_logprobs", "needs 'logprobs': true")
         return {
-            "model": known_name(self.model, translator),
+            "model": known_name(self.model, translator.served_names),
             "stream": self.stream,
             "response_format": _response_format(self.format),
             **self.options.for_request(),
@@ -358,7 +358,7 @@ def plan_ollama_embeddings(
     drafters: Sequence[str] | None = None,
 ) -> RequestPlan:
     """``plan_embeddings`` for the request that says the same. Raises ApiError."""
-    name = known_name(body.model, translator)
+    name = known_name(body.model, translator.served_names)
     given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
     try:
         plan = plan_embeddings(
@@ -374,13 +374,12 @@ def plan_ollama_embeddings(
     return replace(plan, repeated=repeated, ignored=tuple(ignored))
 
 
-def known_name(name: str | None, translator: Translator) -> str | None:
-    """The name of the model, or of an adapter, as this server knows it: a name without a tag has the tag
-    ``latest``."""
+def known_name(name: str | None, served: Iterable[str]) -> str | None:
+    """The one of the names served that is meant: a name without a tag has the tag ``latest``. What is
+    none of them stays as it is."""
     if name is None:
         return None
-    known = (translator.model_name, *translator.adapters)
-    return next((each for each in known if tagged(each) == tagged(name)), name)
+    return next((each for each in served if tagged(each) == tagged(name)), name)
 
 
 def tagged(name: str) -> str:
@@ -489,6 +488,7 @@ def plan_ollama(
         plan = translator.plan(body.for_translator(translator), arrival_time, drafters)
     except ApiError as error:
         raise _in_own_words(error, body) from error
+    plan = plan.with_grammars_of(_own_name)
     ignored = tuple(each.path for each in body.hints() if each.hint.needs_telling(each.value))
     name = body.model or translator.model_name
     return replace(plan, repeated={"model": name}, ignored=(*ignored, *plan.ignored))
@@ -499,8 +499,12 @@ def _in_own_words(error: ApiError, body: OllamaChatRequest | OllamaGenerateReque
     param = error.param or ""
     if param.startswith("messages") and isinstance(body, OllamaGenerateRequest):
         return error.about("prompt")
+    return error.about(_own_name(param)) if param else error
+
+
+def _own_name(param: str) -> str:
+    """The field of this request that became one of the other's."""
     for name, own in _RENAMED.items():
         if param == name or param.startswith(f"{name}."):
-            rest = "" if own in ("format", "think") else param.removeprefix(name)
-            return error.about(own + rest)
-    return error
+            return own + ("" if own in ("format", "think") else param.removeprefix(name))
+    return param

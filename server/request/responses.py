@@ -383,6 +383,7 @@ def plan_response(
         plan = translator.plan(body.for_chat(), arrival_time, drafters)
     except ApiError as error:
         raise _in_own_words(error) from error
+    plan = plan.with_grammars_of(_own_name)
     # Of what goes to the template the chat request knows more.
     own = [each for each in body.hints() if not each.hint.variable]
     ignored = [_own_name(each) for each in plan.ignored]

@@ -83,6 +83,11 @@ class Translator:
         return self._model_name
 
     @property
+    def served_names(self) -> tuple[str, ...]:
+        """Returns what requests may call their model: its own name, and those of its adapters."""
+        return (self._model_name, *self.adapters)
+
+    @property
     def max_model_len(self) -> int:
         """Returns how many tokens a prompt and its text may have."""
         return self._info.max_model_len

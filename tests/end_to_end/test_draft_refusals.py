@@ -231,6 +231,8 @@ def test_drafts_that_cannot_be_told_apart_are_refused(
         assert said(f"{taken}={head}") == (
             f"draft {taken}: a drafter has that name, and {head} is of the method eagle3; "
             "name it otherwise"
+            if taken == "medusa"
+            else f"draft {taken}: a drafter has that name; name it otherwise"
         )
 
 

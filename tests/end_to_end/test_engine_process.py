@@ -235,7 +235,7 @@ def test_workers_share_port_engine_and_metrics(tmp_path: Path) -> None:
         # What interpreters say when they end, and helpers of multiprocessing, is nobody's log line;
         # nothing is written in this server's own form for text, or in torch's.
         others = [line for line in text if not line.startswith("{")]
-        assert not any(re.match(r"[DIWEC]\d{4} |\d{4}-\d\d-\d\d ", line) for line in others)
+        assert [line for line in others if re.match(r"[DIWEC]\d{4} |\d{4}-\d\d-\d\d ", line)] == []
         lines = [json.loads(line) for line in text if line.startswith("{")]
         (line,) = [each for each in lines if each["logger"] == "slipstream.admin"]
         assert line["x_request_id"] == changed.headers["x-request-id"]

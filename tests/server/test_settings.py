@@ -427,12 +427,13 @@ KV_EVENTS = {
 def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {each.name for each in fields(EngineConfig)} - ENGINE_ONLY - {"drafter_settings"}
     values: dict[str, Any] = {name: object() for name in names}
-    values |= {"drafters": ["none", "ngram"], "drafter_plugins": ["phrase_book"], "draft": ["a"]}
+    values |= {"drafters": ["none", "ngram"], "drafter_plugins": ["phrase_book"]}
+    values |= {"draft": ["a"], "lora": ["a=b"]}
     settings = with_drafters({"phrases": PhraseSettings})(drafter={"phrases": {"most": 5}})
     given = type(settings).model_construct(**{**dict(settings), **values})
     monkeypatch.setattr(EngineConfig, "__post_init__", lambda _: None)
     config = given.engine_config()
-    values |= {name: tuple(values[name]) for name in ("drafters", "drafter_plugins", "draft")}
+    values |= {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
     assert {name: getattr(config, name) for name in names} == values
     assert config.drafter_settings == {"phrases": {"most": 5}}
 

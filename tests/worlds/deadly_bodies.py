@@ -20,6 +20,7 @@ class Translator:
 
     def __init__(self, fails_to_begin: bool = False) -> None:
         self.resolver: Any = None
+        self.adapters: tuple[str, ...] = ()
         self.home = os.getpid()
         self.fails_to_begin = fails_to_begin
 

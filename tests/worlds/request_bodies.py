@@ -269,12 +269,12 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
 
 
 # Hints, by their paths, with values that nothing comes of.
-IGNORED: dict[str, Any] = {
+_IGNORED: dict[str, Any] = {
     "prompt_cache_retention": "24h",
     "service_tier": "flex",
     "store": True,
-    "stream_options.include_obfuscation": True,
 }
+IGNORED: dict[str, Any] = _IGNORED | {"stream_options.include_obfuscation": True}
 CHAT_IGNORED: dict[str, Any] = IGNORED | {"verbosity": "low"}
 
 
@@ -403,7 +403,7 @@ MESSAGES_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
     "mcp_servers": ([], [{"name": "a"}]),
     "thread": (False, {"type": "create"}),
 }
-MESSAGES_IGNORED: dict[str, Any] = IGNORED | {
+MESSAGES_IGNORED: dict[str, Any] = _IGNORED | {
     "thinking.type": "enabled",
     "thinking.budget_tokens": 2000,
     "context_management": {},

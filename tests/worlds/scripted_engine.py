@@ -20,6 +20,7 @@ from engine.request.errors import (
     EngineDeadError,
     EngineError,
     QueueFullError,
+    RequestError,
     ShuttingDownError,
     UnknownAdapterError,
 )
@@ -137,6 +138,15 @@ def scripted_embedding(request: GenerationRequest) -> bytes:
     return struct.pack("<2f", 0.5, request.prompt_token_ids[0])
 
 
+def refuse_impossible_grammars(request: GenerationRequest) -> None:
+    """Raises RequestError as an engine does, for those that do not compile."""
+    for field, grammar in request.sampling.grammar_fields:
+        import llguidance  # loaded with the first grammar
+
+        if fault := llguidance.LLMatcher.validate_grammar(grammar, None):
+            raise RequestError(field, f"{field} cannot be used: {fault}")
+
+
 class ScriptedEngine:
     """Writes ``script(request)`` in steps of ``group_sizes`` tokens, all but a step's last drafted,
     and one draft in each step refused.
@@ -241,6 +251,7 @@ class ScriptedEngine:
             raise EngineDeadError("the engine died")
         if len(self.open) >= self.capacity:
             raise QueueFullError(2.5)
+        refuse_impossible_grammars(request)
         self.requests.append(request)
         self.open.add(request.request_id)
         finished = False

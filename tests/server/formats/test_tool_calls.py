@@ -129,7 +129,10 @@ IN_JSON = json.dumps({"name": "add", "arguments": json.dumps(ADD[1])})
     ("form", "text", "content", "calls"),
     [
         *((form, one, "", [WEATHER]) for form, (one, _) in CASES.items()),
-        *((form, two, "I look.", [WEATHER, ADD]) for form, (_, two) in CASES.items()),
+        *(
+            (form, two, "I look." if "I look." in two else "", [WEATHER, ADD])
+            for form, (_, two) in CASES.items()
+        ),
         *((form, told(form, text), "", [WEATHER]) for form, text in OTHER_SPELLINGS),
         ("hermes", f"{EMPTY}\n\nDone.", "Done.", [NOTHING]),
         ("hermes", f"A\n{EMPTY}\nB ", "A\n\nB", [NOTHING]),

@@ -23,7 +23,7 @@ from server.request.ollama import OllamaOptions, known_name, tagged
 def test_a_name_without_a_tag_has_the_latest(
     name: str | None, served: str, known: str | None
 ) -> None:
-    assert known_name(name, served) == known
+    assert known_name(name, ["first", served]) == known
 
 
 def test_a_host_is_no_tag() -> None:
