@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,10 +23,9 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Literal
 
 from engine.logs import log_through_root
-from engine.lora.adapters import Adapters
 from engine.process.admissions import SlowAdmissions
 from engine.process.follower import Followers
 from engine.process.launch import Launch, begin_child, ignore_signals
@@ -103,8 +102,8 @@ class EngineHost:
             "submit": partial(self._submit, client),
             "abort": self._abort,
             "charge": lambda tenant: self._built.result().charge(tenant),
-            "load_adapter": partial(self._change_adapters, Adapters.load),
-            "unload_adapter": partial(self._change_adapters, Adapters.unload),
+            "load_adapter": partial(self._change_adapters, "load"),
+            "unload_adapter": partial(self._change_adapters, "unload"),
         }
         client.link.listen_in_thread(acts, partial(self._leave, client))
 
@@ -121,13 +120,13 @@ class EngineHost:
             self._built.result().abort(request_id)
 
     def _change_adapters(
-        self, change: Callable[..., AdapterInfo], *arguments: Any
+        self, change: Literal["load", "unload"], *arguments: Any
     ) -> Future[AdapterInfo]:
         """Returns what a change of the adapters returns or raises, once all clients know of it."""
 
         def work() -> AdapterInfo:
             adapters = self._built.result().adapters
-            found = change(adapters, *arguments)
+            found: AdapterInfo = getattr(adapters, change)(*arguments)
             with self._lock:
                 self._changed_adapters = infos = adapters.infos
                 clients = self._clients

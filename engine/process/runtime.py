@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from engine.core import EngineCore
-from engine.lora.adapters import Adapters
 from engine.machine import device_memory
 from engine.process.backlog import Backlog
 from engine.process.pulse import Pulse
@@ -33,6 +33,10 @@ from engine.request.params import GenerationRequest, Tenant
 from engine.schedule.limits import TenantLimits
 from engine.schedule.request import Request
 from engine.speculation.gamma import gamma_policy_names
+
+if TYPE_CHECKING:
+    # With it comes the model's room, which a process that only begins has no use for.
+    from engine.lora.adapters import Adapters
 
 logger = logging.getLogger(__name__)
 

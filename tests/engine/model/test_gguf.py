@@ -151,7 +151,10 @@ def test_blocks_stay_packed_and_mean_what_transformers_reads(
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert torch.equal(logits(loaded), logits(theirs))
     whole = load_model(str(path), CPU, packed=False).state_dict()
-    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    # In bf16, but on CPUs that have none of it.
+    assert all(
+        torch.equal(whole[name].to(expected[name].dtype), expected[name]) for name in expected
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
