@@ -17,7 +17,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_va
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
 from server.request.anthropic_blocks import (
-    CacheControl,
     InputMessage,
     SystemField,
     Turn,
@@ -25,7 +24,13 @@ from server.request.anthropic_blocks import (
     turns,
 )
 from server.request.body import MAX_STOP_CHARS, MAX_STOP_STRINGS, Body, Hint, optional, refusal
-from server.request.messages import MAX_TOOLS, NAME_PATTERN, ParametersField
+from server.request.messages import (
+    CACHED,
+    MAX_TOOLS,
+    NAME_PATTERN,
+    CacheControl,
+    ParametersField,
+)
 from server.request.parsing import check
 from server.request.protocol import (
     MAX_COUNT,
@@ -44,7 +49,6 @@ _THINKS = ("enable_thinking", "thinking")
 """How chat templates call the switch of reasoning."""
 _BUDGET = "thinking_budget"
 _EFFORT = "reasoning_effort"
-_CACHED = "the prefix cache holds every full block of itself"
 
 
 class CustomTool(Body):
@@ -177,7 +181,7 @@ class MessageFields(Body):
     chat_template_kwargs: dict[str, JsonValue] | None = optional(
         "Variables of the tokenizer's chat template."
     )
-    cache_control: Annotated[CacheControl | None, Hint(_CACHED)] = optional(
+    cache_control: Annotated[CacheControl | None, CACHED] = optional(
         "In blocks and tools, too."
     )
     context_management: Annotated[dict[str, JsonValue] | None, Hint()] = optional(

@@ -13,19 +13,12 @@ from pydantic import Field, JsonValue, PlainValidator, ValidationError, model_va
 
 from server.request.body import Body, refusal
 from server.request.foreign_parts import ForeignPart, find_foreign_part
+from server.request.messages import CacheControl
 
 _NOTHING_RUNS = "no tool runs here; its results come from the client, as 'tool_result'"
 _ACCOUNT_LINE = "x-anthropic-billing-header:"
 """What agents put at the front of a system prompt for Anthropic's books. It differs from session to
 session, so with it no session would find another's prompt in the cache."""
-
-
-class CacheControl(Body):
-    """Where others cut their prefix caches; this server's holds every full block."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-    scope: str | None = None
 
 
 class Block(Body):

@@ -99,12 +99,15 @@ class Body(BaseModel):
         return kept
 
     def hints(self) -> Iterator[GivenHint]:
-        """Yields the hints that were given here and in the parts within."""
+        """Yields the hints that were given here and in the parts within. The paths of a list's parts
+        have no place in them: a thousand messages would fill the reply's header."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            if isinstance(value, Body):
-                yield from (replace(each, path=f"{name}.{each.path}") for each in value.hints())
-            elif value is not None:
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Body):
+                    within = part.hints()
+                    yield from (replace(each, path=f"{name}.{each.path}") for each in within)
+            if value is not None:
                 marks = (each for each in field.metadata if isinstance(each, Hint))
                 yield from (GivenHint(name, each, value) for each in marks)
 
@@ -112,7 +115,7 @@ class Body(BaseModel):
     def hint_fields(cls) -> Iterator[tuple[str, FieldInfo, Hint]]:
         """Yields the hints that may be given here and in the parts within, by their paths."""
         for name, field in cls.model_fields.items():
-            for kind in (field.annotation, *get_args(field.annotation)):
+            for kind in _kinds(field.annotation):
                 if isinstance(kind, type) and issubclass(kind, Body):
                     within = kind.hint_fields()
                     yield from ((f"{name}.{path}", each, hint) for path, each, hint in within)
@@ -144,6 +147,13 @@ class Body(BaseModel):
             if name in properties and not field.is_required():
                 properties[name] = _or_null(properties[name])
         return described
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Yields what a type is made of, however deep."""
+    yield annotation
+    for each in get_args(annotation):
+        yield from _kinds(each)
 
 
 def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:

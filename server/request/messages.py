@@ -14,20 +14,33 @@ from pydantic import (
     Field,
     JsonValue,
     PlainValidator,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
 from pydantic.config import JsonDict
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from server.errors import refused
-from server.request.body import Body, in_case, optional, refusal
+from server.request.body import Body, Hint, in_case, optional, refusal
 from server.request.foreign_parts import ForeignPart, find_foreign_part
 
 TEXT_ONLY = "text only"
 MAX_TOOLS = 128
 NAME_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
 _MODES = ("none", "auto", "required")
+
+
+CACHED = Hint("the prefix cache holds every full block of itself")
+"""What comes of marks of where others cut their prefix caches."""
+
+
+class CacheControl(Body):
+    """Where others cut their prefix caches; this server's holds every full block."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
 
 
 def _check_parameters(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -82,6 +95,7 @@ class FunctionDefinition(Body):
 class Tool(Body):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Annotated[CacheControl | None, CACHED] = None
 
 
 def _check_names(tools: list[Tool]) -> list[Tool]:
@@ -179,20 +193,32 @@ def _parse_content(value: object) -> str | ForeignPart:
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string or a non-empty list of text parts")
     texts = []
-    for part in value:
+    for index, part in enumerate(value):
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise ValueError("a part is an object with a 'type'")
         if part["type"] != "text":
             raise ValueError("only parts of type 'text' are supported")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError("a text part has a string 'text' and nothing else")
+        if part.keys() - {"cache_control"} != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError("a text part has a string 'text', and nothing else but 'cache_control'")
+        _check_cache_mark(index, part.get("cache_control"))
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def _check_cache_mark(index: int, mark: object) -> None:
+    if mark is None:
+        return
+    try:
+        CacheControl.model_validate(mark)
+    except ValidationError as error:
+        message = "is an object of type 'ephemeral', whose 'ttl' is '5m' or '1h'"
+        raise refusal(index, "cache_control", message=message) from error
 
 
 class TextPart(TypedDict, closed=True):
     type: Literal["text"]
     text: str
+    cache_control: NotRequired[CacheControl | None]
 
 
 _Parts = Annotated[list[TextPart], MinLen(1)]
@@ -239,7 +265,6 @@ class ChatMessage(Body):
         "function_call": "use 'tool_calls'",
         "audio": TEXT_ONLY,
         "refusal": "send the text as 'content'",
-        "annotations": TEXT_ONLY,
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -249,6 +274,16 @@ class ChatMessage(Body):
     tool_call_id: str | None = Field(default=None, max_length=256)
     reasoning_content: str | None = None
     reasoning: str | None = optional("The same as 'reasoning_content'.")
+    cache_control: Annotated[CacheControl | None, CACHED] = optional(
+        "In text parts and tools, too."
+    )
+    annotations: Annotated[list[JsonValue] | None, Hint(does=([],))] = optional(
+        "Of a reply that is sent back: its text says all."
+    )
+    id: Annotated[str | None, Hint()] = optional("Of a reply that is sent back.")
+    provider_specific_fields: Annotated[dict[str, JsonValue] | None, Hint(does=({},))] = optional(
+        "What gateways add to replies."
+    )
 
     @property
     def thoughts(self) -> str:

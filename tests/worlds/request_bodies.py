@@ -275,7 +275,12 @@ _IGNORED: dict[str, Any] = {
     "store": True,
 }
 IGNORED: dict[str, Any] = _IGNORED | {"stream_options.include_obfuscation": True}
-CHAT_IGNORED: dict[str, Any] = IGNORED | {"verbosity": "low"}
+CHAT_IGNORED: dict[str, Any] = IGNORED | {
+    "verbosity": "low",
+    "messages.annotations": [{"type": "url_citation"}],
+    "messages.id": "msg_1",
+    "messages.provider_specific_fields": {"refusal": None},
+}
 
 
 # Accepted for their meaning, which the server has anyway, or as hints; another value is a 400.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +34,17 @@ IGNORED = {
 }
 
 
-def nested(paths: dict[str, Any]) -> dict[str, Any]:
-    """A body with these values at these paths."""
-    body: dict[str, Any] = {}
+def with_values(body: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
+    """The body with these values at these paths, in a list's every part."""
+    body = deepcopy(body)
     for path, value in paths.items():
         *parts, name = path.split(".")
-        inside = body
+        insides = [body]
         for part in parts:
-            inside = inside.setdefault(part, {})
-        inside[name] = value
+            found = [inside.setdefault(part, {}) for inside in insides]
+            insides = list(chain(*(each if isinstance(each, list) else [each] for each in found)))
+        for inside in insides:
+            inside[name] = value
     return body
 
 
@@ -69,7 +73,7 @@ async def test_the_header_names_the_hints_without_effect_and_no_others(
         body = base | effective
         plain = await client.post(path, json=body)
         assert IGNORED_HEADER not in plain.headers
-        told = await client.post(path, json=body | nested(ignored))
+        told = await client.post(path, json=with_values(body, ignored))
     assert told.status_code == 200, told.text
     assert set(told.headers[IGNORED_HEADER].split(", ")) == set(ignored)
     first, second = (each.prompt_token_ids for each in engine.requests)
@@ -113,6 +117,28 @@ async def test_a_hint_goes_to_a_template_that_reads_it_and_is_told_with_others(
             reply = await client.post(path, json=ENDPOINTS[path][1] | body)
         assert reply.headers.get(IGNORED_HEADER) == told
         assert bytes(engine.requests[0].prompt_token_ids) == prompt
+
+
+async def test_marks_of_a_cache_are_taken_in_messages_parts_and_tools(connect: Connect) -> None:
+    """As agents send them to whatever speaks OpenAI's API."""
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    message = {"role": "user", "content": [{"type": "text", "text": "ab", **mark}], **mark}
+    tool = {"type": "function", "function": {"name": "f"}, **mark}
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine) as client:
+        for body in (
+            {"messages": [message], "tools": [tool]},
+            {"messages": [{"role": "user", "content": "ab"}], "tools": [tool | {"cache_control": None}]},
+        ):
+            reply = await client.post("/chat/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            assert IGNORED_HEADER not in reply.headers
+        message["content"] = [{"type": "text", "text": "ab", "cache_control": {"type": "lasting"}}]
+        refused = await client.post("/chat/completions", json={"messages": [message]})
+    first, second = (each.prompt_token_ids for each in engine.requests)
+    assert first == second
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages.0.content.0.cache_control"
 
 
 @pytest.mark.parametrize("said", [None, True])
