@@ -181,9 +181,7 @@ class MessageFields(Body):
     chat_template_kwargs: dict[str, JsonValue] | None = optional(
         "Variables of the tokenizer's chat template."
     )
-    cache_control: Annotated[CacheControl | None, CACHED] = optional(
-        "In blocks and tools, too."
-    )
+    cache_control: Annotated[CacheControl | None, CACHED] = optional("In blocks and tools, too.")
     context_management: Annotated[dict[str, JsonValue] | None, Hint()] = optional(
         "Nothing is taken out of the messages; 'applied_edits' of the reply says so, too."
     )

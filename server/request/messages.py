@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self
 
 from annotated_types import MinLen
 from pydantic import (
@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.config import JsonDict
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from server.errors import refused
 from server.request.body import Body, Hint, in_case, optional, refusal
@@ -199,7 +199,9 @@ def _parse_content(value: object) -> str | ForeignPart:
         if part["type"] != "text":
             raise ValueError("only parts of type 'text' are supported")
         if part.keys() - {"cache_control"} != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError("a text part has a string 'text', and nothing else but 'cache_control'")
+            raise ValueError(
+                "a text part has a string 'text', and nothing else but 'cache_control'"
+            )
         _check_cache_mark(index, part.get("cache_control"))
         texts.append(part["text"])
     return "\n".join(texts)

@@ -128,7 +128,10 @@ async def test_marks_of_a_cache_are_taken_in_messages_parts_and_tools(connect: C
     async with connect(engine) as client:
         for body in (
             {"messages": [message], "tools": [tool]},
-            {"messages": [{"role": "user", "content": "ab"}], "tools": [tool | {"cache_control": None}]},
+            {
+                "messages": [{"role": "user", "content": "ab"}],
+                "tools": [tool | {"cache_control": None}],
+            },
         ):
             reply = await client.post("/chat/completions", json=body)
             assert reply.status_code == 200, reply.text
