@@ -89,7 +89,7 @@ def _measure(
     results.start(
         {
             "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": describe_machine(torch.device("cpu")),
+            "machine": describe_machine(torch.device(options.device)),
             "settings": options.to_json(),
             "model": model.what,
         }

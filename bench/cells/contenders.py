@@ -43,6 +43,8 @@ def engine_config(options: Options) -> EngineConfig:
     """As it is served, with the weights that it then has and the drafts that come for the model."""
     config = EngineConfig(
         model=BUNDLED if options.model in OWN else options.model,
+        device=options.device,
+        determinism=options.determinism,
         quantization=options.quantization,
         max_num_seqs=max(options.at_once),
     )
@@ -109,7 +111,9 @@ def http_plan(options: Options, ways: Ways) -> WorkerPlan:
     what was best."""
     config = engine_config(options)
     model = str(config.model)
-    settings: dict[str, Any] = {"max_num_seqs": config.max_num_seqs}
+    settings: dict[str, Any] = {"max_num_seqs": config.max_num_seqs, "device": config.device}
+    if config.determinism is not None:
+        settings["determinism"] = config.determinism
     if config.quantization is not None:
         settings["quantization"] = config.quantization
     if options.model == SCALED:

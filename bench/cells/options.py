@@ -11,6 +11,7 @@ from typing import Any
 from bench.contenders import Sampling
 from bench.options import positive
 from bench.workloads import DATA, workload_names
+from engine.request.info import Determinism
 
 SAMPLINGS = {
     each.name: each
@@ -36,6 +37,8 @@ class Options:
     begun that would end later, None: no limit."""
 
     model: str
+    device: str
+    determinism: Determinism | None
     quantization: str | None
     workloads: tuple[str, ...]
     samplings: tuple[str, ...]
@@ -70,6 +73,8 @@ def parse_options(arguments: Sequence[str] | None, about: str) -> Options:
     quick = args.quick
     return Options(
         model=args.model,
+        device=args.device,
+        determinism=args.determinism,
         quantization=args.quantization,
         workloads=tuple(args.workload or (_QUICK_WORKLOADS if quick else WORKLOADS)),
         samplings=tuple(args.sampling or (_QUICK_SAMPLINGS if quick else SAMPLINGS)),
@@ -92,6 +97,12 @@ def _parser(about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.cells", description=about)
     parser.add_argument(
         "--model", default="smollm2", help="smollm2 (default), scaled, bundled, a folder or file"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    parser.add_argument(
+        "--determinism",
+        choices=["exact", "fast"],
+        help="as the engine's; default: exact on a CPU, fast on a GPU",
     )
     parser.add_argument(
         "--quantization",

@@ -340,6 +340,12 @@ def test_over_http_clients_say_what_is_not_the_default_and_nothing_of_the_defaul
     command = " ".join(plan.load["command"])
     assert "serve bundled" in command
     assert "--quantization none" in command
+    assert "--device cpu" in command
+    assert "--determinism" not in command
+    on_gpu = parse_options([*arguments, "--device", "cuda:1", "--determinism", "exact"], "")
+    assert "--device cuda:1 --determinism exact" in " ".join(
+        http_plan(on_gpu, ways).load["command"]
+    )
     assert plan.load["body"]["stream_options"] == {"include_usage": True}
     assert plan.load["salted"] is True
 

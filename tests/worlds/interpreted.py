@@ -11,6 +11,7 @@ import pytest
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="this test's tensors lie on a CPU")
 
 
 @contextmanager

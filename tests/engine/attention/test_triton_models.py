@@ -22,7 +22,7 @@ from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_logits, reference_logits
 from engine.process.runtime import AsyncEngine
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
-from worlds.interpreted import DEVICE, patching_once
+from worlds.interpreted import ON_CPU, patching_once
 from worlds.tiny_models import (
     VOCAB_SIZE,
     chunk,
@@ -35,7 +35,6 @@ from worlds.tiny_models import (
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILED_AHEAD = ROOT / "tests" / "worlds" / "compiled_ahead.py"
-ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="models of this file lie on a CPU")
 SMALL: dict[str, Any] = {
     "block_size": 4,
     "num_blocks": 24,

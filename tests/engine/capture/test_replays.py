@@ -37,7 +37,7 @@ from engine.model.loader import attach_attention
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
 from worlds.graph_maker import ReplayingMaker
-from worlds.interpreted import patching_once
+from worlds.interpreted import ON_CPU, patching_once
 from worlds.lanes import examples
 from worlds.static_attention import StaticAttention
 from worlds.tiny_models import (
@@ -107,6 +107,7 @@ def test_replays_write_what_the_model_writes(name: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@ON_CPU
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_replays_over_the_attention_of_gpus_write_the_same(name: str) -> None:
     """Triton's programs, under their interpreter; launches have to be alike as well."""

@@ -25,7 +25,7 @@ from engine.model.linear import (
     pack_linears,
     pack_weight,
 )
-from worlds.interpreted import patching_once
+from worlds.interpreted import ON_CPU, patching_once
 
 torch.set_num_threads(1)
 
@@ -353,6 +353,7 @@ def test_products_that_have_no_order_of_their_own_are_reported() -> None:
     assert failures == {"products by bmm"}
 
 
+@ON_CPU
 @torch.inference_mode()
 def test_a_model_on_a_device_multiplies_by_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and weights outside of layers, some of which lie transposed; under the interpreter."""
