@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from transformers import PreTrainedModel
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.machine import free_bytes
-from engine.model.loader import prepare_model
+from engine.model.loader import load_model, prepare_model
 from engine.request.params import SpeculativeParams
 from worlds.engine_driver import ORACLE, PLAIN, OracleDrafter, register_oracle, write_all
+from worlds.packed_models import FORMATS
+from worlds.packed_target import PackedTarget, check_no_bit_changes
 from worlds.tiny_models import VOCAB_SIZE, own_logits, random_ids, tiny_model
 
 pytestmark = [
@@ -93,6 +96,18 @@ def test_bf16_runs_and_follows_the_model() -> None:
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
         # The likeliest of 97 tokens leads a random one by 5; bf16 moves logits by some tenths.
         assert (logits.max(dim=1).values - chosen).max() < 1.0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_checkpoints_in_few_bits_are_served_as_floats_with_drafts_of_all_kinds(
+    name: str, tmp_path: Path
+) -> None:
+    """What they mean is what they mean on a CPU, and drafts change no bit."""
+    path = FORMATS[name](tmp_path)
+    check_no_bit_changes(PackedTarget(path, True, CUDA), "mixed_batch")
+    here = load_model(str(path), CUDA).state_dict()
+    for key, there in load_model(str(path), torch.device("cpu"), packed=False).state_dict().items():
+        assert torch.equal(here[key].cpu(), there), key
 
 
 def test_gpu_memory_sizes_the_pool() -> None:

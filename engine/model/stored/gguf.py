@@ -90,7 +90,7 @@ def _fields(data: torch.Tensor, shifts: tuple[int, ...], width: int, mask: int) 
     """Returns the fields of bytes: of each ``width`` bytes all at the first shift, then all at the next.
     ``data``: ``[rows, blocks, bytes]``; the answer has ``len(shifts)`` times as many."""
     runs = data.reshape(*data.shape[:2], -1, 1, width)
-    found = (runs >> torch.tensor(shifts, dtype=torch.uint8)[:, None]) & mask
+    found = (runs >> torch.tensor(shifts, dtype=torch.uint8, device=data.device)[:, None]) & mask
     return found.flatten(2)
 
 

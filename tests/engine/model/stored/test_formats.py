@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
+import engine.model.loader as loader_module
 from engine.model.checkpoint import load_weights
 from engine.model.loader import load_model
+from engine.model.quantization import pack_stored
 from engine.model.stored.formats import read_places
 from engine.model.stored.layer import StoredWeight
 from engine.model.stored.places import StoredTensors
@@ -36,6 +38,7 @@ from worlds.packed_checkpoints import (
     stored,
     write_folder,
 )
+from worlds.packed_models import FORMATS
 from worlds.tiny_models import CPU
 
 CODES = draw(16, 64)
@@ -250,3 +253,23 @@ def test_models_without_and_formats_of_others_are_left_to_transformers() -> None
         config = SimpleNamespace(quantization_config=found)
         assert read_places(config) is None
         assert config.quantization_config is found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_floats_are_made_where_weights_lie(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where nothing is packed: what does not say on which device it is made is not there."""
+
+    def elsewhere(model: PreTrainedModel, packed: bool) -> None:
+        del packed
+        with torch.device("meta"):
+            pack_stored(model, False)
+
+    path = str(FORMATS[name](tmp_path))
+    expected = load_model(path, CPU, packed=False).state_dict()
+    monkeypatch.setattr(loader_module, "pack_stored", elsewhere)
+    found = load_model(path, CPU).state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor, expected[key]), key
