@@ -51,13 +51,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"key_dim": 64, "value_dim": 64, "share": 8, "window": 128, "has_sinks": True},
     "gemma 2": {"key_dim": 256, "value_dim": 256, "share": 2, "window": 4096, "softcap": 50.0},
 }
-ROWS: dict[str, tuple[torch.dtype, bool]] = {
-    "products, divided": (BF16, True),
-    "products, bf16": (BF16, False),
-    "products, fp16": (torch.float16, False),
-    "products, fp32": (torch.float32, False),
+ROWS: dict[str, tuple[torch.dtype, bool, int, int]] = {
+    "products, divided": (BF16, True, 4096, 4096),
+    "products, bf16": (BF16, False, 4096, 14336),
+    "products, few outputs": (BF16, True, 4096, 1024),
+    "products, fp16": (torch.float16, False, 4096, 14336),
+    "products, fp32": (torch.float32, False, 4096, 14336),
 }
-"""Of rows with weights: types, and whether chunks of inputs go to several programs."""
+"""Of rows with weights: types, whether chunks of inputs go to several programs, inputs and outputs."""
 TYPES = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTS = {"slots": "*i64", "plan": "*i32", "joins": "*i32"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
@@ -101,12 +102,12 @@ def _type_of(name: str, constants: Mapping[str, Any], dtype: str, stored: str) -
 def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
     """Programs with what they are compiled for: their sizes, and types of rows and of what is stored."""
     if name in ROWS:
-        dtype, is_divided = ROWS[name]
-        tile = product_tile(dtype)
+        dtype, is_divided, in_features, out_features = ROWS[name]
+        tile = product_tile(dtype, in_features, out_features)
         asked = {"HAS_BIAS": True, "IS_DIVIDED": is_divided, "weight_column_stride": 1}
         asked_tile = tile._replace(constants=tile.constants | asked)
         yield row_programs.multiply, asked_tile, TYPES[dtype], ""
-        if is_divided:
+        if name == "products, divided":
             adding = adding_tile(4)
             adding = adding._replace(constants=adding.constants | {"HAS_BIAS": True})
             yield row_programs.add_chunks, adding, TYPES[dtype], ""

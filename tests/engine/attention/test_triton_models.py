@@ -138,11 +138,11 @@ def test_a_forward_over_fake_tensors_is_traced_with_one_call_per_layer() -> None
 @pytest.mark.parametrize(
     ("capability", "variants"),
     [
-        (80, ["8 B, prompts", "8 B, 8-bit floats", "products, bf16"]),
+        (80, ["8 B, prompts", "8 B, 8-bit floats", "products, bf16", "products, few outputs"]),
         (
             90,
             ["8 B, drafts", "8 B, exact", "8 B, 8-bit floats", "gpt-oss", "gemma 2"]
-            + ["products, divided", "products, fp32"],
+            + ["products, divided", "products, few outputs", "products, fp32"],
         ),
         (100, ["8 B, prompts", "8 B, 8-bit floats", "products, bf16"]),
     ],

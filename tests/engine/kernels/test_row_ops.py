@@ -91,14 +91,39 @@ def test_sums_that_cancel_leave_the_same_errors_however_work_is_divided(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding hides no other order there: adding all inputs in one chunk shows."""
-    weight, rows = cancelling(3 * CHUNK, 24, dtype, DEVICE)
+    usual = 2 * CHUNK  # several times what a program takes at once
+    weight, rows = cancelling(3 * usual, 24, dtype, DEVICE)
     outputs = []
-    for count, chunk in ((0, CHUNK), (1000, CHUNK), (0, 4 * CHUNK)):
+    for count, chunk in ((0, usual), (1000, usual), (0, 4 * usual)):
         monkeypatch.setattr(row_ops, "_enough_programs", lambda _, count=count: count)
         monkeypatch.setattr(row_ops, "_CHUNK", chunk)
         outputs.append(row_product(rows, weight, None))
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_has_one_way_whatever_its_size(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide tiles, narrow ones and chunks of two lengths: each gives a row its own bits, and the sum."""
+    monkeypatch.setattr(row_ops, "_ENOUGH_PARTS", 2)
+    ways = set()
+    for in_features, out_features in ((CHUNK, 40), (IN_TWO, 100), (3 * CHUNK, 300)):
+        tile = row_ops.product_tile(dtype, in_features, out_features)
+        ways.add((tile.constants["FEATURES"], tile.constants["CHUNK"]))
+        weight = drawn(dtype, out_features, in_features)
+        rows = drawn(dtype, 3, in_features, seed=1)
+        outputs = []
+        for count in (0, 1000):
+            monkeypatch.setattr(row_ops, "_enough_programs", lambda _, count=count: count)
+            outputs.append(row_product(rows, weight, None))
+        assert torch.equal(*outputs)
+        assert torch.equal(row_product(rows[1:2], weight, None), outputs[0][1:2])
+        expected = torch.nn.functional.linear(rows.float(), weight.float()).to(dtype)
+        torch.testing.assert_close(outputs[0], expected)
+    wide = {(32, CHUNK), (128, CHUNK), (128, 2 * CHUNK)}
+    assert ways == (wide if dtype == torch.bfloat16 else {(64, CHUNK)})
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a device adds up in an order of its own")
