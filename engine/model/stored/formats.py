@@ -34,9 +34,11 @@ def read_places(config: Any, key_mapping: Mapping[str, str] | None = None) -> St
         return None
     method = found.get("quant_method")
     reader = _READERS.get(method) if isinstance(method, str) else None
-    # transformers makes one tensor of experts in FP8, of bf16 on CPUs.
-    has_experts = any(getattr(config, name, None) for name in _EXPERTS)
-    if reader is None or (method == "fp8" and has_experts):
+    if method == "fp8" and any(getattr(config, name, None) for name in _EXPERTS):
+        # transformers makes one tensor of experts, and floats of them; on newer GPUs only if it is asked.
+        config.quantization_config = {**found, "dequantize": True}
+        return None
+    if reader is None:
         return None
     try:
         place = reader(found)

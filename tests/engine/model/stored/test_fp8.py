@@ -149,7 +149,11 @@ def test_scales_that_are_missing_or_do_not_fit_are_named() -> None:
         layer_of({"weight": codes, "weight_scale_inv": scales}, linear, weight_block_size=[4, 16])
 
 
-def test_experts_are_made_floats_by_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_experts_are_made_floats_by_transformers(
+    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it finds a device that multiplies in FP8, for which it would keep them as they are."""
     pytest.importorskip("accelerate")  # transformers asks for it
     tiny_model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path)
     path, described = tmp_path / "model.safetensors", tmp_path / "config.json"
@@ -163,7 +167,10 @@ def test_experts_are_made_floats_by_transformers(tmp_path: Path) -> None:
     described.write_text(
         json.dumps(said | {"quantization_config": FP8 | {"weight_block_size": [16, 16]}})
     )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     model: Any = load_model(str(tmp_path), CPU)
+    monkeypatch.undo()
     layer, name = model.model.layers[1], "model.layers.1"
     expert = [weights[f"{name}.mlp.experts.3.{each}_proj.weight"] for each in ("gate", "up")]
     # bf16, but on CPUs that have none of it.
