@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from engine.drafting.drafts import (
 )
 from engine.drafting.heads import DraftHeads, prepare_heads
 from engine.drafting.models import DraftModels, prepare_drafts
-from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.compiler import Constrain, GrammarCompiler
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
 from engine.lora.adapters import Adapters, load_all
@@ -211,9 +211,7 @@ def build_engine_for(
     if exact:
         exactness = verify_exact(runner, failures, config.determinism == "exact")
     drafts.attach(runner, shapes, vocab_size, max_model_len)
-    constrain = (
-        None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos).constraint
-    )
+    constrain = None if tokenizer is None else _grammars(tokenizer, vocab_size, eos)
     checked = check_drafts(found, drafts, heads, runner, tokenizer, config, max_model_len)
     context = _context(runner, config, vocab_size, drafts, heads, tokenizer, found, max_model_len)
     methods = {key: draft.method for key, draft in found.items()}
@@ -315,6 +313,12 @@ def _needs(
 ) -> AttentionNeeds:
     kv_dtype = stored_dtype(config.kv_cache_dtype)
     return AttentionNeeds.of(model, shapes, determinism, config.block_size, kv_dtype)
+
+
+def _grammars(tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> Constrain:
+    compiler = GrammarCompiler(tokenizer, vocab_size, eos)
+    compiler.prepare()
+    return compiler.constraint
 
 
 def _runner(

@@ -42,7 +42,7 @@ class Vocabulary:
 
     def build(self) -> Any:
         """Returns an ``llguidance.LLTokenizer``."""
-        from llguidance import LLTokenizer  # loaded with the first grammar
+        from llguidance import LLTokenizer  # loaded where grammars are wanted
 
         ends = list(self.eos_token_ids)
         return LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=ends)

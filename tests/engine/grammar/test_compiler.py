@@ -8,6 +8,7 @@ import pytest
 from llguidance import LLMatcher
 
 from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.vocabulary import Vocabulary
 from engine.request.errors import RequestError
 from worlds.engine_harness import TINY_VOCAB
 from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_tokenizer
@@ -32,6 +33,24 @@ def test_without_a_fast_tokenizer_there_are_no_grammars() -> None:
 def test_without_a_token_that_ends_a_text_there_are_no_grammars() -> None:
     with pytest.raises(RequestError, match="end-of-sequence"):
         GrammarCompiler(tiny_tokenizer(), TINY_VOCAB, ()).constraint('start: "a"')
+
+
+def test_what_the_first_grammar_would_wait_for_is_built_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By whoever prepares; no more is built then, and what does not fit is told to who asks."""
+    num_built = []
+    build = Vocabulary.build
+    monkeypatch.setattr(Vocabulary, "build", lambda own: num_built.append(1) or build(own))
+    made = GrammarCompiler(tiny_tokenizer(), TINY_VOCAB, (EOS,), fault_of=lambda _: "")
+    made.prepare()
+    assert len(num_built) == 1
+    made.constraint('start: "a"')
+    assert len(num_built) == 1
+    unfit = GrammarCompiler(object(), TINY_VOCAB, (EOS,))
+    unfit.prepare()
+    with pytest.raises(RequestError, match="tokenizer is not a fast one"):
+        unfit.constraint('start: "a"')
 
 
 def test_any_token_that_ends_a_text_may_end_it() -> None:
