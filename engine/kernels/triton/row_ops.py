@@ -10,7 +10,7 @@ import torch
 from engine.kernels.triton import Variant, is_interpreted, num_processors
 
 _CHUNK = 1024
-_WIDE = 128
+_WIDE_FEATURES = 128
 _ENOUGH_PARTS = 128
 """Of a weight, by outputs and chunks of inputs, for a program each. A layer of fewer has narrower ones;
 where there are twice as many, chunks are twice as long. A number, not the device's: bits hang on it."""
@@ -27,11 +27,11 @@ def product_tile(dtype: torch.dtype, in_features: int, out_features: int) -> Var
     for which layers is what was fastest on an H200, from 1 row to 1,024."""
     if dtype == torch.float32:
         return _tile(16, 64, 32, _CHUNK, _launch(8, 3))
-    num_chunks, num_tiles = -(-in_features // _CHUNK), -(-out_features // _WIDE)
+    num_chunks, num_tiles = -(-in_features // _CHUNK), -(-out_features // _WIDE_FEATURES)
     if num_tiles * num_chunks < _ENOUGH_PARTS:
         return _tile(64, 32, 128, _CHUNK, _launch(4, 4))
     chunk = 2 * _CHUNK if num_tiles * -(-num_chunks // 2) >= _ENOUGH_PARTS else _CHUNK
-    return _tile(64, _WIDE, 64, chunk, _launch(8, 4))
+    return _tile(64, _WIDE_FEATURES, 64, chunk, _launch(8, 4))
 
 
 def _tile(rows: int, features: int, depth: int, chunk: int, launch: dict[str, Any]) -> Variant:
