@@ -19,6 +19,11 @@ constraints=$root/scripts/constraints.txt
 unset PYTHONPATH PYTHONHOME
 export PYTHONNOUSERSITE=1
 
+# Prints the turn of this commit (tests/worlds/turns.py); outside a repository, of this day.
+turn() {
+    git -C "$root" rev-list --count HEAD 2>/dev/null || echo "$(($(date +%s) / 86400))"
+}
+
 make_environment() {
     local wanted=$1 extra=client,cpu,gguf current status=0
     current="$root $(cat "$root/pyproject.toml" "$constraints" | cksum)"

@@ -1,12 +1,15 @@
-"""The lanes of hypothesis: pinned examples where tests must pass, fresh ones where faults are sought. And
-what has to be said before a library is imported."""
+"""Lanes: pinned examples of hypothesis where tests must pass, fresh ones where faults are sought; slow
+tests by turns. And what has to be said before a library is imported."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from worlds.turns import has_turn
 
 # Triton reads this once, when it is first imported, by whomever: where there is no GPU, its programs
 # run under its interpreter.
@@ -22,3 +25,33 @@ settings.register_profile(
 )
 # `--hypothesis-profile` comes later and wins.
 settings.load_profile("pinned")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--turn",
+        type=int,
+        metavar="N",
+        help="of the slow tests, run only those whose turn it is: consecutive numbers run them all",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    turn = config.getoption("--turn")
+    if turn is None:
+        return
+    waiting = {each for each in items if not _has_turn(each, turn)}
+    items[:] = [each for each in items if each not in waiting]
+    config.hook.pytest_deselected(items=list(waiting))
+
+
+def _has_turn(item: pytest.Item, turn: int) -> bool:
+    """Cells that share what a fixture makes of a parameter (``by``) have a turn together."""
+    mark = item.get_closest_marker("slow")
+    if mark is None:
+        return True
+    by = mark.kwargs.get("by")
+    if by is None:
+        return has_turn(item.nodeid, turn)
+    value = item.callspec.params[by]  # type: ignore[attr-defined]
+    return has_turn(f"{item.path.name}[{value}]", turn)

@@ -23,6 +23,7 @@ def test_random_calls_have_schemas_that_can_be_held_to() -> None:
         assert json.loads(call.prompt.splitlines()[1]) == call.schema["properties"]["arguments"]
 
 
+@pytest.mark.slow
 def test_figures_are_against_gamma_0_at_the_same_temperature() -> None:
     accounts = [
         Account(GAMMA_0, 0.0, [(1, 2)], 10, 0, 0, 4.0, 0.1),

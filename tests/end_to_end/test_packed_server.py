@@ -61,6 +61,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FORMATS["Q4_K_and_Q6_K_tied"](tmp_path_factory.mktemp("packed"))
 
 
+@pytest.mark.slow
 def test_a_file_is_served_in_its_own_bits_and_drafts_change_no_text(path: Path) -> None:
     with served(path) as client:
         said = quantization_of(client)
@@ -78,6 +79,7 @@ def test_a_file_is_served_in_its_own_bits_and_drafts_change_no_text(path: Path) 
         assert num_accepted > NUM_WRITTEN // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "activation_bits"),
     [({"quantize_activations": False}, 32), ({"quantization": "none"}, None)],

@@ -29,6 +29,17 @@ class ByModel(LoadScopeScheduling):  # type: ignore[misc]
         return weights[1] if weights and weights[1] in WEIGHTS else "server"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where turns are taken, engines with one kind of weights are built, each kind in its turn."""
+    turn = config.getoption("--turn")
+    if turn is None:
+        return
+    kinds = [each for at, each in enumerate(WEIGHTS) if at != turn % len(WEIGHTS)]
+    waiting = [each for each in items if re.search(rf"\[({'|'.join(kinds)})\b", each.nodeid)]
+    items[:] = [each for each in items if each not in set(waiting)]
+    config.hook.pytest_deselected(items=waiting)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByModel:
     return ByModel(config, log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 import tomllib
 from pathlib import Path
 
@@ -153,13 +154,16 @@ def test_an_interrupted_installation_is_told_and_tried_again(
 
 
 def test_a_lane_is_what_pytest_is_asked_for(sandbox: Sandbox) -> None:
+    now = f"--turn={int(time.time()) // 86400}"  # of this day: it is no repository
     lanes = {
-        "-k verifier": "-m not real -k verifier",
+        "-k verifier": f"-m not real {now} -k verifier",
+        "--all": "-m not real",
         "--fast -x": "-m not slow and not real -x",
         "--fuzz 7 tests/drafters": "-m hypothesis and not real "
         "--hypothesis-profile fuzz --hypothesis-seed=7 tests/drafters",
         "--real --fast -x": "-m real and not slow -x tests/real",
-        "--real tests/real/test_tokenizer.py": "-m real tests/real/test_tokenizer.py",
+        "--real --all": "-m real tests/real",
+        "--real tests/real/test_tokenizer.py": f"-m real {now} tests/real/test_tokenizer.py",
     }
     for arguments, passed_on in lanes.items():
         assert sandbox.test(arguments).returncode == 0

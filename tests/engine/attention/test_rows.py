@@ -72,6 +72,7 @@ def short_chunks() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", SCALES)
 @settings(deadline=None, max_examples=examples(25, fuzzed=2500))
 @given(data=st.data())
@@ -203,6 +204,7 @@ def test_rows_with_a_first_key_and_blocks_have_their_bits_in_any_company(
     assert torch.equal(single[0], alone[15])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "dtype", "kv_dtype", "dims", "size"),
     [

@@ -71,6 +71,7 @@ def texts_of(seed: int, num_blocks: int = 96) -> list[OwnText]:
     return write_texts(runner, prompts(seed, 10), EVERY_LAYER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_layers_that_a_file_counts_wrongly_are_found(seed: int, tmp_path: Path) -> None:
     target, texts = counting_target(seed), texts_of(seed)

@@ -15,7 +15,10 @@ from worlds.packed_models import FLOATS, FORMATS
 from worlds.packed_target import PackedTarget, check_no_bit_changes
 from worlds.tiny_models import CPU
 
-pytestmark = pytest.mark.skipif(not can_multiply(), reason="this CPU has no AVX2")
+pytestmark = [
+    pytest.mark.slow(by="path"),
+    pytest.mark.skipif(not can_multiply(), reason="this CPU has no AVX2"),
+]
 
 
 @cache

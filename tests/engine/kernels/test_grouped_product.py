@@ -67,6 +67,7 @@ def with_outliers(*shape: int, seed: int = 0) -> torch.Tensor:
     return rows
 
 
+@pytest.mark.slow(by="scheme")
 @needs_kernel
 @pytest.mark.parametrize("keeps_inputs", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -143,6 +144,7 @@ def test_what_would_be_rounded_or_has_no_kernel_is_not_packed() -> None:
             pack([wrong], 32, 512)
 
 
+@pytest.mark.slow
 @needs_kernel
 @pytest.mark.parametrize("scheme", ROUNDINGS)
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -185,6 +187,7 @@ def test_so_are_those_of_sums_that_no_float_holds(in_features: int, scheme: str)
     assert ((got - exact).abs() <= 2.0**-20 * exact.abs()).all()
 
 
+@pytest.mark.slow
 @needs_kernel
 @pytest.mark.parametrize("instruction", ["NARROW", "PAIRS"])
 def test_narrow_instructions_have_the_same_bits(tmp_path: Path, instruction: str) -> None:
@@ -280,6 +283,7 @@ def test_threads_do_not_change_them(gate: Gate | None, num_threads: int) -> None
             assert torch.equal(multiply(rows, gate), expected)
 
 
+@pytest.mark.slow
 @needs_kernel
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_neither_do_they_where_threads_share_blocks_and_rows(num_threads: int) -> None:

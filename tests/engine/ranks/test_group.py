@@ -151,6 +151,7 @@ def test_published_heads_draft_for_a_divided_target(second: SecondRank, tmp_path
             assert num_accepted > 0, name
 
 
+@pytest.mark.slow
 def test_ranks_with_different_settings_refuse_each_other(second: SecondRank) -> None:
     ours, theirs = (EngineConfig(**SIZES | {"num_blocks": each}) for each in (32, 48))
     with second.beside(ours, theirs), pytest.raises(ValueError, match="different settings"):
