@@ -156,14 +156,16 @@ def test_an_interrupted_installation_is_told_and_tried_again(
 def test_a_lane_is_what_pytest_is_asked_for(sandbox: Sandbox) -> None:
     now = f"--turn={int(time.time()) // 86400}"  # of this day: it is no repository
     lanes = {
-        "-k verifier": f"-m not real {now} -k verifier",
+        "": f"-m not real {now}",
+        "-k verifier": "-m not real -k verifier",
         "--all": "-m not real",
-        "--fast -x": "-m not slow and not real -x",
+        "--fast -x": "-m not real and not slow -x",
         "--fuzz 7 tests/drafters": "-m hypothesis and not real "
         "--hypothesis-profile fuzz --hypothesis-seed=7 tests/drafters",
-        "--real --fast -x": "-m real and not slow -x tests/real",
+        "--real": f"-m real {now} tests/real",
         "--real --all": "-m real tests/real",
-        "--real tests/real/test_tokenizer.py": f"-m real {now} tests/real/test_tokenizer.py",
+        "--real --fast -x": "-m real and not slow -x tests/real",
+        "--real tests/real/test_tokenizer.py": "-m real tests/real/test_tokenizer.py",
     }
     for arguments, passed_on in lanes.items():
         assert sandbox.test(arguments).returncode == 0
