@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine.model.shards import local_part
@@ -31,6 +31,24 @@ _LARGEST_BYTES = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 _LEFT_OVER = re.compile(r"\.rotary_emb\.\w+$|\.masked_bias$|\.[qkv]_scale$")
 """Names that older versions wrote beside the weights, and scales for keys and values in 8 bits: none of
 them is a weight of the model."""
+
+
+def load_config(path: str, **options: Any) -> Any:
+    """Returns a model's configuration. ``options``: of transformers' ``from_pretrained``.
+
+    Attention and experts are computed by what transformers or the engine chooses, never by what the file
+    asks for: some names fetch code from a hub and run it, whatever ``trust_remote_code`` says.
+    """
+    return _without_implementations(AutoConfig.from_pretrained(path, **options))
+
+
+def _without_implementations(config: Any) -> Any:
+    # transformers' own setters reach only the parts that a class declares.
+    config._attn_implementation_internal = config._experts_implementation_internal = None
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            _without_implementations(part)
+    return config
 
 
 def load_weights(
