@@ -113,6 +113,7 @@ def _services(
         settings.max_choices,
         settings.max_request_seconds,
         formats,
+        settings.log_client_fields,
     )
     engine.add_adapter_listener(translator.adopt_adapters)
     bodies = BodyReader(translator, settings.body_processes, settings.log_options())

@@ -108,6 +108,9 @@ def _serve(flags: Flags, parsed: argparse.Namespace) -> int:
     try:
         serve(settings, config)
     except (EngineError, ValueError, OSError) as error:
+        if settings.log_format == "json":
+            logger.error("%s", error)
+            return 2
         return _refuse(str(error))
     return 0
 

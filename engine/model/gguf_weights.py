@@ -322,9 +322,7 @@ def _described(path: Path, header: GgufHeader) -> Any:
     with TemporaryDirectory() as folder:
         outline = Path(folder) / "outline.gguf"
         write_outline(path, header, outline)
-        return load_config(
-            folder, gguf_file=str(outline), name_or_path=str(path.parent), **options
-        )
+        return load_config(folder, gguf_file=str(outline), name_or_path=str(path.parent), **options)
 
 
 def stored_dtype(header: GgufHeader) -> torch.dtype:

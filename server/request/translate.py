@@ -42,6 +42,8 @@ from server.request.speculative import SpeculativeResolver
 
 GRAMMAR_DRAFTER = "grammar"
 SERVICE_TIER = "default"
+CLIENT_FIELDS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
+"""Fields in which clients name people."""
 
 
 class Translator:
@@ -57,6 +59,7 @@ class Translator:
         max_choices: int,
         max_seconds: float | None,
         formats: MessageFormats,
+        logs_client_fields: bool = False,
     ) -> None:
         """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one."""
         self._info = info
@@ -67,6 +70,7 @@ class Translator:
         self._max_choices = max_choices
         self._formats = formats
         self._max_seconds = max_seconds
+        self._logged = CLIENT_FIELDS if logs_client_fields else ()
         self._vocabulary = Vocabulary(
             info.vocab_size,
             partial(tokenizer.encode, add_special_tokens=False),
@@ -156,9 +160,7 @@ class Translator:
             tokens_as_ids=body.return_tokens_as_token_ids,
             return_token_ids=body.return_token_ids,
             return_drafted=speculative.return_drafted,
-            user=body.user,
-            safety_identifier=body.safety_identifier,
-            prompt_cache_key=body.prompt_cache_key,
+            logged={name: getattr(body, name) for name in self._logged if getattr(body, name)},
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
             ignored=tuple(dict.fromkeys(self._ignored(body))),

@@ -48,7 +48,7 @@ def lines() -> Any:
 async def test_a_requests_line_has_its_ids_and_figures(
     connect: Connect, lines: Lines, stream: bool
 ) -> None:
-    async with connect(ScriptedEngine("abc")) as client:
+    async with connect(ScriptedEngine("abc"), log_client_fields=True) as client:
         body = {"prompt": "a", "user": "line\nbreak", "stream": stream, "n": 2}
         body |= {"metadata": {"job": "a\nb"}}
         headers = {"x-request-id": "abc-1"}
@@ -102,6 +102,28 @@ async def test_no_text_and_no_key_is_logged_at_any_level(connect: Connect, lines
     assert lines.of("slipstream.admin")
     for secret in ("the-api", "the-admin", "the-wrong", "the-prompt", "the-written"):
         assert secret not in said
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/messages", "/responses"])
+async def test_fields_that_may_name_people_are_logged_only_where_that_is_asked_for(
+    connect: Connect, lines: Lines, path: str
+) -> None:
+    given = {"user": "ada-1", "safety_identifier": "ada-2", "prompt_cache_key": "ada-3"}
+    body: dict[str, Any] = {"metadata": {"user_id": "ada-4"}, "max_tokens": 4}
+    text: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+    if path == "/completions":
+        text = {"prompt": "a"}
+    if path == "/responses":
+        text, body = {"input": "a"}, {"metadata": {"user_id": "ada-4"}}
+    body |= text | (given if path != "/messages" else {"user": "ada-1"})
+    for asked in (False, True):
+        async with connect(ScriptedEngine("abc"), log_client_fields=asked) as client:
+            reply = await client.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+        said = "".join(lines.texts) + "".join(
+            each["message"] for each in lines.of("slipstream.requests")
+        )
+        assert all((name in said) is asked for name in ("ada-1", "ada-4"))
 
 
 async def test_a_line_names_the_tenant_and_not_its_key(

@@ -259,7 +259,7 @@ def test_a_folder_loads_with_its_weights_and_tokenizer(folder: Path) -> None:
         {"attn_implementation": "somebody/kernels", "experts_implementation": "somebody/kernels"},
         {"_attn_implementation_internal": "paged|flash_attention_3"},
         {"_experts_implementation": "somebody/kernels"},
-        {"auto_map": {each: "code.Class" for each in ("AutoConfig", "AutoModelForCausalLM")}},
+        {"auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "code.Class")},
     ],
     ids=lambda each: next(iter(each)),
 )

@@ -53,7 +53,10 @@ def test_the_half_writes_the_logits_of_the_whole_and_is_driven(name: str, tmp_pa
     """The engine's own check holds its forward, in chunks and in a draft tree, to transformers'."""
     whole = saved(name, tmp_path)
     for part in (None, "text_config"):  # A file chooses no code: a name on a hub would be fetched.
-        kernels = {"_attn_implementation": "some/kernels", "_experts_implementation": "some/kernels"}
+        kernels = {
+            "_attn_implementation": "some/kernels",
+            "_experts_implementation": "some/kernels",
+        }
         configure(tmp_path, part, **kernels)
     half = load(tmp_path)
     torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-4)
