@@ -20,6 +20,7 @@ from engine.request.info import EngineInfo
 from server.endpoints import Services, routers
 from server.errors import install_error_handlers
 from server.http.framing import HeadLimits
+from server.http.hosts import Hosts
 from server.http.middleware import AnswerMiddleware, BodyLimitMiddleware, GuardMiddleware
 from server.http.openapi import describe_as_it_is
 from server.http.protocol import HttpConfig, Patience
@@ -85,6 +86,10 @@ def build_app(
         admin_key=None if settings.admin_key is None else settings.admin_key.get_secret_value(),
         find=keys_of(settings.api_key, settings.api_keys_file, engine.info.drafters),
         is_draining=lambda: services.state == "draining",
+        # A page of another site, whatever its name resolves to, does not know the key.
+        hosts=None
+        if settings.has_key
+        else Hosts(settings.host, settings.allowed_hosts or (), settings.allow_open),
     )
     if telemetry is not None:
         # Imported late: what it builds on is an extra.

@@ -201,7 +201,20 @@ class Settings(BaseSettings):
         default=None, description="YAML, TOML or JSON file with any of these settings."
     )
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to listen on. One that other machines reach needs a key, or allow_open.",
+    )
+    allow_open: bool = Field(
+        default=False,
+        description="Serve other machines without an API key: whoever reaches the port.",
+    )
+    allowed_hosts: Names = Field(
+        default=None,
+        description="Without an API key: names in requests' Host header that are answered besides the "
+        "host's own and localhost; *: any. Others get a 421, since pages of other sites could be behind "
+        "them. With allow_open all addresses are answered, too.",
+    )
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one."
     )
@@ -236,8 +249,8 @@ class Settings(BaseSettings):
     )
     log_client_fields: bool = Field(
         default=False,
-        description="Write requests' user, safety_identifier, prompt_cache_key and metadata on their lines "
-        "of the log. They may name people.",
+        description="Write requests' user, safety_identifier, prompt_cache_key and metadata on their log "
+        "lines. They may name people.",
     )
     otlp_endpoint: str | None = Field(
         default=None,
@@ -383,6 +396,10 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Highest rank first; a source of flags, where there is one, comes before all."""
         return init_settings, VariableSource(settings_cls), ConfigFileSource(settings_cls)
+
+    @property
+    def has_key(self) -> bool:
+        return self.api_key is not None or self.api_keys_file is not None
 
     def log_options(self) -> LogOptions:
         """For all processes of the server."""

@@ -4,7 +4,7 @@ OpenAPI schema and the table in docs/api.md. What a handler works with comes as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -24,9 +24,11 @@ from server.reply.token_texts import TokenTexts
 from server.request.body import Body
 from server.request.large_bodies import BodyReader, LargeBody
 from server.request.speculative import ChangeSpeculation, SpeculativeResolver
+from server.request.translate import Translator
 from server.tenants.terms import Terms
 
 Writer = TypeVar("Writer")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -62,11 +64,27 @@ class Services:
         terms = _terms(request)
         drafters = terms.drafters if terms else None
         work = partial(work, arrival_time=time.perf_counter(), drafters=drafters)
-        plan = await self.bodies.read(body, work)
+        plan = await self.read(body, request, work)
         if terms and terms.tenant.name:
             plan = terms.on(plan)
         name = plan.adapter or self.model_name
         return kind(plan, self.texts, name, self.fingerprint_of(plan.adapter))
+
+    async def read(
+        self, body: Body | LargeBody, request: Request, work: Callable[..., Result]
+    ) -> Result:
+        """Returns the result of ``work`` on the body, for which there are no adapters but those of the
+        request's key. Raises ApiError."""
+        terms = _terms(request)
+        if terms is not None and terms.adapters is not None:
+            work = partial(_held_to, terms.adapters, work)
+        return await self.bodies.read(body, work)
+
+    def adapters_for(self, request: Request) -> tuple[AdapterInfo, ...]:
+        """Returns those that are loaded and that the request's key may name."""
+        terms = _terms(request)
+        allowed = None if terms is None else terms.adapters
+        return tuple(each for each in self.adapters if allowed is None or each.name in allowed)
 
     def fingerprint_of(self, adapter: str | None) -> str:
         """Returns that of the model under an adapter; None: as it is."""
@@ -108,6 +126,12 @@ class Services:
     @property
     def is_hung(self) -> bool:
         return self.engine.step_seconds > self.step_timeout
+
+
+def _held_to(
+    adapters: Sequence[str], work: Callable[..., Result], translator: Translator, body: Body
+) -> Result:
+    return work(translator.held_to(adapters), body)
 
 
 def _terms(request: Request) -> Terms | None:

@@ -10,6 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -294,6 +295,12 @@ class Translator:
     def adopt_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
         """From now on these are loaded."""
         self.adapters = adapter_names(adapters)
+
+    def held_to(self, adapters: Sequence[str]) -> Translator:
+        """Returns what serves requests for which there are no adapters but these."""
+        held = copy(self)
+        held.adapters = tuple(each for each in self.adapters if each in adapters)
+        return held
 
     def check_model(self, name: str | None) -> str | None:
         """Returns the adapter that a model's name means; None: the model as it is. Raises ApiError 404
