@@ -6,6 +6,7 @@ import gc
 import logging
 import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
@@ -23,6 +24,7 @@ from server.app import build_app, http_config, public_name
 from server.http.draining import DrainingServer, exit_at_signals
 from server.http.hosts import is_local
 from server.http.listener import bind
+from server.metrics.finished import add_line
 from server.metrics.prometheus import Metrics
 from server.metrics.telemetry.begin import check_telemetry
 from server.request.speculative import SpeculativeResolver
@@ -85,6 +87,8 @@ def check(settings: Settings, config: EngineConfig) -> None:
     keys_of(settings.api_key, settings.api_keys_file, known)
     parse_adapters(config.lora)
     check_telemetry(settings.otlp_endpoint)
+    if settings.request_log is not None:
+        add_line(Path(settings.request_log), b"")
 
 
 def _follow(config: EngineConfig) -> None:

@@ -252,6 +252,11 @@ class Settings(BaseSettings):
         description="Write requests' user, safety_identifier, prompt_cache_key and metadata on their log "
         "lines. They may name people.",
     )
+    request_log: str | None = Field(
+        default=None,
+        description="File to which finished requests are added, as token ids, for slipstream warm and "
+        "replay. Only its owner may read it; at 256 MiB another is begun, and one is kept.",
+    )
     otlp_endpoint: str | None = Field(
         default=None,
         description="URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics of "

@@ -34,20 +34,12 @@ them is a weight of the model."""
 
 
 def load_config(path: str, **options: Any) -> Any:
-    """Returns a model's configuration. ``options``: of transformers' ``from_pretrained``.
-
-    Attention and experts are computed by what transformers or the engine chooses, never by what the file
-    asks for: some names fetch code from a hub and run it, whatever ``trust_remote_code`` says.
-    """
-    return _without_implementations(AutoConfig.from_pretrained(path, **options))
-
-
-def _without_implementations(config: Any) -> Any:
-    # transformers' own setters reach only the parts that a class declares.
-    config._attn_implementation_internal = config._experts_implementation_internal = None
-    for part in vars(config).values():
-        if isinstance(part, PreTrainedConfig):
-            _without_implementations(part)
+    """Returns a model's configuration, by transformers' ``from_pretrained``, without its choices of code
+    for attention and experts: some fetch it from a hub, whatever ``trust_remote_code`` says."""
+    parts = [config := AutoConfig.from_pretrained(path, **options)]
+    for part in parts:  # transformers' own setters reach only those that a class declares
+        part._attn_implementation_internal = part._experts_implementation_internal = None
+        parts += [each for each in vars(part).values() if isinstance(each, PreTrainedConfig)]
     return config
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 
@@ -24,11 +24,11 @@ from server.reply.token_texts import TokenTexts
 from server.request.body import Body
 from server.request.large_bodies import BodyReader, LargeBody
 from server.request.speculative import ChangeSpeculation, SpeculativeResolver
-from server.request.translate import Translator
 from server.tenants.terms import Terms
 
 Writer = TypeVar("Writer")
 Result = TypeVar("Result")
+Few = Sequence[str] | None
 
 
 @dataclass(slots=True)
@@ -62,9 +62,7 @@ class Services:
         """Returns what writes the reply to a request, on the terms of its key. ``work`` makes a plan as
         ``Translator.plan`` does. Raises ApiError."""
         terms = _terms(request)
-        drafters = terms.drafters if terms else None
-        work = partial(work, arrival_time=time.perf_counter(), drafters=drafters)
-        plan = await self.read(body, request, work)
+        plan = await self.read(body, request, partial(work, arrival_time=time.perf_counter()))
         if terms and terms.tenant.name:
             plan = terms.on(plan)
         name = plan.adapter or self.model_name
@@ -73,18 +71,17 @@ class Services:
     async def read(
         self, body: Body | LargeBody, request: Request, work: Callable[..., Result]
     ) -> Result:
-        """Returns the result of ``work`` on the body, for which there are no adapters but those of the
-        request's key. Raises ApiError."""
-        terms = _terms(request)
-        if terms is not None and terms.adapters is not None:
-            work = partial(_held_to, terms.adapters, work)
+        """Returns the result of ``work`` on the body, for which there are no drafters and adapters but
+        those of the request's key. Raises ApiError."""
+        if terms := _terms(request):
+            work = partial(_held_to, terms.drafters, terms.adapters, work)
         return await self.bodies.read(body, work)
 
     def adapters_for(self, request: Request) -> tuple[AdapterInfo, ...]:
         """Returns those that are loaded and that the request's key may name."""
         terms = _terms(request)
-        allowed = None if terms is None else terms.adapters
-        return tuple(each for each in self.adapters if allowed is None or each.name in allowed)
+        few = terms.adapters if terms else None
+        return tuple(each for each in self.adapters if few is None or each.name in few)
 
     def fingerprint_of(self, adapter: str | None) -> str:
         """Returns that of the model under an adapter; None: as it is."""
@@ -128,10 +125,9 @@ class Services:
         return self.engine.step_seconds > self.step_timeout
 
 
-def _held_to(
-    adapters: Sequence[str], work: Callable[..., Result], translator: Translator, body: Body
-) -> Result:
-    return work(translator.held_to(adapters), body)
+def _held_to(drafters: Few, adapters: Few, work: Callable[..., Result], *given: Any) -> Result:
+    translator, body = given
+    return work(translator.held_to(drafters, adapters), body)
 
 
 def _terms(request: Request) -> Terms | None:

@@ -1,7 +1,7 @@
 """Which names a server without an API key answers to, and whether others than this machine reach it.
 
-A page in a browser can have its own name resolve to this machine, and then reads what the server answers
-(DNS rebinding). Its requests carry that name as their Host, so names that are not known are refused.
+A page in a browser can have its own name resolve to this machine and read what the server answers (DNS
+rebinding). Its requests carry that name as their Host, so unknown names are refused.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ import socket
 from collections.abc import Collection
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-ANY = "*"
-
 
 class Hosts:
-    """``name in hosts``: whether a Host header may be answered. ``host``: what the server was told to
-    listen on; ``allowed``: further names, or ``*`` for any; ``is_open``: all addresses, too, which no
-    page can have resolve elsewhere."""
+    """``name in hosts``: whether a Host header may be answered. ``allowed``: names beside this machine's,
+    ``*`` for any; ``is_open``: all addresses, too, which no page can have resolve elsewhere."""
 
-    def __init__(self, host: str, allowed: Collection[str], is_open: bool) -> None:
-        self._names = {"localhost", *(each.lower().rstrip(".") for each in (host, *allowed))}
+    def __init__(self, allowed: Collection[str], is_open: bool) -> None:
+        self._names = {each.lower().rstrip(".") for each in allowed}
         self._is_open = is_open
 
     def __contains__(self, host: str) -> bool:
         bare = host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
         name = bare.lower().rstrip(".")
-        if name in self._names or ANY in self._names or name.endswith(".localhost"):
+        if f".{name}".endswith(".localhost") or self._names & {name, "*"}:
             return True
         address = _address(name)
         return address is not None and (self._is_open or address.is_loopback)

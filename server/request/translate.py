@@ -127,19 +127,12 @@ class Translator:
         """Returns whether reasoning is split off from the model's text."""
         return self._formats.splits_reasoning
 
-    def plan(
-        self,
-        body: CompletionRequest | ChatRequest,
-        arrival_time: float,
-        drafters: Sequence[str] | None = None,
-    ) -> RequestPlan:
-        """Returns what the engine is to write and how. ``drafters``: those that the request may have;
-        None: all. Raises ApiError."""
+    def plan(self, body: CompletionRequest | ChatRequest, arrival_time: float) -> RequestPlan:
+        """Returns what the engine is to write and how. Raises ApiError."""
         prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
         text, grammar = self._text(body, prompts[0][0])
         _check_agreement(body, grammar)
-        resolver = self.resolver.held_to(drafters)
-        speculative = resolver.resolve(body.speculative, body.prediction is not None)
+        speculative = self.resolver.resolve(body.speculative, body.prediction is not None)
         request_id = uuid.uuid4().hex
         token_ids = [each for _, each in prompts]
         requests = self._requests(body, token_ids, grammar, speculative, request_id, arrival_time)
@@ -162,6 +155,7 @@ class Translator:
             return_token_ids=body.return_token_ids,
             return_drafted=speculative.return_drafted,
             logged={name: getattr(body, name) for name in self._logged if getattr(body, name)},
+            cache_salt=body.cache_salt or "",
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
             ignored=tuple(dict.fromkeys(self._ignored(body))),
@@ -296,10 +290,11 @@ class Translator:
         """From now on these are loaded."""
         self.adapters = adapter_names(adapters)
 
-    def held_to(self, adapters: Sequence[str]) -> Translator:
-        """Returns what serves requests for which there are no adapters but these."""
+    def held_to(self, drafters: Sequence[str] | None, adapters: Sequence[str] | None) -> Translator:
+        """Returns what serves requests that may have these drafters and adapters only; None: all."""
         held = copy(self)
-        held.adapters = tuple(each for each in self.adapters if each in adapters)
+        held.resolver = self.resolver.held_to(drafters)
+        held.adapters = tuple(x for x in self.adapters if adapters is None or x in adapters)
         return held
 
     def check_model(self, name: str | None) -> str | None:

@@ -11,8 +11,11 @@ import pytest
 
 from engine.logs import JsonLines
 from engine.request.errors import RequestFailedError
-from worlds.scripted_engine import ScriptedEngine
-from worlds.serving import Connect
+from server.metrics import finished
+from slipstream.client.warm import read_lessons
+from slipstream.tools.replay.log import read_log
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+from worlds.serving import Connect, until
 
 pytestmark = pytest.mark.anyio
 
@@ -149,3 +152,44 @@ async def test_a_line_names_the_adapter(connect: Connect, lines: Lines) -> None:
     first, second = lines.of("slipstream.requests")
     assert not first.get("adapter")
     assert second["adapter"] == "mine"
+
+
+async def test_finished_requests_are_written_down_for_warm_and_replay(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and streamed, cut at a stop string, by tenant; of adapters and of what failed nothing."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("tenants: [{name: a, key: k-a}, {name: b, key: k-b}]")
+    files = [tmp_path / f"log.{name}.jsonl" for name in "ab"]
+    files[0].touch(0o644)
+    engine = ScriptedEngine("abc")
+    settings = {"api_keys_file": str(keys), "request_log": str(tmp_path / "log.jsonl")}
+    async with connect(engine, admin_key="adm1n", **settings) as client:
+        body = {"name": "mine", "path": "/adapters/mine"}
+        headers = {"authorization": "Bearer adm1n"}
+        await client.post("http://test/admin/lora", json=body, headers=headers)
+        chat = {"messages": [{"role": "user", "content": "q"}]}
+        for key, path, fields in (
+            ("a", "/completions", {"prompt": "mine", "model": "mine"}),
+            ("a", "/completions", {"prompt": "p", "n": 2, "cache_salt": "s"}),
+            ("a", "/completions", {"prompt": "p", "stop": "c", "stream": True}),
+            ("b", "/messages", chat | {"max_tokens": 9}),
+        ):
+            headers = {"authorization": f"Bearer k-{key}"}
+            assert (await client.post(path, json=fields, headers=headers)).is_success
+        engine.break_after, engine.error = 0, RequestFailedError("it broke")
+        await client.post("/completions", json={"prompt": "p"}, headers=headers)
+        await until(lambda: files[1].exists() and files[1].read_text().count("\n") == 1)
+        monkeypatch.setattr(finished, "MOST_BYTES", 10)
+        engine.break_after = None
+        await client.post("/completions", json={"prompt": "p"}, headers=headers)
+        await until(lambda: not files[1].exists())
+    lines = [json.loads(each) for each in files[0].read_text().splitlines()]
+    assert [each["completion"] for each in lines] == [[97, 98, 99], [97, 98, 99], [97, 98]]
+    assert [each["prompt"] for each in lines] == [[112]] * 3
+    assert [each.get("cache_salt") for each in lines] == ["s", "s", None]
+    assert [each.cache_salt for each in read_log(files[0], byte_tokenizer)] == ["s", "s", ""]
+    assert [each.path for each in read_lessons(files[0], 9)] == ["/v1/completions"] * 3
+    kept = Path(f"{files[1]}.1")
+    assert len(read_lessons(kept, 9)) == 2
+    assert {each.stat().st_mode & 0o777 for each in (files[0], kept)} == {0o600}
