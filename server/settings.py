@@ -356,7 +356,7 @@ class Settings(BaseSettings):
     )
     lora: Paths = Field(
         default=None,
-        description="NAME=PATH of adapters of low rank for the model, any number: folders that PEFT "
+        description="NAME=PATH of LoRA adapters for the model, any number: folders that PEFT "
         "wrote. Requests choose one by its NAME as their model; more come and go by /admin/lora.",
     )
     drafter_plugins: Names = Field(
