@@ -22,7 +22,7 @@ from engine.request.info import EngineInfo
 from engine.tokenizer import load_tokenizer
 from server.app import build_app, http_config, public_name
 from server.http.draining import DrainingServer, exit_at_signals
-from server.http.hosts import is_local
+from server.http.hosts import is_loopback
 from server.http.listener import bind
 from server.metrics.finished import add_line
 from server.metrics.prometheus import Metrics
@@ -45,7 +45,8 @@ def serve(settings: Settings, config: EngineConfig) -> None:
         _follow(config)
         return
     with exit_at_signals(), bind(settings.host, settings.port) as listener:
-        if not (settings.has_key or settings.allow_open or is_local(listener)):
+        is_local = is_loopback(listener.getsockname()[0])
+        if not (is_local or settings.has_key or settings.allow_open):
             raise ValueError(
                 f"host: other machines reach {settings.host}, and there is no API key: set api_key or "
                 "api_keys_file, or allow_open to serve whoever reaches the port"

@@ -1,4 +1,4 @@
-"""Which names a server without an API key answers to, and whether others than this machine reach it.
+"""Which names a server without an API key answers to.
 
 A page in a browser can have its own name resolve to this machine and read what the server answers (DNS
 rebinding). Its requests carry that name as their Host, so unknown names are refused.
@@ -6,9 +6,8 @@ rebinding). Its requests carry that name as their Host, so unknown names are ref
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Collection
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import ip_address
 
 
 class Hosts:
@@ -24,19 +23,14 @@ class Hosts:
         name = bare.lower().rstrip(".")
         if f".{name}".endswith(".localhost") or self._names & {name, "*"}:
             return True
-        address = _address(name)
-        return address is not None and (self._is_open or address.is_loopback)
+        found = is_loopback(name)
+        return found is not None and (found or self._is_open)
 
 
-def is_local(listener: socket.socket) -> bool:
-    """Returns whether a bound socket is reached from this machine alone."""
-    address = _address(str(listener.getsockname()[0]))
-    return address is not None and address.is_loopback
-
-
-def _address(text: str) -> IPv4Address | IPv6Address | None:
+def is_loopback(text: str) -> bool | None:
+    """Whether an address is reached from this machine alone; None: it is no address."""
     try:
         found = ip_address(text)
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
