@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -220,18 +219,6 @@ async def test_answers_carry_a_request_id(connect: Connect) -> None:
     assert len(set(drawn)) == 2
     assert unsound.headers["x-request-id"] != "a b\tc"
     assert refused.headers["x-request-id"]
-
-
-async def test_the_request_log_names_the_sender(
-    connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="slipstream.requests"):
-        async with connect(ScriptedEngine("abc")) as client:
-            await client.post(
-                "/completions", json={"prompt": "a"}, headers={"x-request-id": "abc-1"}
-            )
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "x-request-id=abc-1 prompt=1 completion=3 finish=stop" in line
 
 
 async def test_two_apps_in_one_process_do_not_mix(connect: Connect) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from engine.logs import JsonLines
@@ -47,6 +49,13 @@ def lines() -> Any:
     root.setLevel(before)
 
 
+async def load(client: httpx.AsyncClient, name: str) -> None:
+    """Loads an adapter as the operator does."""
+    headers = {"authorization": "Bearer adm1n"}
+    body = {"name": name, "path": f"/adapters/{name}"}
+    await client.post("http://test/admin/lora", json=body, headers=headers)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_requests_line_has_its_ids_and_figures(
     connect: Connect, lines: Lines, stream: bool
@@ -63,7 +72,8 @@ async def test_a_requests_line_has_its_ids_and_figures(
     assert other["x_request_id"].isalnum()
     assert line["user"] == "line\nbreak"
     assert line["metadata"] == {"job": "a\nb"}
-    assert line["message"].startswith(line["request_id"])
+    assert line["message"].startswith(f"{line['request_id']} x-request-id=abc-1 user=")
+    assert " prompt=1 completion=6 finish=stop,stop " in line["message"]
     expected = {
         "prompt_tokens": 1,
         "completion_tokens": 6,
@@ -107,51 +117,47 @@ async def test_no_text_and_no_key_is_logged_at_any_level(connect: Connect, lines
         assert secret not in said
 
 
-@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/messages", "/responses"])
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+NAMES = {"user": "ada-1", "metadata": {"user_id": "ada-2"}}
+MORE_NAMES = {"safety_identifier": "ada-3", "prompt_cache_key": "ada-4"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completions", {"prompt": "a", **MORE_NAMES}),
+        ("/chat/completions", CHAT | MORE_NAMES),
+        ("/messages", CHAT | {"max_tokens": 4}),
+        ("/responses", {"input": "a", **MORE_NAMES}),
+    ],
+)
 async def test_fields_that_may_name_people_are_logged_only_where_that_is_asked_for(
-    connect: Connect, lines: Lines, path: str
+    connect: Connect, lines: Lines, path: str, body: dict[str, Any]
 ) -> None:
-    given = {"user": "ada-1", "safety_identifier": "ada-2", "prompt_cache_key": "ada-3"}
-    body: dict[str, Any] = {"metadata": {"user_id": "ada-4"}, "max_tokens": 4}
-    text: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
-    if path == "/completions":
-        text = {"prompt": "a"}
-    if path == "/responses":
-        text, body = {"input": "a"}, {"metadata": {"user_id": "ada-4"}}
-    body |= text | (given if path != "/messages" else {"user": "ada-1"})
     for asked in (False, True):
         async with connect(ScriptedEngine("abc"), log_client_fields=asked) as client:
-            reply = await client.post(path, json=body)
-            assert reply.status_code == 200, reply.text
-        said = "".join(lines.texts) + "".join(
-            each["message"] for each in lines.of("slipstream.requests")
-        )
-        assert all((name in said) is asked for name in ("ada-1", "ada-4"))
+            assert (await client.post(path, json=NAMES | body)).is_success
+        said = "".join(lines.texts)
+        for name in re.findall(r"ada-\d", str(NAMES | body)):
+            assert (name in said) is asked
 
 
-async def test_a_line_names_the_tenant_and_not_its_key(
+async def test_a_line_names_tenant_and_adapter_and_no_key(
     connect: Connect, lines: Lines, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("tenants: [{name: somebody, key: the-tenants-key}]")
-    async with connect(ScriptedEngine("abc"), api_keys_file=str(file)) as client:
+    async with connect(ScriptedEngine("abc"), api_keys_file=str(file), admin_key="adm1n") as client:
+        await load(client, "mine")
         client.headers["authorization"] = "Bearer the-tenants-key"
-        await client.post("/completions", json={"prompt": "a"})
-    (line,) = lines.of("slipstream.requests")
-    assert line["tenant"] == "somebody"
-    assert "the-tenants-key" not in "".join(lines.texts)
-
-
-async def test_a_line_names_the_adapter(connect: Connect, lines: Lines) -> None:
-    headers = {"authorization": "Bearer adm1n"}
-    async with connect(ScriptedEngine("abc"), admin_key="adm1n") as client:
-        body = {"name": "mine", "path": "/adapters/mine"}
-        await client.post("http://test/admin/lora", json=body, headers=headers)
         for model in (None, "mine"):
             await client.post("/completions", json={"prompt": "a", "model": model})
-    first, second = lines.of("slipstream.requests")
-    assert not first.get("adapter")
-    assert second["adapter"] == "mine"
+    found = lines.of("slipstream.requests")
+    assert [(each["tenant"], each.get("adapter")) for each in found] == [
+        ("somebody", None),
+        ("somebody", "mine"),
+    ]
+    assert "the-tenants-key" not in "".join(lines.texts)
 
 
 async def test_finished_requests_are_written_down_for_warm_and_replay(
@@ -165,9 +171,7 @@ async def test_finished_requests_are_written_down_for_warm_and_replay(
     engine = ScriptedEngine("abc")
     settings = {"api_keys_file": str(keys), "request_log": str(tmp_path / "log.jsonl")}
     async with connect(engine, admin_key="adm1n", **settings) as client:
-        body = {"name": "mine", "path": "/adapters/mine"}
-        headers = {"authorization": "Bearer adm1n"}
-        await client.post("http://test/admin/lora", json=body, headers=headers)
+        await load(client, "mine")
         chat = {"messages": [{"role": "user", "content": "q"}]}
         for key, path, fields in (
             ("a", "/completions", {"prompt": "mine", "model": "mine"}),
