@@ -35,22 +35,21 @@ def add_log_fields(**fields: Any) -> None:
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What begins a line, moves the cursor, turns text around or cannot be written."""
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Returns a text without what begins a line, moves the cursor, turns text around or is no text."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class TextLines(logging.Formatter):
-    """A line per record, whatever clients and files have put into it; exceptions follow, indented, so
-    that none of their lines looks like a record."""
+    """A line per record, whatever is in it; exceptions follow, indented, so that none looks like one."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return _escaped(super().formatMessage(record))
+        return escaped(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).split("\n"))
+        return "\n".join(f"  {escaped(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class JsonLines(logging.Formatter):
