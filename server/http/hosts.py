@@ -6,6 +6,7 @@ rebinding). Its requests carry that name as their Host, so unknown names are ref
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from ipaddress import ip_address
 
@@ -15,12 +16,11 @@ class Hosts:
     ``*`` for any; ``is_open``: all addresses, too, which no page can have resolve elsewhere."""
 
     def __init__(self, allowed: Collection[str], is_open: bool) -> None:
-        self._names = {each.lower().rstrip(".") for each in allowed}
+        self._names = set(map(_name, allowed))
         self._is_open = is_open
 
     def __contains__(self, host: str) -> bool:
-        bare = host.partition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
-        name = bare.lower().rstrip(".")
+        name = _name(host)
         if f".{name}".endswith(".localhost") or self._names & {name, "*"}:
             return True
         found = is_loopback(name)
@@ -34,3 +34,9 @@ def is_loopback(text: str) -> bool | None:
     except ValueError:
         return None
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
+def _name(host: str) -> str:
+    """Returns a host without its port."""
+    found = re.fullmatch(r"\[(.*)\](:\d*)?|([^:]*):\d*", host)
+    return (found[1] or found[3] or "" if found else host).lower().rstrip(".")

@@ -29,6 +29,8 @@ HOSTS = {
     "evil.example": (),
     "127.0.0.1.evil.example:8000": (),
     "localhost.evil.example": (),
+    ":8000": (),
+    "localhost:8000:evil": (),
     "10.0.0.7:8000": ("open",),
     "[fe80::1]:8000": ("open",),
     "box.lan:8000": ("named",),
@@ -41,7 +43,7 @@ HOSTS = {
 }
 SERVED_AS = {
     "plain": {},
-    "named": {"host": "box.lan", "allowed_hosts": ["Model.example"]},
+    "named": {"host": "box.lan", "allowed_hosts": ["Model.example:8000"]},
     "open": {"host": "0.0.0.0", "allow_open": True},
     "any": {"allowed_hosts": ["*"]},
     "keyed": {"api_key": "k"},
