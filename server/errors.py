@@ -50,6 +50,7 @@ _TYPES = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     414: "invalid_request_error",
+    421: "invalid_request_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -227,6 +228,14 @@ def headers_too_large(num_bytes: int, num_headers: int | None = None) -> ApiErro
 def request_timeout() -> ApiError:
     message = "The request did not come whole in the time that this server waits for one."
     return ApiError(408, message, code="request_timeout")
+
+
+def unknown_host(host: str) -> ApiError:
+    message = (
+        f"This server does not answer to the host '{clip(host, 100)}'. Its operator can add the name to "
+        "--allowed-hosts, or set an API key."
+    )
+    return ApiError(421, message, code="host_not_allowed")
 
 
 def shutting_down() -> ApiError:

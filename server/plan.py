@@ -57,10 +57,10 @@ class RequestPlan:
     ``num_logprobs``: None for none, else the number of alternatives shown; ``num_prompt_logprobs``
     likewise. ``beginnings``: by prompt, what the texts of its choices begin with before anything was
     written; ``echo``: that is the prompt itself. ``tokens_as_ids``: logprobs name tokens by their ids.
-    ``continuous_usage``: every chunk counts. ``user``, ``safety_identifier`` and ``prompt_cache_key`` are
-    the client's own words for the log, and ``metadata``, which a whole reply repeats. ``service_tier``:
-    the reply's, where one was asked for. ``ignored``: the hints that nothing comes of, by their fields'
-    paths. ``repeated``: what the reply says of the request, by its names.
+    ``continuous_usage``: every chunk counts. ``logged``: fields in which clients name people, as far
+    as they are logged. ``metadata``: repeated by a whole reply. ``cache_salt``: the client's own.
+    ``service_tier``: the reply's, where one was asked for. ``ignored``: the hints that nothing comes of,
+    by their fields' paths. ``repeated``: what the reply says of the request, by its names.
     """
 
     request_id: str
@@ -77,9 +77,8 @@ class RequestPlan:
     tokens_as_ids: bool
     return_token_ids: bool
     return_drafted: bool
-    user: str | None
-    safety_identifier: str | None
-    prompt_cache_key: str | None
+    logged: Mapping[str, Any]
+    cache_salt: str
     service_tier: str | None
     metadata: Mapping[str, str]
     ignored: tuple[str, ...]

@@ -6,6 +6,7 @@ import gc
 import logging
 import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
@@ -21,7 +22,9 @@ from engine.request.info import EngineInfo
 from engine.tokenizer import load_tokenizer
 from server.app import build_app, http_config, public_name
 from server.http.draining import DrainingServer, exit_at_signals
+from server.http.hosts import is_loopback
 from server.http.listener import bind
+from server.metrics.finished import add_line
 from server.metrics.prometheus import Metrics
 from server.metrics.telemetry.begin import check_telemetry
 from server.request.speculative import SpeculativeResolver
@@ -42,6 +45,12 @@ def serve(settings: Settings, config: EngineConfig) -> None:
         _follow(config)
         return
     with exit_at_signals(), bind(settings.host, settings.port) as listener:
+        is_local = is_loopback(listener.getsockname()[0])
+        if not (is_local or settings.has_key or settings.allow_open):
+            raise ValueError(
+                f"host: other machines reach {settings.host}, and there is no API key: set api_key or "
+                "api_keys_file, or allow_open to serve whoever reaches the port"
+            )
         if not settings.engine_process:
             if settings.api_workers > 1:
                 raise ValueError("api_workers: several need the engine in a process of its own")
@@ -79,6 +88,8 @@ def check(settings: Settings, config: EngineConfig) -> None:
     keys_of(settings.api_key, settings.api_keys_file, known)
     parse_adapters(config.lora)
     check_telemetry(settings.otlp_endpoint)
+    if settings.request_log is not None:
+        add_line(Path(settings.request_log), b"")
 
 
 def _follow(config: EngineConfig) -> None:

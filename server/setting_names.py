@@ -20,21 +20,20 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "SLIPSTREAM_MEMORY": "of deploy/compose.yaml",
 }
 """Variables with the prefix of settings that are none: what else the project reads."""
-REPLACED = ("draft_model", "medusa_heads", "eagle_head")
-"""Settings of earlier versions in whose place is ``draft``."""
-INSTEAD = "no setting any more: use --draft [NAME=]PATH"
 
 Path = tuple[str, ...]
 
 
-def all_settings(model: type[BaseModel], prefix: Path = ()) -> Iterator[tuple[Path, FieldInfo]]:
-    """Every setting with its path: those of nested models, too."""
+def all_settings(
+    model: type[BaseModel], prefix: Path = (), with_groups: bool = False
+) -> Iterator[tuple[Path, FieldInfo]]:
+    """Every setting with its path: those of nested models, too. ``with_groups``: and these as a whole."""
     for name, field in model.model_fields.items():
         kind = group_of(field)
-        if kind is not None:
-            yield from all_settings(kind, (*prefix, name))
-        else:
+        if kind is None or with_groups:
             yield (*prefix, name), field
+        if kind is not None:
+            yield from all_settings(kind, (*prefix, name), with_groups)
 
 
 def group_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -55,13 +54,14 @@ def unknown_variables(model: type[BaseModel], names: Iterable[str]) -> list[str]
     """Returns what to say of each of the environment's variables that has the prefix of settings and is
     none. Letters may be small, as for those that are some."""
     names = {name.upper() for name in names}
-    known = {variable_name(path) for path in _places(model)} | OTHER_VARIABLES.keys()
+    places = (path for path, _ in all_settings(model, with_groups=True))
+    known = set(map(variable_name, places)) | OTHER_VARIABLES.keys()
     found = []
     for name in sorted(names - known - _service_links(names)):
         path = tuple(name.removeprefix(PREFIX).lower().split(NESTED))
         if name.startswith(PREFIX) and not _is_within_a_mapping(model, path):
-            fault = _fault(path[-1], name, map(variable_name, _leaves(model)))
-            found.append(f"variable {name}: {fault}")
+            near = _near(name, map(variable_name, _leaves(model)))
+            found.append(f"variable {name}: no such setting{near}")
     return found
 
 
@@ -70,7 +70,7 @@ def unknown_names(model: type[BaseModel], values: Mapping[str, Any]) -> list[str
     found = []
     for path in _unknown_paths(model, values, ()):
         name = ".".join(path)
-        found.append(f"{name}: {_fault(path[-1], name, map('.'.join, _leaves(model)))}")
+        found.append(f"{name}: no such setting{_near(name, map('.'.join, _leaves(model)))}")
     return found
 
 
@@ -93,15 +93,6 @@ def with_field_names(model: type[BaseModel], values: Mapping[Any, Any]) -> dict[
         is_group = kind is not None and isinstance(value, Mapping)
         found[name] = with_field_names(kind, value) if is_group else value  # type: ignore[arg-type]
     return found
-
-
-def _places(model: type[BaseModel], prefix: Path = ()) -> Iterator[Path]:
-    """Every path that may be given: of settings, and of groups as a whole."""
-    for name, field in model.model_fields.items():
-        yield (*prefix, name)
-        kind = group_of(field)
-        if kind is not None:
-            yield from _places(kind, (*prefix, name))
 
 
 def _leaves(model: type[BaseModel]) -> list[Path]:
@@ -133,11 +124,6 @@ def _is_within_a_mapping(model: type[BaseModel], path: Path) -> bool:
             return any(get_origin(each) is dict for each in kinds)
         model = kind
     return False
-
-
-def _fault(last: str, name: str, known: Iterable[str]) -> str:
-    """``last``: the part of an unknown name that says which setting is meant."""
-    return INSTEAD if last in REPLACED else f"no such setting{_near(name, known)}"
 
 
 def _near(name: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -50,11 +50,8 @@ from server.formats.registry import reasoning_formats, tool_call_formats
 from server.request.body import described_by
 from server.request.speculative import SpeculativeCaps, SpeculativeField
 from server.setting_names import (
-    INSTEAD,
     NESTED,
     PREFIX,
-    REPLACED,
-    flag_name,
     unknown_names,
     unknown_variables,
     variable_name,
@@ -204,7 +201,20 @@ class Settings(BaseSettings):
         default=None, description="YAML, TOML or JSON file with any of these settings."
     )
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to listen on. One that other machines reach needs a key, or allow_open.",
+    )
+    allow_open: bool = Field(
+        default=False,
+        description="Serve other machines without an API key: whoever reaches the port.",
+    )
+    allowed_hosts: Names = Field(
+        default=None,
+        description="Without an API key: names in requests' Host header that are answered besides the "
+        "host's own and localhost; *: any. Others get a 421, since pages of other sites could be behind "
+        "them. With allow_open all addresses are answered, too.",
+    )
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one."
     )
@@ -236,6 +246,16 @@ class Settings(BaseSettings):
         default="text",
         description="json writes each line of the log as an object, with the ids of the request that it "
         "belongs to.",
+    )
+    log_client_fields: bool = Field(
+        default=False,
+        description="Write requests' user, safety_identifier, prompt_cache_key and metadata on their log "
+        "lines. They may name people.",
+    )
+    request_log: str | None = Field(
+        default=None,
+        description="File to which finished requests are added, as token ids, for slipstream warm and "
+        "replay. Only its owner may read it; at 256 MiB another is begun, and one is kept.",
     )
     otlp_endpoint: str | None = Field(
         default=None,
@@ -336,7 +356,7 @@ class Settings(BaseSettings):
     )
     lora: Paths = Field(
         default=None,
-        description="NAME=PATH of adapters of low rank for the model, any number: folders that PEFT "
+        description="NAME=PATH of LoRA adapters for the model, any number: folders that PEFT "
         "wrote. Requests choose one by its NAME as their model; more come and go by /admin/lora.",
     )
     drafter_plugins: Names = Field(
@@ -382,6 +402,10 @@ class Settings(BaseSettings):
         """Highest rank first; a source of flags, where there is one, comes before all."""
         return init_settings, VariableSource(settings_cls), ConfigFileSource(settings_cls)
 
+    @property
+    def has_key(self) -> bool:
+        return self.api_key is not None or self.api_keys_file is not None
+
     def log_options(self) -> LogOptions:
         """For all processes of the server."""
         return LogOptions(self.log_level, self.log_format)
@@ -416,20 +440,8 @@ def with_drafters(declared: Mapping[str, type]) -> type[Settings]:
 Flags = CliSettingsSource[Any]
 
 
-class _Replaced(Action):
-    """A flag of an earlier version."""
-
-    def __call__(
-        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
-    ) -> None:
-        del namespace, values
-        parser.error(f"{option}: {INSTEAD}")
-
-
 def add_flags(parser: ArgumentParser) -> Flags:
     """Gives ``parser`` a flag for each setting. Returns what turns its findings into settings."""
-    for name in REPLACED:
-        parser.add_argument(flag_name((name,)), action=_Replaced, help=SUPPRESS)
     return CliSettingsSource(with_drafters(drafter_settings()), root_parser=parser)
 
 

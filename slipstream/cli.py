@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from engine.logs import escaped
 from engine.names import usual_model
 from engine.request.errors import EngineError
 from server.setting_names import all_settings, unknown_flag
@@ -108,6 +109,9 @@ def _serve(flags: Flags, parsed: argparse.Namespace) -> int:
     try:
         serve(settings, config)
     except (EngineError, ValueError, OSError) as error:
+        if settings.log_format == "json":
+            logger.error("%s", error)
+            return 2
         return _refuse(str(error))
     return 0
 
@@ -138,7 +142,7 @@ def _field_path(place: tuple[int | str, ...]) -> tuple[str, ...]:
 
 def _refuse(message: str) -> int:
     for line in message.splitlines():
-        sys.stderr.write(f"slipstream: {line}\n")
+        sys.stderr.write(f"slipstream: {escaped(line)}\n")
     return 2
 
 

@@ -382,5 +382,5 @@ def test_a_missing_client_library_is_named_with_its_extra(missing: str) -> None:
     code = "from slipstream.cli import main; sys.exit(main(['complete', 'x']))"
     result = run_without({missing}, code)
     assert result.returncode == 2
-    assert f"needs {missing}: pip install 'slipstream-llm[client]'" in result.stderr
+    assert f"needs {missing}: pip install -e '.[client]'" in result.stderr
     assert "Traceback" not in result.stderr

@@ -147,6 +147,7 @@ def test_the_image_is_built_in_stages_from_one_base_and_copies_what_exists() -> 
     bases = values("FROM")
     assert [stage.split(" AS ")[1] for stage in bases] == ["build", "runtime"]
     assert len({stage.split()[0] for stage in bases}) == 1
+    assert re.search(r"(?m)^ARG PYTHON_IMAGE=python:[\d.]+-slim@sha256:[0-9a-f]{64}$", DOCKERFILE)
     # Compilers, caches and sources stay behind in the first stage.
     assert all("pip" not in step for step in values("RUN", -1))
     assert values("COPY", -1) == ["--from=build /opt/slipstream /opt/slipstream"]

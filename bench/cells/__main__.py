@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if can_draw():
             draw_all(groups_of(results.rounds), options.output)
         else:
-            print("no pictures without matplotlib: pip install 'slipstream-llm[plot]'")
+            print("no pictures without matplotlib: pip install -e '.[plot]'")
     return 1 if different_texts(results.rounds) else 0
 
 

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = ALL_PEE
         try:
             check_picture()
         except ImportError:
-            sys.exit("--output needs matplotlib: pip install 'slipstream-llm[plot]'")
+            sys.exit("--output needs matplotlib: pip install -e '.[plot]'")
     wanted = [peer for peer in peers if peer.name in options.peers]
     cache = options.cache.resolve()
     try:

@@ -322,7 +322,7 @@ def quantized_copy(model: PreTrainedModel, kind: Quantization) -> PreTrainedMode
         from torchao import quantization
     except ImportError as error:
         raise DrafterUnavailableError(
-            "quantized: torchao is not installed (pip install 'slipstream-llm[quantized]')"
+            "quantized: torchao is not installed (pip install -e '.[quantized]')"
         ) from error
     twin = copy.deepcopy(model, shared)
     quantization.quantize_(twin, _torchao_config(quantization, kind, device))

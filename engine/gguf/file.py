@@ -96,7 +96,7 @@ def needing_gguf() -> Iterator[None]:
         yield
     except ImportError as error:
         raise UnsupportedModelError(
-            f"GGUF files need {error.name or error}: pip install 'slipstream-llm[gguf]'"
+            f"GGUF files need {error.name or error}: pip install -e '.[gguf]'"
         ) from error
 
 

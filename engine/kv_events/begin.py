@@ -20,7 +20,7 @@ def check_kv_events(config: EngineConfig) -> bool:
         try:
             import_module(name)
         except ImportError as error:
-            needs = "ZeroMQ and msgspec: pip install 'slipstream-llm[kv-events]'"
+            needs = "ZeroMQ and msgspec: pip install -e '.[kv-events]'"
             raise ValueError(f"kv_events_endpoint: sending KV events needs {needs}") from error
     return True
 

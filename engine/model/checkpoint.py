@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine.model.shards import local_part
@@ -31,6 +31,16 @@ _LARGEST_BYTES = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 _LEFT_OVER = re.compile(r"\.rotary_emb\.\w+$|\.masked_bias$|\.[qkv]_scale$")
 """Names that older versions wrote beside the weights, and scales for keys and values in 8 bits: none of
 them is a weight of the model."""
+
+
+def load_config(path: str, **options: Any) -> Any:
+    """Returns a model's configuration, by transformers' ``from_pretrained``, without its choices of code
+    for attention and experts: some fetch it from a hub, whatever ``trust_remote_code`` says."""
+    parts = [config := AutoConfig.from_pretrained(path, **options)]
+    for part in parts:  # transformers' own setters reach only those that a class declares
+        part._attn_implementation_internal = part._experts_implementation_internal = None
+        parts += [each for each in vars(part).values() if isinstance(each, PreTrainedConfig)]
+    return config
 
 
 def load_weights(

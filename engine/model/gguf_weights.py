@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -29,7 +29,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from engine.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header, write_outline
 from engine.gguf.tokenizer import end_token_ids
-from engine.model.checkpoint import load_weights, not_finite
+from engine.model.checkpoint import load_config, load_weights, not_finite
 from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.model.stored.places import Place, StoredConfig
 from engine.request.errors import UnsupportedModelError
@@ -318,13 +318,11 @@ def _described(path: Path, header: GgufHeader) -> Any:
     num_tokens = _said_count(header, "vocab_size") or _num_tokens(header)
     options: dict[str, Any] = {"vocab_size": num_tokens} if num_tokens else {}
     if _is_converted(header):
-        return AutoConfig.from_pretrained(str(path.parent), gguf_file=str(path.absolute()))
+        return load_config(str(path.parent), gguf_file=str(path.absolute()))
     with TemporaryDirectory() as folder:
         outline = Path(folder) / "outline.gguf"
         write_outline(path, header, outline)
-        return AutoConfig.from_pretrained(
-            folder, gguf_file=str(outline), name_or_path=str(path.parent), **options
-        )
+        return load_config(folder, gguf_file=str(outline), name_or_path=str(path.parent), **options)
 
 
 def stored_dtype(header: GgufHeader) -> torch.dtype:

@@ -12,11 +12,11 @@ import logging
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
 from engine.gguf.file import find_gguf
-from engine.model.checkpoint import load_weights
+from engine.model.checkpoint import load_config, load_weights
 from engine.model.gguf_weights import load_gguf, read_config
 from engine.model.quantization import pack_stored
 from engine.model.shards import sharding_options
@@ -79,9 +79,7 @@ def load_model(
             loaded = load_gguf(gguf, header, config, wanted, packed)
             return prepare_model(loaded, device, packed)
         check_folder(path, "config.json")
-        config = AutoConfig.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code
-        )
+        config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
         refuse_unservable(text_of(config))
         check_length(text_of(config), max_model_len)
         half = find_text_half(path, config, revision)

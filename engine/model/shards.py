@@ -29,7 +29,7 @@ def sharding_options(config: Any, num_ranks: int) -> dict[str, Any]:
     if find_spec("accelerate") is None:
         raise UnsupportedModelError(
             "tensor_parallel_size: transformers needs accelerate to place the parts of a model: "
-            "pip install 'slipstream-llm[tensor-parallel]'"
+            "pip install -e '.[tensor-parallel]'"
         )
     kind = getattr(config, "model_type", type(config).__name__)
     plan = getattr(config, "base_model_tp_plan", None)

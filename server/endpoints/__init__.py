@@ -4,12 +4,12 @@ OpenAPI schema and the table in docs/api.md. What a handler works with comes as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 
@@ -27,6 +27,8 @@ from server.request.speculative import ChangeSpeculation, SpeculativeResolver
 from server.tenants.terms import Terms
 
 Writer = TypeVar("Writer")
+Result = TypeVar("Result")
+Few = Sequence[str] | None
 
 
 @dataclass(slots=True)
@@ -60,13 +62,26 @@ class Services:
         """Returns what writes the reply to a request, on the terms of its key. ``work`` makes a plan as
         ``Translator.plan`` does. Raises ApiError."""
         terms = _terms(request)
-        drafters = terms.drafters if terms else None
-        work = partial(work, arrival_time=time.perf_counter(), drafters=drafters)
-        plan = await self.bodies.read(body, work)
+        plan = await self.read(body, request, partial(work, arrival_time=time.perf_counter()))
         if terms and terms.tenant.name:
             plan = terms.on(plan)
         name = plan.adapter or self.model_name
         return kind(plan, self.texts, name, self.fingerprint_of(plan.adapter))
+
+    async def read(
+        self, body: Body | LargeBody, request: Request, work: Callable[..., Result]
+    ) -> Result:
+        """Returns the result of ``work`` on the body, for which there are no drafters and adapters but
+        those of the request's key. Raises ApiError."""
+        if terms := _terms(request):
+            work = partial(_held_to, terms.drafters, terms.adapters, work)
+        return await self.bodies.read(body, work)
+
+    def adapters_for(self, request: Request) -> tuple[AdapterInfo, ...]:
+        """Returns those that are loaded and that the request's key may name."""
+        terms = _terms(request)
+        few = terms.adapters if terms else None
+        return tuple(each for each in self.adapters if few is None or each.name in few)
 
     def fingerprint_of(self, adapter: str | None) -> str:
         """Returns that of the model under an adapter; None: as it is."""
@@ -108,6 +123,11 @@ class Services:
     @property
     def is_hung(self) -> bool:
         return self.engine.step_seconds > self.step_timeout
+
+
+def _held_to(drafters: Few, adapters: Few, work: Callable[..., Result], *given: Any) -> Result:
+    translator, body = given
+    return work(translator.held_to(drafters, adapters), body)
 
 
 def _terms(request: Request) -> Terms | None:

@@ -26,4 +26,5 @@ class Detokenized(TypedDict):
 async def detokenize(body: DetokenizeRequest, request: Request, served: Served) -> Response:
     """The text of tokens."""
     await served.charge(request)
-    return JSONResponse(Detokenized(prompt=await served.bodies.read(body, Translator.detokenize)))
+    text = await served.read(body, request, Translator.detokenize)
+    return JSONResponse(Detokenized(prompt=text))

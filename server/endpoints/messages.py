@@ -48,5 +48,5 @@ async def count_message_tokens(
 ) -> Response:
     """Anthropic's: the tokens of the prompt that messages make."""
     await served.charge(request)
-    count = await served.bodies.read(body, count_tokens)
+    count = await served.read(body, request, count_tokens)
     return JSONResponse(TokenCount(input_tokens=count))

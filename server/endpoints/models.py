@@ -22,7 +22,7 @@ _ANTHROPIC = "anthropic-version"
 @router.get("/v1/models", responses=errors(401))
 async def list_models(request: Request, served: Served) -> dict[str, Any]:
     """What is served: the model, and the adapters that are loaded, which have it as their parent."""
-    cards = [_card(served), *(_adapter_card(served, each) for each in served.adapters)]
+    cards = [_card(served), *(_adapter_card(served, each) for each in served.adapters_for(request))]
     if _ANTHROPIC in request.headers:
         ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
         return {"data": [*map(_as_anthropics, cards)], "has_more": False, **ends}
@@ -32,7 +32,7 @@ async def list_models(request: Request, served: Served) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}", responses=errors(401, 404))
 async def retrieve_model(name: str, request: Request, served: Served) -> dict[str, Any]:
     """The card of the model served, or of an adapter."""
-    found = {each.name: each for each in served.adapters}
+    found = {each.name: each for each in served.adapters_for(request)}
     if name != served.model_name and name not in found:
         raise unknown_model(name, served.model_name, tuple(found))
     card = _card(served) if name == served.model_name else _adapter_card(served, found[name])

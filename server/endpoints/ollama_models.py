@@ -48,14 +48,14 @@ async def ollama_version() -> dict[str, str]:
 
 @router.get("/api/tags", responses=_REFUSED)
 @router.head("/api/tags", include_in_schema=False)
-async def ollama_tags(served: Served) -> dict[str, Any]:
+async def ollama_tags(request: Request, served: Served) -> dict[str, Any]:
     """Ollama's: the model served, and its adapters."""
     when = {"modified_at": timestamp(served.created)}
-    return {"models": [each | when for each in _cards(served)]}
+    return {"models": [each | when for each in _cards(served, request)]}
 
 
 @router.get("/api/ps", responses=_REFUSED)
-async def ollama_ps(served: Served) -> dict[str, Any]:
+async def ollama_ps(request: Request, served: Served) -> dict[str, Any]:
     """Ollama's: the model served, and its adapters, as what stays loaded."""
     info = served.engine.info
     on_device = 0 if info.device == "cpu" else _num_bytes(info)
@@ -64,13 +64,12 @@ async def ollama_ps(served: Served) -> dict[str, Any]:
         "size_vram": on_device,
         "context_length": info.max_model_len,
     }
-    return {"models": [each | running for each in _cards(served)]}
+    return {"models": [each | running for each in _cards(served, request)]}
 
 
 async def ollama_show(body: OllamaShowRequest, request: Request, served: Served) -> Response:
     """Ollama's: facts of the model served."""
-    del request
-    template, capabilities = await served.bodies.read(body, _facts)
+    template, capabilities = await served.read(body, request, _facts)
     info = served.engine.info
     family = info.architecture or "unknown"
     shown = {
@@ -126,8 +125,9 @@ async def ollama_refused(request: Request, served: Served) -> Response:
     raise ApiError(400, message, code="unsupported")
 
 
-def _cards(served: Services) -> list[dict[str, Any]]:
-    return [_card(served, name) for name in (None, *(each.name for each in served.adapters))]
+def _cards(served: Services, request: Request) -> list[dict[str, Any]]:
+    adapters = served.adapters_for(request)
+    return [_card(served, name) for name in (None, *(each.name for each in adapters))]
 
 
 def _card(served: Services, adapter: str | None) -> dict[str, Any]:

@@ -22,12 +22,15 @@ from server.errors import (
     not_found,
     shutting_down,
     unauthorized,
+    unknown_host,
 )
+from server.http.hosts import Hosts
 from server.metrics.prometheus import RequestMetrics
 
 KEY_OF = "slipstream.key_of"
 _GUARDED = ("/v1", "/api", "/tokenize", "/detokenize")
 _ADMIN = "/admin"
+_PROBES = ("/health", "/ready")
 _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
 
 
@@ -99,7 +102,7 @@ class GuardMiddleware:
     ``/api``, ``/tokenize`` and ``/detokenize`` want a key that ``find`` knows, where there is a ``find``:
     it gets a key as it came and returns what goes on with the request, as ``scope[KEY_OF]``, or None for
     a key that nobody has. While the server ends, these are refused to all. Health, metrics and the rest
-    stay open to probes and scrapers.
+    stay open to probes and scrapers. All but probes want a Host among ``hosts``, where there are any.
     """
 
     def __init__(
@@ -108,8 +111,10 @@ class GuardMiddleware:
         admin_key: str | None,
         find: Callable[[bytes], object | None] | None,
         is_draining: Callable[[], bool],
+        hosts: Hosts | None = None,
     ) -> None:
         self._app = app
+        self._hosts = hosts
         self._admin_key = None if admin_key is None else admin_key.encode("ascii")
         self._find = find
         self._is_draining = is_draining
@@ -120,7 +125,12 @@ class GuardMiddleware:
         await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        if len(Headers(scope=scope).getlist("authorization")) > 1:
+        headers = Headers(scope=scope)
+        if self._hosts is not None and scope["path"] not in _PROBES:
+            for host in headers.getlist("host"):
+                if host not in self._hosts:
+                    return unknown_host(host)
+        if len(headers.getlist("authorization")) > 1:
             # Of a proxy and this server each might go by another one.
             return bad_request(None, "There is more than one Authorization header.", "invalid_http")
         if scope["path"].startswith(_ADMIN):

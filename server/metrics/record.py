@@ -20,8 +20,8 @@ MAX_STEPS = 128
 @dataclass(slots=True)
 class ChoiceRecord:
     """``steps``: the first, with the times when they came, in ns since 1970; ``num_steps`` counts all.
-    ``outcome`` as in the metrics; ``finish_reason`` and ``num_tokens`` as in the reply. ``info`` is
-    None where it did not come to an end of its own."""
+    ``outcome`` as in the metrics; ``finish_reason`` and ``num_tokens`` as in the reply, and so many of
+    ``token_ids`` are in it. ``info`` is None where it did not come to an end of its own."""
 
     plan: ChoicePlan
     steps: list[tuple[int, TokenEvent]] = field(default_factory=list)
@@ -29,11 +29,13 @@ class ChoiceRecord:
     outcome: str = "error"
     finish_reason: str | None = None
     num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     info: FinishInfo | None = None
 
     def add(self, event: TokenEvent) -> None:
         """A step's."""
         self.num_steps += 1
+        self.token_ids.extend(event.token_ids)
         if self.num_steps <= MAX_STEPS:
             self.steps.append((time.time_ns(), event))
         self.info = event.finish

@@ -12,7 +12,6 @@ const FIGURES = [
   ["waiting", "In the queue"],
   ["rate", "Tokens/s", "All requests, since the last look"],
   ["gamma", "Mean gamma", "Draft tokens per request and step, since the last look"],
-  ["speedup", "Speed-up", "Estimated over gamma 0, over the last 512 steps"],
   ["hits", "Prefix hits", "Prompt tokens found in the prefix cache, since the start"],
   ["preemptions", "Preemptions", "Since the start"],
 ];
@@ -76,8 +75,6 @@ export class EnginePanel {
     this._show("waiting", String(read("requests_waiting")));
     this._show("rate", passed > 0 ? fixed((now.tokens - before.tokens) / passed, 0) : "–");
     this._show("gamma", steps > 0 ? fixed((now.gammas - before.gammas) / steps, 1) : "–");
-    const speedup = read("spec_speedup_ratio");
-    this._show("speedup", speedup > 0 ? `${fixed(speedup, 1)}×` : "–");
     this._show("hits", percent(read("prefix_cache_hits_total"), read("prefix_cache_queries_total")));
     this._show("preemptions", String(read("preemptions_total")));
     this._drawBlocks(values, read("kv_blocks_total"), read("kv_block_size"));

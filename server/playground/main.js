@@ -72,7 +72,8 @@ function setUp(card, catalogue) {
 function describe(card) {
   const size = card.num_parameters >= 1e9 ? card.num_parameters / 1e9 : card.num_parameters / 1e6;
   const unit = card.num_parameters >= 1e9 ? "B" : "M";
-  const parts = [card.id, `${size.toFixed(1)} ${unit} parameters`, card.dtype, card.determinism];
+  const weights = card.quantization ? `${+card.quantization.bits.toFixed(2)} bits per weight` : card.dtype;
+  const parts = [card.id, `${size.toFixed(1)} ${unit} parameters`, weights, card.determinism];
   return parts.join(" · ");
 }
 

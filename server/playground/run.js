@@ -1,7 +1,7 @@
 // A run: the same request twice, with drafts and without, and what came of it in words.
 
 import { stream } from "./api.js";
-import { byId, count, seconds, times } from "./dom.js";
+import { byId, count, fixed, times } from "./dom.js";
 
 const SHORTEST_TIMED_MS = 5;
 
@@ -77,16 +77,20 @@ export class Race {
     }
   }
 
-  // While they write: the ratio of their rates.
-  _tell() {
+  // The one speed-up that the page shows: of the rates that stand in the panes; null before there are any.
+  get _speedup() {
     const [fast, slow] = [this._drafted.rate, this._plain.rate];
-    if (fast === null || slow === null) return;
-    this._drafted.speedup(times(fast / slow));
+    return fast === null || slow === null ? null : times(fast / slow);
+  }
+
+  _tell() {
+    if (this._speedup === null) return;
+    this._drafted.speedup(this._speedup);
     this._plain.speedup(times(1));
     const [ahead, behind] = [this._drafted.tokens.length, this._plain.tokens.length];
     byId("verdict").textContent =
       `So far ${count(ahead, "token")} with drafts and ${behind} without; ` +
-      `drafts write ${times(fast / slow)} as fast.`;
+      `drafts write ${this._speedup} as fast.`;
   }
 
   _conclude() {
@@ -115,10 +119,7 @@ export class Race {
       if (!shorter) return "Stopped.";
       return `Stopped. The texts are ${same ? "equal as far as both go" : "different"}.`;
     }
-    const sentences = [this._equality(index), this._timing()];
-    const estimate = this._drafted.usage?.speculative.estimated_speedup;
-    if (estimate) sentences.push(`The server's own estimate is ${times(estimate)}.`);
-    return sentences.filter(Boolean).join(" ");
+    return `${this._equality(index)} ${this._timing()}`;
   }
 
   _equality(index) {
@@ -143,12 +144,13 @@ export class Race {
   }
 
   _timing() {
-    const [fast, slow] = [this._drafted.writingMs, this._plain.writingMs];
-    if (Math.min(fast, slow) < SHORTEST_TIMED_MS) return "It was too short to be timed.";
-    const took = `Writing took ${seconds(fast)} with drafts and ${seconds(slow)} without`;
-    if (this._outcome !== "equal") return `${took}.`;
+    const [fast, slow] = [this._drafted, this._plain];
+    const isShort = Math.min(fast.writingMs, slow.writingMs) < SHORTEST_TIMED_MS;
+    if (isShort || this._speedup === null) return "It was too short to be timed.";
+    const rates = `${fixed(fast.rate, 0)} tokens per second with drafts and ${fixed(slow.rate, 0)} without`;
+    if (this._outcome !== "equal") return `${rates}.`;
     const shared = this._sharesSteps ? ", in shared steps" : "";
-    return `${took}: ${times(slow / fast)} as fast${shared}.`;
+    return `${rates}: ${this._speedup} as fast${shared}.`;
   }
 }
 

@@ -222,10 +222,7 @@ async def answer(request: Request, run: Run, writer: WholeWriter) -> Response:
     plan = writer.plan
     add_log_fields(
         request_id=plan.request_id,
-        user=plan.user,
-        safety_identifier=plan.safety_identifier,
-        prompt_cache_key=plan.prompt_cache_key,
-        metadata=plan.metadata or None,
+        **plan.logged,
         adapter=plan.adapter,
         tenant=plan.choices[0].request.tenant.name or None,
     )
@@ -260,14 +257,10 @@ def _account(plan: RequestPlan, sender: str | None, ends: Sequence[ChoiceEnd]) -
     usage = build_usage(plan, ends)
     spec = usage["speculative"]
     logger.info(
-        "%s x-request-id=%s user=%r safety_identifier=%r prompt_cache_key=%r metadata=%r prompt=%d "
-        "completion=%d finish=%s drafter=%s accepted=%d/%d",
+        "%s x-request-id=%s%s prompt=%d completion=%d finish=%s drafter=%s accepted=%d/%d",
         plan.request_id,
         sender,
-        plan.user,
-        plan.safety_identifier,
-        plan.prompt_cache_key,
-        dict(plan.metadata),
+        "".join(f" {name}={value!r}" for name, value in plan.logged.items()),
         usage["prompt_tokens"],
         usage["completion_tokens"],
         ",".join(end.reason for end in ends),

@@ -7,7 +7,7 @@ The former are hints; of the latter the text gets what there is room for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -298,16 +298,13 @@ class MessagesRequest(CommonFields, MessageFields):
 
 
 def plan_messages(
-    translator: Translator,
-    body: MessagesRequest,
-    arrival_time: float,
-    drafters: Sequence[str] | None = None,
+    translator: Translator, body: MessagesRequest, arrival_time: float
 ) -> RequestPlan:
     """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
     one."""
     _refuse_the_unserved(body, translator)
     try:
-        plan = translator.plan(body.to_chat(translator), arrival_time, drafters)
+        plan = translator.plan(body.to_chat(translator), arrival_time)
     except ApiError as error:
         raise _in_own_words(error, body) from error
     plan = plan.with_grammars_of(_own_name)

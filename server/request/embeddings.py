@@ -4,7 +4,6 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -41,10 +40,7 @@ class EmbeddingsRequest(Body):
 
 
 def plan_embeddings(
-    translator: Translator,
-    body: EmbeddingsRequest,
-    arrival_time: float,
-    drafters: Sequence[str] | None = None,
+    translator: Translator, body: EmbeddingsRequest, arrival_time: float
 ) -> RequestPlan:
     """Returns a plan with a choice for each text. Raises ApiError."""
     if translator.pooling == "none":
@@ -60,7 +56,7 @@ def plan_embeddings(
     # Texts are text, whatever they spell; nothing is written, so there is nothing to draft.
     given |= {"prompt": body.input, "max_tokens": 1, "seed": 0, "allow_special_tokens": False}
     try:
-        plan = translator.plan(check(CompletionRequest, given), arrival_time, drafters)
+        plan = translator.plan(check(CompletionRequest, given), arrival_time)
     except ApiError as error:
         raise error.about("input") if error.param == "prompt" else error from error
     choices = tuple(

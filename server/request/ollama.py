@@ -352,18 +352,13 @@ class OllamaEmbeddingsRequest(_EmbedFields):
 
 
 def plan_ollama_embeddings(
-    translator: Translator,
-    body: OllamaEmbedRequest | OllamaEmbeddingsRequest,
-    arrival_time: float,
-    drafters: Sequence[str] | None = None,
+    translator: Translator, body: OllamaEmbedRequest | OllamaEmbeddingsRequest, arrival_time: float
 ) -> RequestPlan:
     """``plan_embeddings`` for the request that says the same. Raises ApiError."""
     name = known_name(body.model, translator.served_names)
     given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
     try:
-        plan = plan_embeddings(
-            translator, check(EmbeddingsRequest, _said(given)), arrival_time, drafters
-        )
+        plan = plan_embeddings(translator, check(EmbeddingsRequest, _said(given)), arrival_time)
     except ApiError as error:
         is_old = isinstance(body, OllamaEmbeddingsRequest) and error.param == "input"
         raise error.about("prompt") if is_old else error from error
@@ -474,10 +469,7 @@ _RENAMED = {
 
 
 def plan_ollama(
-    translator: Translator,
-    body: OllamaChatRequest | OllamaGenerateRequest,
-    arrival_time: float,
-    drafters: Sequence[str] | None = None,
+    translator: Translator, body: OllamaChatRequest | OllamaGenerateRequest, arrival_time: float
 ) -> RequestPlan:
     """``Translator.plan`` for the request that says the same. Raises ApiError in the words of
     this one."""
@@ -485,7 +477,7 @@ def plan_ollama(
         name = "messages" if isinstance(body, OllamaChatRequest) else "prompt"
         raise refused(name, "is missing")
     try:
-        plan = translator.plan(body.for_translator(translator), arrival_time, drafters)
+        plan = translator.plan(body.for_translator(translator), arrival_time)
     except ApiError as error:
         raise _in_own_words(error, body) from error
     plan = plan.with_grammars_of(_own_name)

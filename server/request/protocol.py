@@ -2,7 +2,7 @@
 limits.
 
 OpenAI's fields, the extras vLLM made common, what the logits processors declare, and
-``speculative``. ``user`` goes into the request's log line, and nowhere else; ``metadata`` comes back,
+``speculative``. ``user`` goes into the request's log line, if anywhere; ``metadata`` comes back,
 too. A ``Hint`` changes no text. Whether a value fits the model served (token ids, lengths, drafters)
 is checked when the request is translated.
 """
@@ -43,7 +43,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_COUNT = 2**31 - 1
 MAX_MESSAGES = 1 << 14
 
-_CACHE_KEY = "keeps requests together behind the ingress; written to the request's log line"
+_LOGGED = "written to the request's log line under `--log-client-fields`"
+_CACHE_KEY = f"keeps requests together behind the ingress; {_LOGGED}"
 _NOT_MOVED = "keys and values stay in this server"
 _UNSUPPORTED = {
     "stream_interval": "a chunk is sent for each step",
@@ -124,9 +125,11 @@ class CommonFields(Body):
     cache_salt: str | None = optional(
         "Caches are shared within one cache_salt only.", min_length=1, max_length=256
     )
-    user: str | None = optional("Written to the request log.", max_length=256)
-    safety_identifier: Annotated[str | None, Hint("written to the request's log line")] = optional(
-        "Written to the request log.", max_length=256
+    user: str | None = optional(
+        "Written to the request log under log_client_fields.", max_length=256
+    )
+    safety_identifier: Annotated[str | None, Hint(_LOGGED)] = optional(
+        "Written to the request log under log_client_fields.", max_length=256
     )
     prompt_cache_key: Annotated[str | None, Hint(_CACHE_KEY)] = optional(
         "Requests with one key go to one replica; what they share is found by their texts.",
@@ -141,7 +144,8 @@ class CommonFields(Body):
     ] = optional("There is one tier, 'default'; 'priority' is a field of its own.")
     store: Annotated[bool | None, Hint(does=(False,))] = optional("Nothing is stored.")
     metadata: dict[_MetadataKey, _MetadataValue] | None = optional(
-        "Written to the request log, and sent back with whole replies.", max_length=16
+        "Sent back with whole replies; written to the request log under log_client_fields.",
+        max_length=16,
     )
     stream: bool = False
     speculative: SpeculativeField | None = None

@@ -371,16 +371,13 @@ _RENAMED = {
 
 
 def plan_response(
-    translator: Translator,
-    body: ResponsesRequest,
-    arrival_time: float,
-    drafters: Sequence[str] | None = None,
+    translator: Translator, body: ResponsesRequest, arrival_time: float
 ) -> RequestPlan:
     """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
     one."""
     _refuse_foreign_parts(body.input, translator.unserved)
     try:
-        plan = translator.plan(body.for_chat(), arrival_time, drafters)
+        plan = translator.plan(body.for_chat(), arrival_time)
     except ApiError as error:
         raise _in_own_words(error) from error
     plan = plan.with_grammars_of(_own_name)

@@ -10,6 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,8 @@ from server.request.speculative import SpeculativeResolver
 
 GRAMMAR_DRAFTER = "grammar"
 SERVICE_TIER = "default"
+CLIENT_FIELDS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
+"""Fields in which clients name people."""
 
 
 class Translator:
@@ -57,6 +60,7 @@ class Translator:
         max_choices: int,
         max_seconds: float | None,
         formats: MessageFormats,
+        logs_client_fields: bool = False,
     ) -> None:
         """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one."""
         self._info = info
@@ -67,6 +71,7 @@ class Translator:
         self._max_choices = max_choices
         self._formats = formats
         self._max_seconds = max_seconds
+        self._logged = CLIENT_FIELDS if logs_client_fields else ()
         self._vocabulary = Vocabulary(
             info.vocab_size,
             partial(tokenizer.encode, add_special_tokens=False),
@@ -122,19 +127,12 @@ class Translator:
         """Returns whether reasoning is split off from the model's text."""
         return self._formats.splits_reasoning
 
-    def plan(
-        self,
-        body: CompletionRequest | ChatRequest,
-        arrival_time: float,
-        drafters: Sequence[str] | None = None,
-    ) -> RequestPlan:
-        """Returns what the engine is to write and how. ``drafters``: those that the request may have;
-        None: all. Raises ApiError."""
+    def plan(self, body: CompletionRequest | ChatRequest, arrival_time: float) -> RequestPlan:
+        """Returns what the engine is to write and how. Raises ApiError."""
         prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
         text, grammar = self._text(body, prompts[0][0])
         _check_agreement(body, grammar)
-        resolver = self.resolver.held_to(drafters)
-        speculative = resolver.resolve(body.speculative, body.prediction is not None)
+        speculative = self.resolver.resolve(body.speculative, body.prediction is not None)
         request_id = uuid.uuid4().hex
         token_ids = [each for _, each in prompts]
         requests = self._requests(body, token_ids, grammar, speculative, request_id, arrival_time)
@@ -156,9 +154,8 @@ class Translator:
             tokens_as_ids=body.return_tokens_as_token_ids,
             return_token_ids=body.return_token_ids,
             return_drafted=speculative.return_drafted,
-            user=body.user,
-            safety_identifier=body.safety_identifier,
-            prompt_cache_key=body.prompt_cache_key,
+            logged={name: getattr(body, name) for name in self._logged if getattr(body, name)},
+            cache_salt=body.cache_salt or "",
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
             ignored=tuple(dict.fromkeys(self._ignored(body))),
@@ -292,6 +289,13 @@ class Translator:
     def adopt_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
         """From now on these are loaded."""
         self.adapters = adapter_names(adapters)
+
+    def held_to(self, drafters: Sequence[str] | None, adapters: Sequence[str] | None) -> Translator:
+        """Returns what serves requests that may have these drafters and adapters only; None: all."""
+        held = copy(self)
+        held.resolver = self.resolver.held_to(drafters)
+        held.adapters = tuple(x for x in self.adapters if adapters is None or x in adapters)
+        return held
 
     def check_model(self, name: str | None) -> str | None:
         """Returns the adapter that a model's name means; None: the model as it is. Raises ApiError 404

@@ -86,6 +86,13 @@ class TenantEntry(BaseModel):
         "among them, the first is the tenant's. Default: all that the server offers.",
     )
 
+    adapters: list[str] | None = Field(
+        default=None,
+        max_length=256,
+        description="Those that requests may name as their model and that lists of models show. Default: "
+        "all that are loaded.",
+    )
+
     def digest(self) -> str:
         """The key's SHA-256. Raises ValueError where there is not exactly one sound key."""
         if (self.key is None) == (self.key_sha256 is None):
@@ -111,6 +118,7 @@ class TenantEntry(BaseModel):
             priority=self.priority,
             max_tokens=self.max_tokens,
             drafters=None if self.drafters is None else tuple(self.drafters),
+            adapters=None if self.adapters is None else tuple(self.adapters),
         )
 
 

@@ -13,14 +13,15 @@ from server.plan import RequestPlan
 @dataclass(frozen=True, slots=True)
 class Terms:
     """``salt`` is part of all salts of the tenant's requests, ``priority`` what theirs is added to,
-    ``max_tokens`` the longest output of a choice, and ``drafters`` those that its requests may have;
-    None: all."""
+    ``max_tokens`` the longest output of a choice, ``drafters`` and ``adapters`` those that its requests
+    may have; None: all."""
 
     tenant: Tenant
     salt: str
     priority: int = 0
     max_tokens: int | None = None
     drafters: tuple[str, ...] | None = None
+    adapters: tuple[str, ...] | None = None
 
     def on(self, plan: RequestPlan) -> RequestPlan:
         """The request on these terms. Raises ApiError."""

@@ -32,4 +32,4 @@ def missing_library(error: ModuleNotFoundError, extras: dict[str, str]) -> str |
     library = (error.name or "").partition(".")[0]
     if library not in extras:
         return None
-    return f"this command needs {library}: pip install 'slipstream-llm[{extras[library]}]'"
+    return f"this command needs {library}: pip install -e '.[{extras[library]}]'"

@@ -16,6 +16,7 @@ import yaml
 from worlds.deploy_tools import DEPLOY, ROOT, python_tool
 
 FILE = DEPLOY / "compose.yaml"
+PINNED = r":v?\d+\.\d+\.\d+(-slim)?@sha256:[0-9a-f]{64}$"
 PASSWORD = "only-in-the-environment"
 
 
@@ -87,6 +88,16 @@ def test_no_file_holds_a_secret() -> None:
     assert set(found.values()) == {None}
 
 
+def test_the_port_is_opened_to_others_with_a_key_alone() -> None:
+    image = (ROOT / "Dockerfile").read_text()
+    assert "SLIPSTREAM_ALLOW_OPEN" not in str(re.findall(r"(?m)^(?!#).*", image))
+    refused = compose("config", "-q", GRAFANA_ADMIN_PASSWORD=PASSWORD, SLIPSTREAM_BIND="0.0.0.0")
+    assert refused.returncode != 0
+    assert "set SLIPSTREAM_API_KEY" in refused.stderr
+    server = read(SLIPSTREAM_BIND="0.0.0.0", SLIPSTREAM_API_KEY="k")["services"]["slipstream"]
+    assert [port["host_ip"] for port in server["ports"]] == ["0.0.0.0"]
+
+
 def test_an_api_key_reaches_the_server_only_if_there_is_one(services: dict[str, Any]) -> None:
     # Null: taken over from the caller, and not set at all where the caller has none.
     assert services["slipstream"]["environment"]["SLIPSTREAM_API_KEY"] is None
@@ -107,8 +118,8 @@ def test_everything_is_bounded_checked_and_without_privileges(services: dict[str
         assert service["logging"]["options"]["max-size"], name
         assert not service.get("privileged"), name
         assert [port["host_ip"] for port in service["ports"]] == ["127.0.0.1"], name
-        # Images of others are pinned to a version.
-        assert "build" in service or re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
+        # Images of others are pinned.
+        assert "build" in service or re.search(PINNED, service["image"]), name
 
 
 def test_the_server_is_built_and_run_as_the_dockerfile_means(services: dict[str, Any]) -> None:
@@ -138,6 +149,7 @@ def test_prometheus_scrapes_whichever_server_runs(services: dict[str, Any]) -> N
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     (target,) = jobs["slipstream"]["static_configs"][0]["targets"]
     host, _, port = target.partition(":")
+    assert services["slipstream"]["environment"]["SLIPSTREAM_ALLOWED_HOSTS"] == host
     for name in ("slipstream", "slipstream-gpu"):
         assert services[name]["networks"]["default"]["aliases"] == [host]
         assert [each["target"] for each in services[name]["ports"]] == [int(port)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,22 @@ def test_ports_by_name_are_the_containers(objects: Objects) -> None:
     (own,) = objects["Service", "slipstream"]["spec"]["ports"]
     (watched,) = objects["PodMonitor", "slipstream"]["spec"]["podMetricsEndpoints"]
     assert own["targetPort"] == watched["port"] == "http"
+
+
+def test_a_policy_says_what_pods_take_and_where_they_go(objects: Objects) -> None:
+    policy = objects["NetworkPolicy", "slipstream"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["ingress"][0] == {"ports": [{"port": 8000}]}
+    assert all("from" in each for each in policy["ingress"][1:])
+    names, models = policy["egress"]
+    assert {each["port"] for each in names["ports"]} == {53}
+    assert models["ports"] == [{"port": 443}]
+    # Where clouds hand out credentials to whoever asks from within.
+    for private in ("169.254.169.254", "fd00:ec2::254"):
+        address = ip_address(private)
+        for block in (each["ipBlock"] for each in models["to"]):
+            if ip_network(block["cidr"]).version == address.version:
+                assert any(address in ip_network(each) for each in block["except"])
 
 
 # --- what the server takes ---

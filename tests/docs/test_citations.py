@@ -24,7 +24,7 @@ EXEMPT = {
     "server/reference/index.html",
     "tests/docs/test_citations.py",
     "tests/docs/test_site.py",
-    "tests/server/endpoints/test_docs.py",
+    "tests/server/http/test_pages.py",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.logs import JsonLines, add_log_fields, log_fields
+from engine.logs import JsonLines, TextLines, add_log_fields, log_fields
 
 HOSTILE = 'x"}\n{"level": "critical"}\r\u2028\u0085\ud800\x1b[31m'
 
@@ -48,6 +48,18 @@ def test_an_exception_is_part_of_its_line() -> None:
         raise ValueError(HOSTILE)
     except ValueError:
         assert "Traceback" in line(exc_info=sys.exc_info())["exception"]
+
+
+def test_no_text_begins_a_line_in_text_either() -> None:
+    record = logging.LogRecord("room", logging.INFO, "f", 1, "for %s", (HOSTILE,), None)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    first, *rest = TextLines("%(levelname)s %(message)s").format(record).splitlines()
+    assert first == r'INFO for x"}\n{"level": "critical"}\r\u2028\x85\ud800\x1b[31m'
+    assert rest
+    assert all(each.startswith("  ") and each.isprintable() for each in rest)
 
 
 def test_a_value_that_json_does_not_know_is_written_as_text() -> None:

@@ -118,6 +118,10 @@ def test_figures_are_the_servers_account(page: Visit, server: LiveServer) -> Non
     mean = account["num_draft_tokens"] / account["num_steps"]
     assert float(gamma[1]) == pytest.approx(mean, abs=0.06)
     assert re.fullmatch(r"\d+(\.\d)?×", page.figure("drafted", "Speed-up"))
+    # There is one speed-up on the page, wherever it stands.
+    elsewhere = page.verdict() + page.page.locator("#engine-figures").inner_text()
+    shown = re.findall(r"\d+(?:\.\d)?×", elsewhere)
+    assert set(shown) <= {page.figure("drafted", "Speed-up")}
     # What drafts are for: fewer steps for the same tokens.
     assert page.figure("drafted", "Tokens/step") > page.figure("plain", "Tokens/step") == "1.00"
     assert int(page.figure("drafted", "Steps")) < int(page.figure("plain", "Steps"))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -23,6 +22,61 @@ async def test_probes_follow_the_engine(connect: Connect) -> None:
         assert (await client.get("http://test/version")).json()["version"]
         assert engine.stopped_with is None
     assert engine.stopped_with == 7
+
+
+LOCAL = ("plain", "named", "open")
+HOSTS = {
+    "evil.example": (),
+    "127.0.0.1.evil.example:8000": (),
+    "localhost.evil.example": (),
+    ":8000": (),
+    "localhost:8000:evil": (),
+    "10.0.0.7:8000": ("open",),
+    "[fe80::1]:8000": ("open",),
+    "box.lan:8000": ("named",),
+    "model.example": ("named",),
+    "localhost": LOCAL,
+    "LOCALHOST.:8000": LOCAL,
+    "app.localhost": LOCAL,
+    "127.0.0.9:1": LOCAL,
+    "[::1]:8000": LOCAL,
+}
+SERVED_AS = {
+    "plain": {},
+    "named": {"host": "box.lan", "allowed_hosts": ["Model.example:8000"]},
+    "open": {"host": "0.0.0.0", "allow_open": True},
+    "any": {"allowed_hosts": ["*"]},
+    "keyed": {"api_key": "k"},
+}
+
+
+@pytest.mark.parametrize("kind", SERVED_AS)
+async def test_without_a_key_only_known_hosts_are_answered(connect: Connect, kind: str) -> None:
+    engine = ScriptedEngine("abc")
+    async with connect(engine, **{"allowed_hosts": [], **SERVED_AS[kind]}) as client:
+        client.headers["authorization"] = "Bearer k"
+        for host, kinds in HOSTS.items():
+            headers = {"host": host}
+            is_answered = kind in kinds or kind in ("any", "keyed")
+            for path in ("/completions", "/messages", "http://test/tokenize"):
+                body = {"prompt": "a"} if path != "/messages" else {}
+                reply = await client.post(path, json=body, headers=headers)
+                assert (reply.status_code != 421) is is_answered, (host, path)
+            if not is_answered:
+                error = (await client.get("/models", headers=headers)).json()["error"]
+                assert error["code"] == "host_not_allowed"
+                assert "--allowed-hosts" in error["message"]
+                for page in (
+                    "/metrics",
+                    "/docs",
+                    "/playground",
+                    "/admin/speculative",
+                    "/v1/models",
+                ):
+                    found = await client.get(f"http://test{page}", headers=headers)
+                    assert found.status_code == 421, page
+            for probe in ("/health", "/ready"):
+                assert (await client.get(f"http://test{probe}", headers=headers)).is_success
 
 
 async def test_models_are_listed_and_retrieved(connect: Connect) -> None:
@@ -167,18 +221,6 @@ async def test_answers_carry_a_request_id(connect: Connect) -> None:
     assert len(set(drawn)) == 2
     assert unsound.headers["x-request-id"] != "a b\tc"
     assert refused.headers["x-request-id"]
-
-
-async def test_the_request_log_names_the_sender(
-    connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="slipstream.requests"):
-        async with connect(ScriptedEngine("abc")) as client:
-            body = {"prompt": "a", "user": "line\nbreak"}
-            await client.post("/completions", json=body, headers={"x-request-id": "abc-1"})
-    (line,) = [record.getMessage() for record in caplog.records]
-    sender = "x-request-id=abc-1 user='line\\nbreak' safety_identifier=None prompt_cache_key=None"
-    assert f"{sender} metadata={{}} prompt=1 completion=3 finish=stop" in line
 
 
 async def test_two_apps_in_one_process_do_not_mix(connect: Connect) -> None:

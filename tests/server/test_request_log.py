@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from engine.logs import JsonLines
 from engine.request.errors import RequestFailedError
-from worlds.scripted_engine import ScriptedEngine
-from worlds.serving import Connect
+from server.metrics import finished
+from slipstream.client.warm import read_lessons
+from slipstream.tools.replay.log import read_log
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+from worlds.serving import Connect, until
 
 pytestmark = pytest.mark.anyio
 
@@ -44,11 +49,18 @@ def lines() -> Any:
     root.setLevel(before)
 
 
+async def load(client: httpx.AsyncClient, name: str) -> None:
+    """Loads an adapter as the operator does."""
+    headers = {"authorization": "Bearer adm1n"}
+    body = {"name": name, "path": f"/adapters/{name}"}
+    await client.post("http://test/admin/lora", json=body, headers=headers)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_requests_line_has_its_ids_and_figures(
     connect: Connect, lines: Lines, stream: bool
 ) -> None:
-    async with connect(ScriptedEngine("abc")) as client:
+    async with connect(ScriptedEngine("abc"), log_client_fields=True) as client:
         body = {"prompt": "a", "user": "line\nbreak", "stream": stream, "n": 2}
         body |= {"metadata": {"job": "a\nb"}}
         headers = {"x-request-id": "abc-1"}
@@ -60,7 +72,8 @@ async def test_a_requests_line_has_its_ids_and_figures(
     assert other["x_request_id"].isalnum()
     assert line["user"] == "line\nbreak"
     assert line["metadata"] == {"job": "a\nb"}
-    assert line["message"].startswith(line["request_id"])
+    assert line["message"].startswith(f"{line['request_id']} x-request-id=abc-1 user=")
+    assert " prompt=1 completion=6 finish=stop,stop " in line["message"]
     expected = {
         "prompt_tokens": 1,
         "completion_tokens": 6,
@@ -104,26 +117,83 @@ async def test_no_text_and_no_key_is_logged_at_any_level(connect: Connect, lines
         assert secret not in said
 
 
-async def test_a_line_names_the_tenant_and_not_its_key(
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+NAMES = {"user": "ada-1", "metadata": {"user_id": "ada-2"}}
+MORE_NAMES = {"safety_identifier": "ada-3", "prompt_cache_key": "ada-4"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completions", {"prompt": "a", **MORE_NAMES}),
+        ("/chat/completions", CHAT | MORE_NAMES),
+        ("/messages", CHAT | {"max_tokens": 4}),
+        ("/responses", {"input": "a", **MORE_NAMES}),
+    ],
+)
+async def test_fields_that_may_name_people_are_logged_only_where_that_is_asked_for(
+    connect: Connect, lines: Lines, path: str, body: dict[str, Any]
+) -> None:
+    for asked in (False, True):
+        async with connect(ScriptedEngine("abc"), log_client_fields=asked) as client:
+            assert (await client.post(path, json=NAMES | body)).is_success
+        said = "".join(lines.texts)
+        for name in re.findall(r"ada-\d", str(NAMES | body)):
+            assert (name in said) is asked
+
+
+async def test_a_line_names_tenant_and_adapter_and_no_key(
     connect: Connect, lines: Lines, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("tenants: [{name: somebody, key: the-tenants-key}]")
-    async with connect(ScriptedEngine("abc"), api_keys_file=str(file)) as client:
+    async with connect(ScriptedEngine("abc"), api_keys_file=str(file), admin_key="adm1n") as client:
+        await load(client, "mine")
         client.headers["authorization"] = "Bearer the-tenants-key"
-        await client.post("/completions", json={"prompt": "a"})
-    (line,) = lines.of("slipstream.requests")
-    assert line["tenant"] == "somebody"
+        for model in (None, "mine"):
+            await client.post("/completions", json={"prompt": "a", "model": model})
+    found = lines.of("slipstream.requests")
+    assert [(each["tenant"], each.get("adapter")) for each in found] == [
+        ("somebody", None),
+        ("somebody", "mine"),
+    ]
     assert "the-tenants-key" not in "".join(lines.texts)
 
 
-async def test_a_line_names_the_adapter(connect: Connect, lines: Lines) -> None:
-    headers = {"authorization": "Bearer adm1n"}
-    async with connect(ScriptedEngine("abc"), admin_key="adm1n") as client:
-        body = {"name": "mine", "path": "/adapters/mine"}
-        await client.post("http://test/admin/lora", json=body, headers=headers)
-        for model in (None, "mine"):
-            await client.post("/completions", json={"prompt": "a", "model": model})
-    first, second = lines.of("slipstream.requests")
-    assert not first.get("adapter")
-    assert second["adapter"] == "mine"
+async def test_finished_requests_are_written_down_for_warm_and_replay(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and streamed, cut at a stop string, by tenant; of adapters and of what failed nothing."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("tenants: [{name: a, key: k-a}, {name: b, key: k-b}]")
+    files = [tmp_path / f"log.{name}.jsonl" for name in "ab"]
+    files[0].touch(0o644)
+    engine = ScriptedEngine("abc")
+    settings = {"api_keys_file": str(keys), "request_log": str(tmp_path / "log.jsonl")}
+    async with connect(engine, admin_key="adm1n", **settings) as client:
+        await load(client, "mine")
+        chat = {"messages": [{"role": "user", "content": "q"}]}
+        for key, path, fields in (
+            ("a", "/completions", {"prompt": "mine", "model": "mine"}),
+            ("a", "/completions", {"prompt": "p", "n": 2, "cache_salt": "s"}),
+            ("a", "/completions", {"prompt": "p", "stop": "c", "stream": True}),
+            ("b", "/messages", chat | {"max_tokens": 9}),
+        ):
+            headers = {"authorization": f"Bearer k-{key}"}
+            assert (await client.post(path, json=fields, headers=headers)).is_success
+        engine.break_after, engine.error = 0, RequestFailedError("it broke")
+        await client.post("/completions", json={"prompt": "p"}, headers=headers)
+        await until(lambda: files[1].exists() and files[1].read_text().count("\n") == 1)
+        monkeypatch.setattr(finished, "MOST_BYTES", 10)
+        engine.break_after = None
+        await client.post("/completions", json={"prompt": "p"}, headers=headers)
+        await until(lambda: not files[1].exists())
+    lines = [json.loads(each) for each in files[0].read_text().splitlines()]
+    assert [each["completion"] for each in lines] == [[97, 98, 99], [97, 98, 99], [97, 98]]
+    assert [each["prompt"] for each in lines] == [[112]] * 3
+    assert [each.get("cache_salt") for each in lines] == ["s", "s", None]
+    assert [each.cache_salt for each in read_log(files[0], byte_tokenizer)] == ["s", "s", ""]
+    assert [each.path for each in read_lessons(files[0], 9)] == ["/v1/completions"] * 3
+    kept = Path(f"{files[1]}.1")
+    assert len(read_lessons(kept, 9)) == 2
+    assert {each.stat().st_mode & 0o777 for each in (files[0], kept)} == {0o600}

@@ -45,7 +45,8 @@ class Live:
 @asynccontextmanager
 async def live(engine: Any, **settings: Any) -> AsyncIterator[Live]:
     """Serves ``engine`` for a block's length."""
-    chosen = Settings(**({"drain_seconds": 1, "body_processes": 0} | settings))
+    own = {"drain_seconds": 1, "body_processes": 0, "allowed_hosts": ["x", "test"]}
+    chosen = Settings(**(own | settings))
     app = build_app(engine, byte_tokenizer(), chosen)
     with bind("127.0.0.1", 0) as listener:
         server = DrainingServer(http_config(app, chosen), app.state.services.drain)

@@ -24,6 +24,7 @@ Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 async def serve(
     engine: ScriptedEngine, tokenizer: Any = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
+    settings = {"allowed_hosts": ["test"], **settings}
     app = build_app(engine, tokenizer or byte_tokenizer(), Settings(**settings))
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

@@ -33,7 +33,7 @@ def check_telemetry(endpoint: str | None) -> bool:
         import_module(_EXPORTER)
     except ImportError as error:
         given = "otlp_endpoint" if endpoint else "OTEL_EXPORTER_OTLP_ENDPOINT"
-        needs = "OpenTelemetry: pip install 'slipstream-llm[otel]'"
+        needs = "OpenTelemetry: pip install -e '.[otel]'"
         raise ValueError(f"{given}: sending spans and metrics needs {needs}") from error
     return True
 

@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         if error.name is None or not error.name.startswith("matplotlib"):
             raise
-        return _refuse("--plot needs matplotlib: pip install 'slipstream-llm[plot]'")
+        return _refuse("--plot needs matplotlib: pip install -e '.[plot]'")
     except (ValueError, OSError) as error:
         return _refuse(str(error))
     return 0

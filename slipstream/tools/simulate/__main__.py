@@ -15,7 +15,7 @@ def _main() -> int:
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
-        sys.stderr.write(f"simulate: needs {error.name}: pip install 'slipstream-llm[simulate]'\n")
+        sys.stderr.write(f"simulate: needs {error.name}: pip install -e '.[simulate]'\n")
         return 2
 
 

@@ -654,4 +654,4 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     said = refusal(written, lambda name: load_model(name, CPU))
-    assert said.endswith("GGUF files need gguf: pip install 'slipstream-llm[gguf]'")
+    assert said.endswith("GGUF files need gguf: pip install -e '.[gguf]'")

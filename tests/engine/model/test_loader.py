@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,26 @@ def test_a_folder_loads_with_its_weights_and_tokenizer(folder: Path) -> None:
     assert model.state_dict().keys() == saved.keys()
     assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
     assert load_tokenizer(str(folder))("verify draft nothing")["input_ids"] == [4, 3, 0]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"_attn_implementation": "flash_attention_2", "use_kernels": True},
+        {"attn_implementation": "somebody/kernels", "experts_implementation": "somebody/kernels"},
+        {"_attn_implementation_internal": "paged|flash_attention_3"},
+        {"_experts_implementation": "somebody/kernels"},
+        {"auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "code.Class")},
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_no_configuration_chooses_code(folder: Path, said: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    (folder / "code.py").write_text("raise SystemExit('run')")
+    config: Any = load_model(str(folder), CPU, "bfloat16").config
+    assert config._attn_implementation == "sdpa"
+    assert config._experts_implementation in ("eager", "grouped_mm")
 
 
 def test_a_chat_template_that_is_the_processors_alone_is_read(folder: Path) -> None:

@@ -52,6 +52,12 @@ def load(folder: Path) -> hf.PreTrainedModel:
 def test_the_half_writes_the_logits_of_the_whole_and_is_driven(name: str, tmp_path: Path) -> None:
     """The engine's own check holds its forward, in chunks and in a draft tree, to transformers'."""
     whole = saved(name, tmp_path)
+    for part in (None, "text_config"):  # A file chooses no code: a name on a hub would be fetched.
+        kernels = {
+            "_attn_implementation": "some/kernels",
+            "_experts_implementation": "some/kernels",
+        }
+        configure(tmp_path, part, **kernels)
     half = load(tmp_path)
     torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-4)
     assert half.num_parameters() < whole.num_parameters()

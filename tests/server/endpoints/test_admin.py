@@ -33,10 +33,14 @@ async def drafts_of(client: httpx.AsyncClient, engine: ScriptedEngine, padding: 
     return engine.requests[-1].speculative
 
 
+ADAPTERS = "http://test/admin/lora"
+LORA = [*((each, ADAPTERS) for each in ("GET", "POST", "PUT")), ("DELETE", f"{ADAPTERS}/a")]
+
+
 async def test_without_a_key_of_its_own_there_is_nothing(connect: Connect) -> None:
     async with connect(ScriptedEngine(), api_key="adm1n") as client:
-        for method in ("GET", "PATCH", "PUT"):
-            reply = await client.request(method, PATH, headers=KEY, json={})
+        for method, path in (*((each, PATH) for each in ("GET", "PATCH", "PUT")), *LORA):
+            reply = await client.request(method, path, headers=KEY, json={})
             assert reply.status_code == 404
             assert reply.json()["error"]["code"] == "not_found"
 
@@ -47,8 +51,8 @@ async def test_the_api_key_and_no_key_do_not_open_it(connect: Connect, given: st
     body = {"defaults": {"draft_strategy": "none"}}
     async with connect(ScriptedEngine(), api_key="s3cret", admin_key="adm1n") as client:
         before = (await client.get(PATH, headers=KEY)).json()
-        for method in ("GET", "PATCH", "PUT"):
-            reply = await client.request(method, PATH, headers=headers, json=body)
+        for method, path in (*((each, PATH) for each in ("GET", "PATCH", "PUT")), *LORA):
+            reply = await client.request(method, path, headers=headers, json=body)
             assert reply.status_code == 401
         assert (await client.get(PATH, headers=KEY)).json() == before
         assert (await client.get("/models", headers=KEY)).status_code == 401

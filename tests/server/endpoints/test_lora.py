@@ -29,20 +29,6 @@ async def ask(client: httpx.AsyncClient, model: str | None, **fields: Any) -> ht
     return await client.post("/completions", json={"prompt": "a", "model": model, **fields})
 
 
-async def test_without_the_operators_key_there_is_nothing(connect: Connect) -> None:
-    for settings, status in (({}, 404), ({"admin_key": "adm1n", "api_key": "s3cret"}, 401)):
-        async with connect(ScriptedEngine(), **settings) as client:
-            for method, path in (
-                ("GET", PATH),
-                ("POST", PATH),
-                ("PUT", PATH),
-                ("DELETE", PATH + "/a"),
-            ):
-                headers = {"authorization": "Bearer s3cret"}
-                reply = await client.request(method, path, headers=headers, json={})
-                assert reply.status_code == status
-
-
 async def test_the_model_field_chooses_and_the_reply_says_so(connect: Connect) -> None:
     engine = ScriptedEngine()
     async with connect(engine, admin_key="adm1n") as client:

@@ -40,6 +40,18 @@ def test_a_port_in_use_is_told_in_a_line_before_anything_is_loaded(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_other_machines_are_served_without_a_key_only_if_that_is_said(host: str) -> None:
+    said = "other machines reach .* api_key or api_keys_file, or allow_open"
+    config = EngineConfig(model="bundled")
+    with pytest.raises(ValueError, match=said):
+        serve(Settings(host=host, port=0), config)
+    for more in ({"allow_open": True}, {"api_key": "k"}):
+        # Gets as far as the next refusal.
+        with pytest.raises(ValueError, match="api_workers"):
+            serve(Settings(host=host, port=0, engine_process=False, api_workers=2, **more), config)
+
+
 def leave_a_connection_behind(listener: socket.socket) -> None:
     """One that the listener's side closed first: the kernel remembers it for a minute."""
     open_to_successors(listener)

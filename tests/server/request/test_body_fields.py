@@ -21,7 +21,7 @@ async def send(connect: Connect, path: str, body: dict[str, Any], caplog: Any) -
     engine = ScriptedEngine(TEXT)
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="slipstream.requests"):
-        async with connect(engine) as client:
+        async with connect(engine, log_client_fields=True) as client:
             reply = await client.post(path, json=body)
     assert reply.status_code == 200, reply.text
     parsed = None if reply.text.startswith(("data:", "event:")) else reply.json()

@@ -32,6 +32,8 @@ tenants:
   - {name: looks-up, key: k-looks-up, drafters: [prediction, nasd]}
   - {name: plain, key: k-plain, drafters: []}
   - {name: slow, key: k-slow, requests_per_minute: 1}
+  - {name: one, key: k-one, adapters: [mine]}
+  - {name: bare, key: k-bare, adapters: []}
 """
 
 
@@ -220,6 +222,53 @@ async def test_a_tenant_gets_the_drafters_of_its_list_and_no_others(
         told = (await client.get("/drafters", headers=by("looks-up"))).json()
         assert [each["id"] for each in told["data"]] == ["none", "nasd", "prediction"]
         assert told["defaults"]["draft_strategy"] == "nasd"
+
+
+async def test_a_tenant_sees_and_has_the_adapters_of_its_list_and_no_others(
+    connect: Connect, keys: str
+) -> None:
+    admin = {"Authorization": "Bearer adm1n"}
+    offered = {"free": ["mine", "theirs"], "one": ["mine"], "bare": []}
+    async with connect(ScriptedEngine(), api_keys_file=keys, admin_key="adm1n") as client:
+        for name in ("mine", "theirs"):
+            body = {"name": name, "path": f"/adapters/{name}"}
+            assert (
+                await client.post("http://test/admin/lora", json=body, headers=admin)
+            ).is_success
+        for tenant, names in offered.items():
+            client.headers.update(by(tenant))
+            base, *shown = [each["id"] for each in (await client.get("/models")).json()["data"]]
+            assert shown == names
+            for path in ("tags", "ps"):
+                found = (await client.get(f"http://test/api/{path}")).json()["models"]
+                assert [each["name"] for each in found][1:] == [f"{each}:latest" for each in names]
+            for name in ("mine", "theirs"):
+                status = 200 if name in names else 404
+                chat = {"model": name, "messages": [{"role": "user", "content": "a"}]}
+                for path, asked in (
+                    ("/v1/completions", {"model": name, "prompt": "a"}),
+                    ("/v1/chat/completions", chat),
+                    ("/v1/messages", chat | {"max_tokens": 4}),
+                    ("/v1/messages/count_tokens", chat),
+                    ("/v1/responses", {"model": name, "input": "a"}),
+                    ("/api/chat", chat),
+                    ("/api/show", {"model": name}),
+                    ("/tokenize", {"model": name, "prompt": "a"}),
+                    ("/detokenize", {"model": name, "tokens": [97]}),
+                ):
+                    # A large body is read elsewhere, on the same terms.
+                    for more in ("", " " * LARGE):
+                        content = json.dumps(asked) + more
+                        kind = {"content-type": "application/json"}
+                        reply = await client.post(
+                            f"http://test{path}", content=content, headers=kind
+                        )
+                        assert reply.status_code == status, (tenant, path, reply.text)
+                        assert status == 200 or "theirs" not in reply.text.replace(
+                            f"'{name}'", "", 1
+                        )
+                assert (await client.get(f"/models/{name}")).status_code == status
+            assert (await client.get(f"/models/{base}")).status_code == 200
 
 
 async def test_a_drafter_that_is_not_loaded_ends_the_start(tmp_path: Path) -> None:

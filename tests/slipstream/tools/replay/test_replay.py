@@ -381,7 +381,7 @@ def test_plots_need_matplotlib_and_say_so_first(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["replay", str(tmp_path / "no.jsonl"), "--plot", "x.png"]) == 2
-    assert "slipstream-llm[plot]" in capsys.readouterr().err
+    assert ".[plot]" in capsys.readouterr().err
 
 
 def test_a_plot_has_a_line_per_drafter_and_shape(
