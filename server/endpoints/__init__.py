@@ -33,6 +33,7 @@ Writer = TypeVar("Writer")
 class Services:
     """The parts of one application. ``fingerprint``: equal for servers that write the same tokens
     for the same seed. ``step_timeout``: seconds after which the engine's step counts as hung.
+    ``drops_unknown``: whether unknown fields of bodies are left out and listed, instead of refused.
     ``state``: "serving" between the app's start and the first word of its end.
     """
 
@@ -47,6 +48,7 @@ class Services:
     has_chat_template: bool
     step_timeout: float
     drain_seconds: float
+    drops_unknown: bool
     created: int = field(default_factory=lambda: int(time.time()))
     state: Literal["starting", "serving", "draining"] = "starting"
 

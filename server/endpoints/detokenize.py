@@ -26,4 +26,5 @@ class Detokenized(TypedDict):
 async def detokenize(body: DetokenizeRequest, request: Request, served: Served) -> Response:
     """The text of tokens."""
     await served.charge(request)
-    return JSONResponse(Detokenized(prompt=await served.bodies.read(body, Translator.detokenize)))
+    text, headers = await served.bodies.read_apart(body, Translator.detokenize)
+    return JSONResponse(Detokenized(prompt=text), headers=headers)

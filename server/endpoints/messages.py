@@ -48,5 +48,5 @@ async def count_message_tokens(
 ) -> Response:
     """Anthropic's: the tokens of the prompt that messages make."""
     await served.charge(request)
-    count = await served.bodies.read(body, count_tokens)
-    return JSONResponse(TokenCount(input_tokens=count))
+    count, headers = await served.bodies.read_apart(body, count_tokens)
+    return JSONResponse(TokenCount(input_tokens=count), headers=headers)

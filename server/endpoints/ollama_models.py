@@ -70,7 +70,7 @@ async def ollama_ps(served: Served) -> dict[str, Any]:
 async def ollama_show(body: OllamaShowRequest, request: Request, served: Served) -> Response:
     """Ollama's: facts of the model served."""
     del request
-    template, capabilities = await served.bodies.read(body, _facts)
+    (template, capabilities), headers = await served.bodies.read_apart(body, _facts)
     info = served.engine.info
     family = info.architecture or "unknown"
     shown = {
@@ -89,7 +89,7 @@ async def ollama_show(body: OllamaShowRequest, request: Request, served: Served)
         "capabilities": capabilities,
         "modified_at": timestamp(served.created),
     }
-    return JSONResponse(shown)
+    return JSONResponse(shown, headers=headers)
 
 
 router.add_api_route(

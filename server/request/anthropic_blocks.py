@@ -4,16 +4,15 @@ same: a tool's result, a block of the user's message here, is a message of its o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, PlainValidator, ValidationError, model_validator
+from pydantic import Field, JsonValue, PlainValidator, model_validator
 
-from server.request.body import Body, refusal
+from server.request.body import Body, WithoutEffect, part_of, refusal
 from server.request.foreign_parts import ForeignPart, find_foreign_part
-from server.request.messages import CacheControl
+from server.request.messages import CACHED, ArgumentsField, text_of
 
 _NOTHING_RUNS = "no tool runs here; its results come from the client, as 'tool_result'"
 _ACCOUNT_LINE = "x-anthropic-billing-header:"
@@ -24,7 +23,7 @@ session, so with it no session would find another's prompt in the cache."""
 class Block(Body):
     """The fields of all blocks."""
 
-    cache_control: CacheControl | None = None
+    without_effect: ClassVar[WithoutEffect] = CACHED | {"parsed_output": (), "index": ()}
 
 
 class TextBlock(Block):
@@ -97,7 +96,7 @@ class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1, max_length=128)
-    input: dict[str, JsonValue]
+    input: ArgumentsField
     caller: _DirectCaller | None = None
 
 
@@ -132,11 +131,7 @@ def _parse_block(kinds: Mapping[str, type[Body]], index: int, block: object) -> 
         else:
             message = f"must be an object of type {', '.join(kinds)}"
         raise refusal(index, "type", message=message)
-    try:
-        return kinds[kind].model_validate(block)
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        raise refusal(index, *found["loc"], message=str(found["msg"])) from error
+    return part_of(kinds[kind], index, block)
 
 
 _SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
@@ -173,7 +168,11 @@ SystemField = Annotated[Any, _blocks({"text": TextBlock})]
 
 
 class InputMessage(Body):
-    """``system``: instructions that hold from here on."""
+    """``system``: instructions that hold from here on. Some clients send a reply back whole."""
+
+    without_effect: ClassVar[WithoutEffect] = dict.fromkeys(
+        ("name", "id", "type", "model", "stop_reason", "stop_sequence", "usage", "container"), ()
+    )
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[Any, _blocks(_KINDS)]
@@ -199,11 +198,6 @@ class InputMessage(Body):
         for index, block in enumerate(self.blocks):
             if isinstance(getattr(block, "content", None), ForeignPart):
                 yield f"content.{index}.content", block.content
-
-
-def text_of(content: str | list[Any]) -> str:
-    """The text of a content without thoughts and calls."""
-    return content if isinstance(content, str) else "\n".join(each.text for each in content)
 
 
 def system_text(content: str | list[TextBlock]) -> str:
@@ -268,6 +262,5 @@ def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    function = {"name": block.name, "arguments": arguments}
+    function = {"name": block.name, "arguments": block.input}
     return {"id": block.id, "type": "function", "function": function}

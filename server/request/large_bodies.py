@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -32,6 +33,7 @@ from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
 from server.errors import CLIENT_GONE_STATUS, ApiError, bad_request, shutting_down
+from server.plan import ignored_header
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
 from server.request.speculative import SpeculativeResolver
@@ -59,6 +61,11 @@ class LargeBody:
 
     kind: type[Body]
     content: bytes
+    drops_unknown: bool = False
+
+    def parse(self) -> Body:
+        """Raises ApiError."""
+        return parse(self.kind, self.content, drops_unknown=self.drops_unknown)
 
 
 class BodyRoute(APIRoute):
@@ -82,9 +89,12 @@ class BodyRoute(APIRoute):
                 return Response(status_code=CLIENT_GONE_STATUS)
             if self.needs_type:
                 check_content_type(request.headers.get("content-type", ""))
-            is_large = len(content) > LARGE
-            body = LargeBody(kind, content) if is_large else parse(kind, content)
-            response: Response = await self.endpoint(body, request, request.app.state.services)
+            services = request.app.state.services
+            # Who operates the server is told of a wrong name in any case.
+            drops_unknown = services.drops_unknown and not self.path.startswith("/admin")
+            unread = LargeBody(kind, content, drops_unknown)
+            body = unread if len(content) > LARGE else unread.parse()
+            response: Response = await self.endpoint(body, request, services)
             return response
 
         return handle
@@ -139,6 +149,13 @@ class BodyReader:
         async with self._one_at_a_time:
             return await self._read_alone(body, work)
 
+    async def read_apart(
+        self, body: Body | LargeBody, work: Work[Result]
+    ) -> tuple[Result, dict[str, str]]:
+        """Returns the result of ``work``, of which no plan comes, and the headers of its answer. Raises
+        ApiError."""
+        return await self.read(body, partial(_with_headers, work))
+
     async def _read_alone(self, body: LargeBody, work: Work[Result]) -> Result:
         """In a new process, which reads nothing else. Raises ApiError, a 400 where that ends, too."""
         pool = self._begin_pool(1)
@@ -175,7 +192,7 @@ class BodyReader:
         return found
 
     def _read(self, body: LargeBody, work: Work[Result]) -> Result:
-        return work(self.translator, parse(body.kind, body.content))
+        return work(self.translator, body.parse())
 
     def close(self) -> None:
         """Ends the pool. Its processes are killed: the interpreter would wait at its end for one that is
@@ -214,6 +231,12 @@ class BodyReader:
         begun = [each for each in multiprocessing.active_children() if each not in before]
         self._processes = [each for each in self._processes if each.is_alive()] + begun
         return pool
+
+
+def _with_headers(
+    work: Work[Result], translator: Translator, body: Body
+) -> tuple[Result, dict[str, str]]:
+    return work(translator, body), ignored_header(body.ignored())
 
 
 _TRACKER_FILTER = "ignore:resource_tracker:UserWarning"
@@ -267,6 +290,6 @@ def _read_here(
     # With each body: the pool began with others if they were changed since.
     _translator.resolver, _translator.adapters = resolver, adapters
     try:
-        return work(_translator, parse(body.kind, body.content))
+        return work(_translator, body.parse())
     except ApiError as error:
         return error

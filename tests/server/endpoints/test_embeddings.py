@@ -66,7 +66,7 @@ async def test_texts_that_spell_special_tokens_are_text(connect: Connect) -> Non
         ({"input": "a" * 600}, "input"),
         ({"input": "a" * (LARGE + 1)}, "input"),
         ({"input": [270]}, "input"),
-        ({"input": ["a"] * 129}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
         ({"input": "a", "dimensions": 3}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "colour": 1}, "colour"),
@@ -117,8 +117,8 @@ async def test_the_ollama_client_gets_vectors(connect: Connect) -> None:
     assert several.total_duration == 120_000_000
     assert one.embeddings == [[0.5, ord("x")]]
     assert old.embedding == [0.5, ord("y")]
-    told = hinted.headers["x-slipstream-ignored"]
-    assert told == "options.num_ctx, options.temperature, keep_alive"
+    told = set(hinted.headers["x-slipstream-ignored"].split(", "))
+    assert told == {"options.num_ctx", "options.temperature", "keep_alive"}
 
 
 async def test_what_ollamas_endpoints_refuse_is_named(connect: Connect) -> None:
@@ -127,7 +127,6 @@ async def test_what_ollamas_endpoints_refuse_is_named(connect: Connect) -> None:
             ("embed", {"input": "a" * 600}, "input"),
             ("embed", {"input": [1]}, "input"),
             ("embed", {"input": "a", "dimensions": 3}, "dimensions"),
-            ("embed", {"input": "a", "truncate": True}, "truncate"),
             ("embeddings", {"prompt": "a" * 600}, "prompt"),
         ):
             reply = await http.post(f"http://test/api/{path}", json=body)
