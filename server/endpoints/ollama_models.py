@@ -103,7 +103,7 @@ router.add_api_route(
 
 def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[str]]:
     """Returns the chat template, and what the model can do. Raises ApiError 404."""
-    translator.check_model(known_name(body.model or body.name, translator.served_names))
+    translator.check_model(known_name(body.model, translator.served_names))
     can = {
         "tools": translator.takes_tools,
         "thinking": translator.splits_reasoning,

@@ -186,21 +186,21 @@ class MessageFields(Body):
     def for_chat(self) -> dict[str, Any]:
         """The fields of the chat request that says the same."""
         messages = [turn.message for turn in self.turns()]
-        given: dict[str, Any] = {"messages": messages}
-        given["chat_template_kwargs"] = self.chat_template_kwargs
+        given: dict[str, Any] = {
+            "messages": messages,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": self.output_config and self.output_config.effort,
+            "tools": [tool.for_chat() for tool in self.tools or ()],
+        }
         if self.thinking is not None and self.thinking.type != "adaptive":
             given["thinking"] = self.thinking.type
             given["reasoning"] = {"max_tokens": self.thinking.budget_tokens}
-        given["reasoning_effort"] = self.output_config and self.output_config.effort
         last = messages[-1]
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             given |= {"add_generation_prompt": False, "continue_final_message": True}
-        if self.tools:
-            given["tools"] = [tool.for_chat() for tool in self.tools]
-        choice = self.tool_choice
-        if choice is not None and (self.tools or choice.type not in ("auto", "none")):
-            given["tool_choice"] = choice.for_chat()
-            if choice.disable_parallel_tool_use:
+        if self.tool_choice is not None:
+            given["tool_choice"] = self.tool_choice.for_chat()
+            if self.tool_choice.disable_parallel_tool_use:
                 given["parallel_tool_calls"] = False
         return given
 
@@ -219,10 +219,6 @@ class CountTokensRequest(MessageFields):
 
 
 _Stop = Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARS)]
-_Tier = Annotated[
-    Literal["auto", "default", "flex", "scale", "priority", "standard_only"] | None,
-    Hint(does=("auto", "default", "standard_only")),
-]
 _METADATA = CommonFields.model_fields["metadata"].annotation
 
 
@@ -242,23 +238,19 @@ class MessagesRequest(CommonFields, MessageFields):
     metadata: Annotated[_METADATA, BeforeValidator(_without_nulls)] = optional(  # type: ignore[valid-type]
         "'user_id', and what else is to be in the request's log line.", max_length=16
     )
-    service_tier: _Tier = optional(  # type: ignore[assignment]
-        "There is one tier, 'standard'; 'priority' is a field of its own."
-    )
 
     def to_chat(self, translator: Translator) -> ChatRequest:
         """The chat request that says the same. Raises ApiError 400, in the chat's words."""
         given = self.for_chat()
-        own = CommonFields.model_fields.keys() - {"service_tier"}
+        own = (*CommonFields.model_fields, "top_p", "top_k", "max_tokens")
         given |= {name: getattr(self, name) for name in own}
-        given |= {name: getattr(self, name) for name in ("top_p", "top_k", "max_tokens")}
         given["stop"] = self.stop_sequences
         if (form := self.form()) is not None:
             schema = {"name": "output", "schema": form.schema_}
             given["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.thinking is not None and self.thinking.display == "omitted":
             given["include_reasoning"] = not translator.splits_reasoning
-        return check(ChatRequest, {name: each for name, each in given.items() if each is not None})
+        return check(ChatRequest, given)
 
 
 def plan_messages(

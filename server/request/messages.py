@@ -309,6 +309,8 @@ class ChatMessage(Body):
         "provider_specific_fields": ({},),
     }
 
+    synonyms: ClassVar[dict[str, str]] = {"reasoning": "reasoning_content"}
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: ContentField | None = None
     name: Annotated[str | None, Hint()] = optional(
@@ -317,19 +319,12 @@ class ChatMessage(Body):
     tool_calls: list[MessageToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(default=None, max_length=256)
     reasoning_content: str | None = None
-    reasoning: str | None = optional("The same as 'reasoning_content'.")
-
-    @property
-    def thoughts(self) -> str:
-        return self.reasoning_content or self.reasoning or ""
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
         for name in _foreign_to(self.role):
-            if getattr(self, name):
+            if getattr(self, name, None):
                 raise refusal(name, message=f"messages of {self.role!r} have no place for it")
-        if self.reasoning and self.reasoning_content not in (None, self.reasoning):
-            raise refusal("reasoning", message="contradicts 'reasoning_content'")
         missing = [[name for name in form if not self._has(name)] for form in _FORMS[self.role]]
         if all(missing):
             raise refusal(missing[0][0], message="is missing")
@@ -341,7 +336,7 @@ class ChatMessage(Body):
     def _has(self, name: str) -> bool:
         if name == "content":
             return self.content is not None
-        return bool(self.thoughts if name == "reasoning_content" else getattr(self, name))
+        return bool(getattr(self, name))
 
 
 def refuse_foreign_parts(messages: Sequence[ChatMessage], unserved: Collection[str]) -> None:
@@ -374,8 +369,8 @@ def template_messages(messages: Sequence[ChatMessage], takes_text: bool) -> list
         }
         if message.name:
             told["name"] = message.name
-        if message.thoughts:
-            told["reasoning_content"] = message.thoughts
+        if message.reasoning_content:
+            told["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
             told["tool_calls"] = [template_call(call, takes_text) for call in message.tool_calls]
             names |= {call.id: call.function.name for call in message.tool_calls}

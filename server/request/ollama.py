@@ -8,7 +8,7 @@ nothing else of their callers'.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, JsonValue, PlainValidator
@@ -81,15 +81,16 @@ class OllamaOptions(Body):
 
 
 class OllamaFunctionCall(Body):
-    """``index``: the call's place in its message, which its place in the list says."""
+    without_effect: ClassVar[WithoutEffect] = {"index": None}
 
     name: str = Field(min_length=1, max_length=128)
     arguments: ArgumentsField
-    index: int | None = None
 
 
 class OllamaToolCall(Body):
     """A call that the assistant made before."""
+
+    without_effect: ClassVar[WithoutEffect] = {"index": None}
 
     id: str | None = Field(default=None, min_length=1, max_length=256)
     type: Literal["function"] = "function"
@@ -180,7 +181,7 @@ class _OllamaRequest(Body):
     def _for_chat(
         self, translator: Translator, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> ChatRequest:
-        return _checked(
+        return check(
             ChatRequest,
             {
                 **self._for_request(translator),
@@ -239,7 +240,7 @@ class OllamaGenerateRequest(_OllamaRequest):
         for name in ("system", "think"):
             if getattr(self, name):
                 raise refused(name, "has no effect with 'raw'")
-        return _checked(
+        return check(
             CompletionRequest,
             {
                 **self._for_request(translator),
@@ -255,8 +256,9 @@ class OllamaShowRequest(Body):
 
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
+    synonyms: ClassVar[dict[str, str]] = {"name": "model"}
+
     model: str | None = optional("The served model's name, with ':latest' or without.")
-    name: str | None = optional("The same as 'model'.")
 
 
 class _EmbedFields(Body):
@@ -299,9 +301,7 @@ def plan_ollama_embeddings(
     given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
     given["truncate_prompt_tokens"] = -1 if body.truncate else None
     try:
-        plan = plan_embeddings(
-            translator, check(EmbeddingsRequest, _said(given)), arrival_time, drafters
-        )
+        plan = plan_embeddings(translator, check(EmbeddingsRequest, given), arrival_time, drafters)
     except ApiError as error:
         is_old = isinstance(body, OllamaEmbeddingsRequest) and error.param == "input"
         raise error.about("prompt") if is_old else error from error
@@ -386,14 +386,6 @@ def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], field: 
             return call_id
     at_fault = "tool_call_id" if message.tool_call_id else "tool_name" if name else "role"
     raise refused(f"{field}.{at_fault}", ": no message before this one has such a call to answer")
-
-
-def _checked(kind: type[_Model], fields: Mapping[str, Any]) -> _Model:
-    return check(kind, _said(fields))
-
-
-def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: each for name, each in fields.items() if each not in (None, [])}
 
 
 _RENAMED = {

@@ -186,9 +186,9 @@ class CommonFields(Body):
         max_length=256,
     )
     service_tier: Annotated[
-        Literal["auto", "default", "flex", "scale", "priority"] | None,
-        Hint(does=("auto", "default")),
-    ] = optional("There is one tier, 'default'; 'priority' is a field of its own.")
+        Literal["auto", "default", "flex", "scale", "priority", "standard_only"] | None,
+        Hint(does=("auto", "default", "standard_only")),
+    ] = optional("There is one tier; 'priority' is a field of its own.")
     metadata: dict[_MetadataKey, _MetadataValue] | None = optional(
         "Written to the request log, and sent back with whole replies.", max_length=16
     )

@@ -297,8 +297,7 @@ class ResponsesRequest(CommonFields):
             given["response_format"] = self.text.format.for_chat()
         if self.text is not None:
             given["verbosity"] = self.text.verbosity
-        said = {name: value for name, value in given.items() if value not in (None, [])}
-        return check(ChatRequest, said)
+        return check(ChatRequest, given)
 
     def repeated(self) -> dict[str, JsonValue]:
         """Returns the fields that a response repeats."""

@@ -274,7 +274,7 @@ class Translator:
         if field in body.model_fields_set and (limit or 0) > self._info.max_model_len - longest:
             yield field
         if isinstance(body, ChatRequest) and not body.tools:
-            yield from body.model_fields_set & {"tool_choice", "parallel_tool_calls"}
+            yield from sorted(body.model_fields_set & {"tool_choice", "parallel_tool_calls"})
         yield from (f"chat_template_kwargs.{name}" for name in given if name not in read)
         if body.logprob_token_ids and body.num_logprobs:
             yield "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"

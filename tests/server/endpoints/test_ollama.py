@@ -220,17 +220,6 @@ async def test_options_are_those_of_the_engine(connect: Connect) -> None:
         assert each.sampling.max_tokens == room
 
 
-async def test_hints_are_taken_and_told(connect: Connect) -> None:
-    options = {"num_ctx": 4096, "num_gpu": 1, "use_mmap": True, "repeat_last_n": 64, "mirostat": 1}
-    async with connect(ScriptedEngine(TEXT)) as http:
-        for stream in (True, False):
-            body = {"messages": MESSAGES, "options": options, "keep_alive": "5m", "stream": stream}
-            reply = await http.post("http://test/api/chat", json=body)
-            assert reply.status_code == 200, reply.text
-            told = set(reply.headers["x-slipstream-ignored"].split(", "))
-            assert told == {"keep_alive", *(f"options.{name}" for name in options)}
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "named"),
     [
