@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from server.request.body import Body, WithoutEffect, part_of, refusal
 from server.request.foreign_parts import ForeignPart, find_foreign_part
-from server.request.messages import CACHED, ArgumentsField, text_of
+from server.request.messages import CACHED, ArgumentsField, TextPart, text_of
 
 _NOTHING_RUNS = "no tool runs here; its results come from the client, as 'tool_result'"
 _ACCOUNT_LINE = "x-anthropic-billing-header:"
@@ -23,13 +23,7 @@ session, so with it no session would find another's prompt in the cache."""
 class Block(Body):
     """The fields of all blocks."""
 
-    without_effect: ClassVar[WithoutEffect] = CACHED | {"parsed_output": (), "index": ()}
-
-
-class TextBlock(Block):
-    type: Literal["text"]
-    text: str
-    citations: list[JsonValue] | None = Field(default=None, max_length=0)
+    without_effect: ClassVar[WithoutEffect] = CACHED | {"index": ()}
 
 
 class _TextSource(Body):
@@ -40,7 +34,7 @@ class _TextSource(Body):
 
 class _BlocksSource(Body):
     type: Literal["content"]
-    content: str | list[TextBlock]
+    content: str | list[TextPart]
 
 
 class _Citations(Body):
@@ -135,7 +129,7 @@ def _parse_block(kinds: Mapping[str, type[Body]], index: int, block: object) -> 
 
 
 _SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
-_OF_RESULTS: dict[str, type[Body]] = {"text": TextBlock, "document": DocumentBlock}
+_OF_RESULTS: dict[str, type[Body]] = {"text": TextPart, "document": DocumentBlock}
 
 
 class ToolResultBlock(Block):
@@ -152,7 +146,7 @@ class ToolResultBlock(Block):
 
 
 _KINDS: dict[str, type[Body]] = {
-    "text": TextBlock,
+    "text": TextPart,
     "document": DocumentBlock,
     "thinking": ThinkingBlock,
     "redacted_thinking": RedactedThinkingBlock,
@@ -164,7 +158,7 @@ _OF_ROLES = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-SystemField = Annotated[Any, _blocks({"text": TextBlock})]
+SystemField = Annotated[Any, _blocks({"text": TextPart})]
 
 
 class InputMessage(Body):
@@ -188,7 +182,7 @@ class InputMessage(Body):
     @property
     def blocks(self) -> Sequence[Any]:
         if isinstance(self.content, str):
-            return [TextBlock(type="text", text=self.content)]
+            return [TextPart(type="text", text=self.content)]
         return [] if isinstance(self.content, ForeignPart) else self.content
 
     def foreign_parts(self) -> Iterator[tuple[str, ForeignPart]]:
@@ -200,7 +194,7 @@ class InputMessage(Body):
                 yield f"content.{index}.content", block.content
 
 
-def system_text(content: str | list[TextBlock]) -> str:
+def system_text(content: str | list[TextPart]) -> str:
     """The system prompt, without the line that is for Anthropic's books."""
     blocks = [content] if isinstance(content, str) else [each.text for each in content]
     return "\n".join(each for each in blocks if not each.startswith(_ACCOUNT_LINE))
@@ -253,7 +247,7 @@ def _for_chat(message: InputMessage) -> Iterator[dict[str, Any]]:
 
 def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
     told: dict[str, Any] = {"role": "assistant"}
-    told["content"] = "\n".join(each.text for each in blocks if isinstance(each, TextBlock))
+    told["content"] = "\n".join(each.text for each in blocks if isinstance(each, TextPart))
     thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
     if any(thoughts):
         told["reasoning_content"] = "\n".join(thoughts)

@@ -95,7 +95,7 @@ CACHED: WithoutEffect = {"cache_control": None}
 class Tool(Body):
     without_effect: ClassVar[WithoutEffect] = CACHED
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
@@ -208,8 +208,8 @@ ArgumentsField = Annotated[
 """The text of a call's arguments, whatever it is: a call that was cut off is sent back as it came."""
 
 
-class _CalledFunction(Body):
-    without_effect: ClassVar[WithoutEffect] = {"parsed_arguments": ()}
+class CalledFunction(Body):
+    without_effect: ClassVar[WithoutEffect] = {"parsed_arguments": (), "index": None}
 
     name: str = Field(min_length=1, max_length=128)
     arguments: ArgumentsField
@@ -224,14 +224,14 @@ class MessageToolCall(Body):
 
     id: str = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
-    function: _CalledFunction
+    function: CalledFunction
 
 
 class TextPart(Body):
     without_effect: ClassVar[WithoutEffect] = {
         **CACHED,
         **dict.fromkeys(("annotations", "citations", "logprobs"), ([],)),
-        **dict.fromkeys(("id", "index"), ()),
+        **dict.fromkeys(("id", "index", "parsed_output"), ()),
     }
 
     type: Literal["text"]

@@ -25,7 +25,7 @@ from server.request.body import (
     optional,
 )
 from server.request.embeddings import EmbeddingsRequest, plan_embeddings
-from server.request.messages import MAX_TOOLS, TEXT_ONLY, ArgumentsField, FunctionDefinition
+from server.request.messages import MAX_TOOLS, TEXT_ONLY, CalledFunction, Tool
 from server.request.parsing import check
 from server.request.protocol import (
     MAX_COUNT,
@@ -80,13 +80,6 @@ class OllamaOptions(Body):
         return self.num_predict if self.num_predict > 0 else None
 
 
-class OllamaFunctionCall(Body):
-    without_effect: ClassVar[WithoutEffect] = {"index": None}
-
-    name: str = Field(min_length=1, max_length=128)
-    arguments: ArgumentsField
-
-
 class OllamaToolCall(Body):
     """A call that the assistant made before."""
 
@@ -94,7 +87,7 @@ class OllamaToolCall(Body):
 
     id: str | None = Field(default=None, min_length=1, max_length=256)
     type: Literal["function"] = "function"
-    function: OllamaFunctionCall
+    function: CalledFunction
 
 
 class OllamaMessage(Body):
@@ -110,13 +103,6 @@ class OllamaMessage(Body):
     tool_name: str | None = Field(default=None, max_length=128)
     name: str | None = optional("A tool's, or the author.", max_length=128)
     tool_call_id: str | None = Field(default=None, max_length=256)
-
-
-class OllamaTool(Body):
-    """A function that may be called."""
-
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
 
 
 def _parse_format(value: object) -> Any:
@@ -201,7 +187,7 @@ class OllamaChatRequest(_OllamaRequest):
     asks_by: ClassVar[str] = "messages"
 
     messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
-    tools: list[OllamaTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
 
     def for_translator(self, translator: Translator) -> ChatRequest:
         messages = list(_messages(self.messages))

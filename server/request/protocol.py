@@ -67,7 +67,7 @@ _UNSUPPORTED = {
     "mm_processor_kwargs": TEXT_ONLY,
     "media_io_kwargs": TEXT_ONLY,
 }
-_TOLD = """
+_LISTED = """
 num_ctx num_keep n_keep num_batch num_gqa num_gpu main_gpu num_thread numa low_vram f16_kv logits_all
 use_mmap use_mlock rope_frequency_base rope_frequency_scale keep_alive ttl options usage response_fields
 timings_per_token return_progress return_tokens post_sampling_probs id_slot backend_sampling weight
@@ -77,7 +77,8 @@ enable_search chat_id input_type embedding_types extra_headers extra_query miros
 dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
 samplers min_keep repeat_penalty repeat_last_n thinking reasoning reasoning_effort verbosity
 """
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_LISTED_UNLESS: dict[str, tuple[Any, ...]] = {
+    _LISTED: (),
     "typical_p typ_p tfs_z": (1, 1.0),
     "mirostat mirostat_mode dynatemp_range xtc_probability dry_multiplier top_a n_probs": (0, 0.0),
     "top_logprobs": (0,),
@@ -86,8 +87,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": ("in_memory", "in-memory"),
 }
 WITHOUT_EFFECT: WithoutEffect = {
-    **dict.fromkeys(_TOLD.split(), ()),
-    **{name: does for names, does in _NEUTRAL.items() for name in names.split()},
+    name: does for names, does in _LISTED_UNLESS.items() for name in names.split()
 }
 """What clients of OpenAI, llama.cpp, Ollama, LM Studio, OpenRouter and others send to any server."""
 TOKEN_LIMIT: dict[str, Any] = {
