@@ -8,18 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.request.params import GenerationRequest
-from server.errors import MAX_PARAM_CHARS, clip
 
 POOLED_AT_ONCE = 64
 IGNORED_HEADER = "x-slipstream-ignored"
 """Lists the request's fields without effect."""
-_MAX_IGNORED_CHARS = 2000
+_MAX_PATH_CHARS, _MAX_IGNORED_CHARS = 120, 2000
 _UNFIT = re.compile(r"[^!-+\--~]")
 
 
 def ignored_header(paths: Iterable[str]) -> dict[str, str]:
     """Returns the header that lists these fields, whatever letters and lengths their names have."""
-    listed = ", ".join(_UNFIT.sub("?", clip(each, MAX_PARAM_CHARS - 1)) for each in paths)
+    listed = ", ".join(_UNFIT.sub("?", each[:_MAX_PATH_CHARS]) for each in paths)
     if len(listed) > _MAX_IGNORED_CHARS:
         listed = listed[:_MAX_IGNORED_CHARS].rpartition(", ")[0] + ", ..."
     return {IGNORED_HEADER: listed} if listed else {}

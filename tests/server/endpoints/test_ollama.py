@@ -271,16 +271,6 @@ async def test_a_refusal_names_the_field(
     assert not engine.requests
 
 
-async def test_what_is_empty_is_left_out(connect: Connect) -> None:
-    empty = {"suffix": "", "template": "", "context": [], "images": [], "system": "", "format": ""}
-    engine = ScriptedEngine(TEXT)
-    async with connect(engine) as http:
-        body = {"prompt": "hi", "options": None, "think": None, "truncate": False, **empty}
-        reply = await http.post("http://test/api/generate", json=body)
-    assert reply.status_code == 200, reply.text
-    assert prompt_of(engine) == "|user: hi\n|"
-
-
 async def test_nothing_to_answer_is_a_load(connect: Connect) -> None:
     engine = ScriptedEngine(TEXT)
     async with ollama_client(connect, engine) as client:

@@ -253,21 +253,13 @@ async def test_a_limit_above_the_room_is_cut_and_listed(connect: Connect, path: 
 
 TWO = '{"a": 1}{"b": 2}'
 CUT = '{"city": "Col'
+SHOWN = {CUT: json.dumps(CUT), None: "{}", "null": "{}", "[1]": '"[1]"', TWO: json.dumps(TWO)}
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        (CUT, json.dumps(CUT)),
-        (None, "{}"),
-        ("null", "{}"),
-        ("[1]", '"[1]"'),
-        (TWO, json.dumps(TWO)),
-    ],
-)
+@pytest.mark.parametrize("given", SHOWN)
 @pytest.mark.parametrize("takes_text", [True, False])
 async def test_arguments_that_are_no_object_are_text(
-    connect: Connect, given: Any, shown: str, takes_text: bool
+    connect: Connect, given: str | None, takes_text: bool
 ) -> None:
     """As those of a call that was cut off; also for templates that know objects alone."""
     loop = "" if takes_text else "{% for key in c.function.arguments.items() %}{% endfor %}"
@@ -277,18 +269,20 @@ async def test_arguments_that_are_no_object_are_text(
     call: dict[str, Any] = {"name": "f", "arguments": given}
     chat = {"role": "assistant", "tool_calls": [{"id": "1", "index": 0.0, "function": call}]}
     block = {"type": "tool_use", "id": "1", "name": "f", "input": given}
+    item = {"type": "function_call", "call_id": "1", **call}
     engine = ScriptedEngine(TEXT)
     async with connect(engine, byte_tokenizer(template)) as client:
-        for path, body in (
-            (CHAT, {"messages": [chat, HI]}),
-            (f"{API}/chat", {"messages": [chat, HI]}),
-            ("/responses", {"input": [{"type": "function_call", "call_id": "1", **call}, HI]}),
-            ("/messages", {"messages": [{"role": "assistant", "content": [block]}, HI]}),
+        for path, name, message in (
+            (CHAT, "messages", chat),
+            (f"{API}/chat", "messages", chat),
+            ("/responses", "input", item),
+            ("/messages", "messages", {"role": "assistant", "content": [block]}),
         ):
-            reply = await client.post(path, json=LIMITS[path][0] | body)
+            reply = await client.post(path, json=LIMITS[path][0] | {name: [message, HI]})
             assert (reply.status_code, reply.headers.get(IGNORED_HEADER)) == (200, None), reply.text
-    text = shown if takes_text or shown == "{}" else f'{{"arguments": {shown}}}'
-    assert {_shown(each) for each in engine.requests} == {f"{text}hi"}
+    shown = SHOWN[given]
+    shown = shown if takes_text or shown == "{}" else f'{{"arguments": {shown}}}'
+    assert {_shown(each) for each in engine.requests} == {f"{shown}hi"}
 
 
 def _calls_other(request: GenerationRequest) -> bool:
@@ -301,6 +295,7 @@ OTHER = {"type": "function", "function": {"name": "other"}}
 FLAT = {"type": "function", "name": "other"}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [OTHER]}}
 FLAT_ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [FLAT]}
+EMPTY = {"context": [], "images": [], "system": "", "format": "", "think": None, "options": None}
 SAID_TWICE = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 MARKED = HI | MARK | {"content": [{"type": "text", "text": "ab", **MARK}]}
@@ -330,6 +325,7 @@ MARKED = HI | MARK | {"content": [{"type": "text", "text": "ab", **MARK}]}
         ),
         (f"{API}/chat", {"options": {"num_predict": 0, "typical_p": 1.0}}, None, None),
         (f"{API}/chat", {"options": {"num_ctx": 4096}}, "options.num_ctx", None),
+        (f"{API}/generate", EMPTY | {"suffix": "", "template": ""}, None, None),
         (f"{API}/chat", {"verbose": True, "messages": [HI | {"images": []}]}, "verbose", None),
     ],
 )
@@ -350,22 +346,20 @@ async def test_a_name_goes_to_a_template_that_reads_it(connect: Connect) -> None
     assert (_shown(engine.requests[0]), reply.headers.get(IGNORED_HEADER)) == ("ann:", None)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        *((path, body) for path, (body, _) in LIMITS.items()),
-        ("/embeddings", {"input": "a"}),
-        ("/messages/count_tokens", {"messages": [HI]}),
-        ("http://test/tokenize", {"messages": [HI]}),
-        ("http://test/detokenize", {"tokens": [5.0]}),
-        (f"{API}/show", {}),
-        (f"{API}/embed", {"input": "a"}),
-    ],
-)
+WITHOUT_PLANS: dict[str, dict[str, Any]] = {
+    "/messages/count_tokens": {"messages": [HI]},
+    "http://test/tokenize": {"messages": [HI]},
+    "http://test/detokenize": {"tokens": [5.0]},
+    f"{API}/show": {},
+}
+
+
+@pytest.mark.parametrize("path", [*LIMITS, *WITHOUT_PLANS, "/embeddings", f"{API}/embed"])
 @pytest.mark.parametrize("padding", ["", "x" * LARGE])
 async def test_unknown_fields_are_listed_where_the_operator_says_so(
-    connect: Connect, path: str, body: dict[str, Any], padding: str
+    connect: Connect, path: str, padding: str
 ) -> None:
+    body = LIMITS[path][0] if path in LIMITS else WITHOUT_PLANS.get(path, {"input": "a"})
     unknown: dict[str, Any] = {"colour": padding, "\n\u20ac, " + "x" * 5_000: 1}
     expected = {"colour"}
     if "messages" in body and API not in path:
@@ -376,6 +370,4 @@ async def test_unknown_fields_are_listed_where_the_operator_says_so(
     async with connect(engine, unknown_fields="tell", body_processes=0) as client:
         reply = await client.post(path, json=body | unknown)
     assert reply.status_code == 200, reply.text
-    told = reply.headers[IGNORED_HEADER].split(", ")
-    assert expected <= set(told)
-    assert max(map(len, told)) < 200
+    assert expected <= set(reply.headers[IGNORED_HEADER].split(", "))

@@ -99,16 +99,12 @@ def answer(call: str, **fields: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call, "content": "x", **fields}
 
 
-def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
 def predicted(**fields: Any) -> dict[str, Any]:
     return {"prediction": {"type": "content", "content": "a", **fields}}
 
 
 ALLOWED = "tool_choice.allowed_tools.tools"
+UNKNOWN = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function()]}}
 PARAMETERS = "tools.0.function.parameters"
 UNUSABLE = {"type": "object", "properties": {"a": {"type": "colour"}}}
 STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
@@ -141,7 +137,7 @@ CHATS: list[Row] = [
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": function()}, "tool_choice.function.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
-    ({"tools": TOOLS, "tool_choice": allowed("g")}, f"{ALLOWED}.0.function.name"),
+    ({"tools": TOOLS, "tool_choice": UNKNOWN}, f"{ALLOWED}.0.function.name"),
     ({"tools": STRICT, "ignore_eos": True}, "ignore_eos"),
     ({"messages": [called(), answer("2")]}, "messages.1.tool_call_id"),
     ({"messages": [called(), answer("1", name="g")]}, "messages.1.name"),
