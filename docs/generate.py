@@ -27,9 +27,19 @@ from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
 from server.metrics.prometheus import Metrics, aliases
-from server.request.anthropic import MessagesRequest
-from server.request.body import Hint
-from server.request.protocol import ChatRequest, CompletionRequest
+from server.request.anthropic import CustomTool, MessagesRequest
+from server.request.anthropic_blocks import Block, InputMessage
+from server.request.body import Body, Hint
+from server.request.messages import ChatMessage, TextPart
+from server.request.ollama import OllamaGenerateRequest
+from server.request.protocol import (
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CommonFields,
+    CompletionRequest,
+    EventOptions,
+    ReasoningOptions,
+)
 from server.request.responses import ResponsesRequest
 from server.setting_names import all_settings, flag_name
 from server.settings import with_drafters
@@ -205,6 +215,22 @@ def sampling_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+REQUESTS = (CommonFields, OllamaGenerateRequest)
+PARTS: dict[str, type[Body]] = {
+    "all requests": CommonFields,
+    "`stream_options`": EventOptions,
+    "`reasoning`": ReasoningOptions,
+    "messages of chats": ChatMessage,
+    "text parts of chats": TextPart,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+    "messages of Anthropic's API": InputMessage,
+    "their blocks": Block,
+    "their tools": CustomTool,
+    "`/api/chat`, `/api/generate`": OllamaGenerateRequest,
+}
+
+
 def hints_table() -> str:
     bodies = {
         "completions": CompletionRequest,
@@ -226,12 +252,34 @@ def hints_table() -> str:
 
 
 def _outcome(hint: Hint) -> str:
-    if hint.effect:
-        return hint.effect
-    if hint.variable:
-        return f"handed to a chat template that reads `{hint.variable}`, else told"
-    done = " or ".join(f"`{json.dumps(each)}`" for each in hint.does)
-    return f"told, unless {done}" if done else "told"
+    if hint.is_for_template:
+        names = sorted({hint.variable, *hint.switches} - {""})
+        read = " or ".join(f"`{each}`" for each in names)
+        return f"handed to a chat template that reads {read}, else listed"
+    return f"listed{_unless(hint.does)}"
+
+
+def _unless(does: tuple[Any, ...]) -> str:
+    # 1 and 1.0 are two values to Python and one to a client.
+    done = " or ".join(dict.fromkeys(f"`{json.dumps(each).removesuffix('.0')}`" for each in does))
+    return f", unless {done}" if done else ""
+
+
+def without_effect_table() -> str:
+    lines = ["| in | fields |", "| --- | --- |"]
+    for place, body in PARTS.items():
+        shared = WITHOUT_EFFECT if body is not CommonFields and issubclass(body, REQUESTS) else {}
+        groups: dict[str, list[str]] = {}
+        for name, does in body.without_effect.items():
+            if does is not None and name not in {*body.unsupported, *body.model_fields, *shared}:
+                groups.setdefault(_unless(does), []).append(f"`{name}`")
+        rows = (
+            f"{', '.join(names[at : at + 6])}{unless}"
+            for unless, names in groups.items()
+            for at in range(0, len(names), 6)
+        )
+        lines += (f"| {'' if number else place} | {row} |" for number, row in enumerate(rows))
+    return "\n".join(lines) + "\n"
 
 
 def tenants_table() -> str:
@@ -251,6 +299,7 @@ TABLES = {
     "sampling": sampling_table,
     "tenants": tenants_table,
     "hints": hints_table,
+    "without_effect": without_effect_table,
 }
 
 

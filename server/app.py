@@ -150,6 +150,7 @@ def _services(
         has_chat_template=bool(template),
         step_timeout=settings.step_timeout,
         drain_seconds=settings.drain_seconds,
+        drops_unknown=settings.unknown_fields == "tell",
     )
     return services
 

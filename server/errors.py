@@ -97,7 +97,7 @@ class ApiError(Exception):
 
     def about(self, param: str) -> ApiError:
         """Returns the same of another field, which stands in the message for this one's."""
-        message = self.message.replace(self.param, param) if self.param else self.message
+        message = self.message.replace(self.param, param, 1) if self.param else self.message
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
     def body(self) -> ErrorReply:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.request.params import GenerationRequest
+
+POOLED_AT_ONCE = 64
+IGNORED_HEADER = "x-slipstream-ignored"
+"""Lists the request's fields without effect."""
+_MAX_PATH_CHARS, _MAX_IGNORED_CHARS = 120, 2000
+_UNFIT = re.compile(r"[^!-+\--~]")
+
+
+def ignored_header(paths: Iterable[str]) -> dict[str, str]:
+    """Returns the header that lists these fields, whatever letters and lengths their names have."""
+    listed = ", ".join(_UNFIT.sub("?", each[:_MAX_PATH_CHARS]) for each in paths)
+    if len(listed) > _MAX_IGNORED_CHARS:
+        listed = listed[:_MAX_IGNORED_CHARS].rpartition(", ")[0] + ", ..."
+    return {IGNORED_HEADER: listed} if listed else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +99,27 @@ class RequestPlan:
     ignored: tuple[str, ...]
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
-    def with_grammars_of(self, own: Callable[[str], str]) -> RequestPlan:
-        """Returns the same for a request whose fields have other names: ``own`` of those that a refused
-        grammar would be blamed on."""
-        return replace(self, choices=tuple(each.with_grammars_of(own) for each in self.choices))
+    def in_words_of(
+        self, own: Callable[[str], str], ignored: Iterable[str], repeated: Mapping[str, Any]
+    ) -> RequestPlan:
+        """Returns the same for a request of another API: ``own`` has its names of this one's fields,
+        ``ignored`` are further ones without effect."""
+        paths = [*map(own, self.ignored), *ignored]
+        return replace(
+            self,
+            choices=tuple(each.with_grammars_of(own) for each in self.choices),
+            ignored=tuple(dict.fromkeys(paths)),
+            repeated=repeated,
+        )
+
+    @property
+    def num_at_once(self) -> int:
+        """How many choices run at once. The texts of one request for embeddings may be more than the
+        engine's queue and the tenant's seats."""
+        request = self.choices[0].request
+        if request.pooling == "none":
+            return len(self.choices)
+        return min(POOLED_AT_ONCE, request.tenant.max_concurrent_requests or POOLED_AT_ONCE)
 
     @property
     def seed(self) -> int:

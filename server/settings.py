@@ -332,6 +332,11 @@ class Settings(BaseSettings):
         description="Processes that read bodies over 16 KiB; 0: the server's own, which "
         "keeps all other requests waiting meanwhile.",
     )
+    unknown_fields: Literal["reject", "tell"] = Field(
+        default="reject",
+        description="Fields of requests that the server does not know; reject: a 400 that names them; "
+        "tell: left out, and listed in the header x-slipstream-ignored.",
+    )
     max_choices: int = Field(
         default=128, ge=1, description="Most choices a request may ask for, over all its prompts."
     )

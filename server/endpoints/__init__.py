@@ -18,12 +18,13 @@ from engine.request.errors import TryLaterError
 from engine.request.info import AdapterInfo
 from server.http.middleware import KEY_OF
 from server.metrics.prometheus import RequestMetrics
-from server.plan import RequestPlan
+from server.plan import RequestPlan, ignored_header
 from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
 from server.request.body import Body
 from server.request.large_bodies import BodyReader, LargeBody
 from server.request.speculative import ChangeSpeculation, SpeculativeResolver
+from server.request.translate import Translator
 from server.tenants.terms import Terms
 
 Writer = TypeVar("Writer")
@@ -35,6 +36,7 @@ Few = Sequence[str] | None
 class Services:
     """The parts of one application. ``fingerprint``: equal for servers that write the same tokens
     for the same seed. ``step_timeout``: seconds after which the engine's step counts as hung.
+    ``drops_unknown``: whether unknown fields of bodies are left out and listed, instead of refused.
     ``state``: "serving" between the app's start and the first word of its end.
     """
 
@@ -49,6 +51,7 @@ class Services:
     has_chat_template: bool
     step_timeout: float
     drain_seconds: float
+    drops_unknown: bool
     created: int = field(default_factory=lambda: int(time.time()))
     state: Literal["starting", "serving", "draining"] = "starting"
 
@@ -76,6 +79,13 @@ class Services:
         if terms := _terms(request):
             work = partial(_held_to, terms.drafters, terms.adapters, work)
         return await self.bodies.read(body, work)
+
+    async def read_apart(
+        self, body: Body | LargeBody, request: Request, work: Callable[..., Result]
+    ) -> tuple[Result, dict[str, str]]:
+        """Returns the result of ``work``, of which no plan comes, and the headers of its answer. Raises
+        ApiError."""
+        return await self.read(body, request, partial(_with_headers, work))
 
     def adapters_for(self, request: Request) -> tuple[AdapterInfo, ...]:
         """Returns those that are loaded and that the request's key may name."""
@@ -128,6 +138,12 @@ class Services:
 def _held_to(drafters: Few, adapters: Few, work: Callable[..., Result], *given: Any) -> Result:
     translator, body = given
     return work(translator.held_to(drafters, adapters), body)
+
+
+def _with_headers(
+    work: Callable[..., Result], translator: Translator, body: Body
+) -> tuple[Result, dict[str, str]]:
+    return work(translator, body), ignored_header(body.ignored())
 
 
 def _terms(request: Request) -> Terms | None:

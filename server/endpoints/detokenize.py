@@ -26,5 +26,5 @@ class Detokenized(TypedDict):
 async def detokenize(body: DetokenizeRequest, request: Request, served: Served) -> Response:
     """The text of tokens."""
     await served.charge(request)
-    text = await served.read(body, request, Translator.detokenize)
-    return JSONResponse(Detokenized(prompt=text))
+    text, headers = await served.read_apart(body, request, Translator.detokenize)
+    return JSONResponse(Detokenized(prompt=text), headers=headers)

@@ -48,5 +48,5 @@ async def count_message_tokens(
 ) -> Response:
     """Anthropic's: the tokens of the prompt that messages make."""
     await served.charge(request)
-    count = await served.read(body, request, count_tokens)
-    return JSONResponse(TokenCount(input_tokens=count))
+    count, headers = await served.read_apart(body, request, count_tokens)
+    return JSONResponse(TokenCount(input_tokens=count), headers=headers)

@@ -69,7 +69,7 @@ async def ollama_ps(request: Request, served: Served) -> dict[str, Any]:
 
 async def ollama_show(body: OllamaShowRequest, request: Request, served: Served) -> Response:
     """Ollama's: facts of the model served."""
-    template, capabilities = await served.read(body, request, _facts)
+    (template, capabilities), headers = await served.read_apart(body, request, _facts)
     info = served.engine.info
     family = info.architecture or "unknown"
     shown = {
@@ -88,7 +88,7 @@ async def ollama_show(body: OllamaShowRequest, request: Request, served: Served)
         "capabilities": capabilities,
         "modified_at": timestamp(served.created),
     }
-    return JSONResponse(shown)
+    return JSONResponse(shown, headers=headers)
 
 
 router.add_api_route(
@@ -102,7 +102,7 @@ router.add_api_route(
 
 def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[str]]:
     """Returns the chat template, and what the model can do. Raises ApiError 404."""
-    translator.check_model(known_name(body.model or body.name, translator.served_names))
+    translator.check_model(known_name(body.model, translator.served_names))
     can = {
         "tools": translator.takes_tools,
         "thinking": translator.splits_reasoning,

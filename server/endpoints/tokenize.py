@@ -31,7 +31,7 @@ _ANSWERS = {200: {"model": Tokenized}, **errors(*REFUSED_BODY, 404, 429, 500, 50
 async def tokenize(body: TokenizeRequest, request: Request, served: Served) -> Response:
     """The tokens of a prompt or of messages."""
     await served.charge(request)
-    found = await served.read(body, request, _tokenize)
+    found, headers = await served.read_apart(body, request, _tokenize)
     texts = [served.texts.entry(each) for each in found[0]] if found[1] else None
     reply = Tokenized(
         count=len(found[0]),
@@ -39,7 +39,7 @@ async def tokenize(body: TokenizeRequest, request: Request, served: Served) -> R
         tokens=found[0],
         token_strs=texts,
     )
-    return JSONResponse(reply)
+    return JSONResponse(reply, headers=headers)
 
 
 def _tokenize(translator: Translator, body: TokenizeRequest) -> tuple[list[int], bool]:

@@ -24,7 +24,7 @@ from engine.logs import add_log_fields
 from server.errors import CLIENT_GONE_STATUS, REQUEST_ID_KEY, ApiError, to_api_error
 from server.http.protocol import SEND_BODY, SendBody
 from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
-from server.plan import ChoicePlan, RequestPlan
+from server.plan import ChoicePlan, RequestPlan, ignored_header
 from server.reply.deltas import ChoiceDelta, ChoiceEnd, Sink, fold
 from server.reply.usage import Usage, build_usage
 from server.reply.writers import WholeWriter, Writer
@@ -33,8 +33,6 @@ logger = logging.getLogger("slipstream.requests")
 
 ADMISSION_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
-IGNORED_HEADER = "x-slipstream-ignored"
-"""Names the request's hints that nothing came of."""
 
 T = TypeVar("T")
 Run = Callable[[ChoicePlan, Sink, ChoiceRecord | None], Awaitable[None]]
@@ -58,8 +56,14 @@ class DeltaFeed:
         self._wanted = asyncio.Event()
         self._begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         records = [None] * len(plan.choices) if record is None else record.choices
+        seats = asyncio.Semaphore(plan.num_at_once)
+
+        async def run_seated(choice: ChoicePlan, record: ChoiceRecord | None) -> None:
+            async with seats:
+                await run(choice, self._take, record)
+
         self._tasks: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(run(choice, self._take, each))
+            asyncio.ensure_future(run_seated(choice, each))
             for choice, each in zip(plan.choices, records, strict=True)
         ]
 
@@ -230,7 +234,7 @@ async def answer(request: Request, run: Run, writer: WholeWriter) -> Response:
     if record is not None:
         record.begin(plan)
     account = partial(_account, plan, request.scope.get(REQUEST_ID_KEY))
-    headers = {IGNORED_HEADER: ", ".join(plan.ignored)} if plan.ignored else {}
+    headers = ignored_header(plan.ignored)
     feed = DeltaFeed(run, plan, record)
     try:
         if plan.stream:

@@ -7,12 +7,10 @@ The former are hints; of the latter the text gets what there is room for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MaxLen, MinLen
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
@@ -23,18 +21,29 @@ from server.request.anthropic_blocks import (
     system_text,
     turns,
 )
-from server.request.body import MAX_STOP_CHARS, MAX_STOP_STRINGS, Body, Hint, optional, refusal
+from server.request.body import (
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    SWITCHES,
+    Body,
+    Hint,
+    WithoutEffect,
+    optional,
+    refusal,
+)
 from server.request.messages import (
     CACHED,
     MAX_TOOLS,
     NAME_PATTERN,
-    CacheControl,
     ParametersField,
 )
 from server.request.parsing import check
 from server.request.protocol import (
+    EFFORT,
     MAX_COUNT,
     MAX_MESSAGES,
+    TOKEN_LIMIT,
+    WITHOUT_EFFECT,
     ChatRequest,
     CommonFields,
     Effort,
@@ -45,16 +54,16 @@ from server.request.translate import Translator
 
 _NOTHING_RUNS = "no tool runs here"
 _STATELESS = "nothing is stored here; send the messages themselves"
-_THINKS = ("enable_thinking", "thinking")
-"""How chat templates call the switch of reasoning."""
-_BUDGET = "thinking_budget"
-_EFFORT = "reasoning_effort"
 
 
 class CustomTool(Body):
     """A function that may be called. ``input_examples`` are shown to the model with the schema."""
 
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],)}
+    without_effect: ClassVar[WithoutEffect] = CACHED | {
+        "defer_loading": (False,),
+        "eager_input_streaming": None,
+    }
 
     type: Literal["custom"] = "custom"
     name: str = Field(pattern=NAME_PATTERN)
@@ -62,9 +71,6 @@ class CustomTool(Body):
     input_schema: ParametersField
     strict: bool | None = None
     input_examples: list[dict[str, JsonValue]] | None = None
-    cache_control: CacheControl | None = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -110,8 +116,10 @@ class Thinking(Body):
     """``budget_tokens`` is for chat templates with such a variable; ``omitted``: thoughts are not
     shown."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int | None, Hint(variable=_BUDGET)] = optional(
+    type: Annotated[
+        Literal["enabled", "disabled", "adaptive"], Hint(switches=SWITCHES, does=("adaptive",))
+    ]
+    budget_tokens: Annotated[int | None, Hint(variable="thinking_budget")] = optional(
         "For chat templates that read 'thinking_budget'.", ge=1, le=MAX_COUNT
     )
     display: Literal["summarized", "omitted"] | None = None
@@ -122,15 +130,6 @@ class Thinking(Body):
             raise refusal("budget_tokens", message=f"has no effect with type {self.type!r}")
         return self
 
-    def variables(self, known: Collection[str]) -> dict[str, JsonValue]:
-        """What the chat template is told, of the variables that it has."""
-        told: dict[str, JsonValue] = {}
-        if self.type != "adaptive":
-            told |= dict.fromkeys(_THINKS, self.type == "enabled")
-        if self.budget_tokens is not None:
-            told[_BUDGET] = self.budget_tokens
-        return {name: value for name, value in told.items() if name in known}
-
 
 class OutputFormat(Body):
     type: Literal["json_schema"]
@@ -138,19 +137,10 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    effort: Annotated[Effort | None, Hint(variable=_EFFORT)] = optional(
-        "For chat templates that read 'reasoning_effort'."
+    effort: Annotated[Effort | None, EFFORT] = optional(
+        "For chat templates that read it, or whether to think."
     )
     format: OutputFormat | None = optional("What the text has to match.")
-
-
-def _check_names(tools: list[CustomTool]) -> list[CustomTool]:
-    seen: set[str] = set()
-    for index, tool in enumerate(tools):
-        if tool.name in seen:
-            raise refusal(index, "name", message=f"{tool.name!r} is there twice")
-        seen.add(tool.name)
-    return tools
 
 
 def _without_nulls(value: Any) -> Any:
@@ -168,12 +158,11 @@ class MessageFields(Body):
         "compaction": "shorten the messages before sending them",
     }
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],)}
+    without_effect: ClassVar[WithoutEffect] = {**CACHED, "speed": ("standard",)}
 
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: SystemField | None = optional("A text, or blocks of text.")
-    tools: Annotated[list[CustomTool], AfterValidator(_check_names)] | None = optional(
-        "Functions that may be called.", max_length=MAX_TOOLS
-    )
+    tools: list[CustomTool] | None = optional("Functions that may be called.", max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = optional("For chat templates with a variable for it.")
     output_config: OutputConfig | None = None
@@ -181,12 +170,8 @@ class MessageFields(Body):
     chat_template_kwargs: dict[str, JsonValue] | None = optional(
         "Variables of the tokenizer's chat template."
     )
-    cache_control: Annotated[CacheControl | None, CACHED] = optional("In blocks and tools, too.")
     context_management: Annotated[dict[str, JsonValue] | None, Hint()] = optional(
         "Nothing is taken out of the messages; 'applied_edits' of the reply says so, too."
-    )
-    speed: Annotated[Literal["standard", "fast"] | None, Hint(does=("standard",))] = optional(
-        "There is one speed."
     )
     thread: JsonValue | None = optional("Refused by a code at which clients send messages whole.")
 
@@ -197,20 +182,24 @@ class MessageFields(Body):
             found.insert(0, Turn({"role": "system", "content": text}, "system"))
         return found
 
-    def for_chat(self, variables: Collection[str]) -> dict[str, Any]:
-        """The fields of the chat request that says the same. ``variables``: those that the chat template
-        reads. Raises ApiError 400."""
+    def for_chat(self) -> dict[str, Any]:
+        """The fields of the chat request that says the same."""
         messages = [turn.message for turn in self.turns()]
-        given: dict[str, Any] = {"messages": messages, **self._for_template(variables)}
+        given: dict[str, Any] = {
+            "messages": messages,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": self.output_config and self.output_config.effort,
+            "tools": [tool.for_chat() for tool in self.tools or ()],
+        }
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            given["thinking"] = self.thinking.type
+            given["reasoning"] = {"max_tokens": self.thinking.budget_tokens}
         last = messages[-1]
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             given |= {"add_generation_prompt": False, "continue_final_message": True}
-        if self.tools:
-            given["tools"] = [tool.for_chat() for tool in self.tools]
-        choice = self.tool_choice
-        if choice is not None and (self.tools or choice.type not in ("auto", "none")):
-            given["tool_choice"] = choice.for_chat()
-            if choice.disable_parallel_tool_use:
+        if self.tool_choice is not None:
+            given["tool_choice"] = self.tool_choice.for_chat()
+            if self.tool_choice.disable_parallel_tool_use:
                 given["parallel_tool_calls"] = False
         return given
 
@@ -221,33 +210,6 @@ class MessageFields(Body):
             raise refused("output_format", "contradicts output_config.format")
         return own or self.output_format
 
-    def ignored(self, variables: Collection[str]) -> Iterator[str]:
-        """Yields the hints that nothing comes of, by their paths."""
-        for each in self.hints():
-            is_handed = not {each.hint.variable, each.hint.switch}.isdisjoint(variables)
-            if each.hint.needs_telling(each.value) and not is_handed:
-                yield each.path
-        switched = self.thinking is not None and self.thinking.type != "adaptive"
-        if switched and not any(name in variables for name in _THINKS):
-            yield "thinking.type"
-        if any(tool.defer_loading for tool in self.tools or ()):
-            yield "tools.defer_loading"
-
-    def _for_template(self, variables: Collection[str]) -> dict[str, Any]:
-        """Raises ApiError 400."""
-        told: dict[str, JsonValue] = {}
-        if self.thinking is not None:
-            told |= self.thinking.variables(variables)
-        if self.output_config is not None and self.output_config.effort and _EFFORT in variables:
-            told[_EFFORT] = self.output_config.effort
-        own = self.chat_template_kwargs or {}
-        for name in told.keys() & own.keys():
-            if told[name] != own[name]:
-                field = "output_config.effort" if name == _EFFORT else "thinking"
-                raise refused(field, f"contradicts chat_template_kwargs.{name}")
-        told |= own
-        return {"chat_template_kwargs": told} if told else {}
-
 
 class CountTokensRequest(MessageFields):
     """``POST /v1/messages/count_tokens``."""
@@ -256,45 +218,38 @@ class CountTokensRequest(MessageFields):
 
 
 _Stop = Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARS)]
-_Tier = Annotated[
-    Literal["auto", "default", "flex", "scale", "priority", "standard_only"] | None,
-    Hint(does=("auto", "default", "standard_only")),
-]
 _METADATA = CommonFields.model_fields["metadata"].annotation
 
 
 class MessagesRequest(CommonFields, MessageFields):
     """``POST /v1/messages``."""
 
-    max_tokens: int = Field(ge=1, le=MAX_COUNT, description="At most what there is room for.")
+    without_effect: ClassVar[WithoutEffect] = {
+        **WITHOUT_EFFECT,
+        **MessageFields.without_effect,
+        **dict.fromkeys(("inference_geo", "diagnostics"), ()),
+    }
+
+    max_tokens: int = optional("Cut to what there is room for.", default=..., **TOKEN_LIMIT)
     stop_sequences: list[_Stop] | None = Field(default=None, max_length=MAX_STOP_STRINGS)
     top_p: float | None = optional("Default 1.", gt=0, le=1)
     top_k: int | None = optional("Default: all tokens.", ge=-1, le=MAX_COUNT)
     metadata: Annotated[_METADATA, BeforeValidator(_without_nulls)] = optional(  # type: ignore[valid-type]
         "'user_id', and what else is to be in the request's log line.", max_length=16
     )
-    service_tier: _Tier = optional(  # type: ignore[assignment]
-        "There is one tier, 'standard'; 'priority' is a field of its own."
-    )
-    inference_geo: Annotated[str | None, Hint()] = optional("The server is where it is.")
-    diagnostics: Annotated[dict[str, JsonValue] | None, Hint()] = optional(
-        "The usage says what the cache had."
-    )
 
     def to_chat(self, translator: Translator) -> ChatRequest:
         """The chat request that says the same. Raises ApiError 400, in the chat's words."""
-        given = self.for_chat(translator.template_variables)
-        own = CommonFields.model_fields.keys() - {"service_tier"}
+        given = self.for_chat()
+        own = (*CommonFields.model_fields, "top_p", "top_k", "max_tokens")
         given |= {name: getattr(self, name) for name in own}
-        given |= {"top_p": self.top_p, "top_k": self.top_k, "stop": self.stop_sequences}
-        if self.max_tokens <= translator.max_model_len:
-            given["max_tokens"] = self.max_tokens
+        given["stop"] = self.stop_sequences
         if (form := self.form()) is not None:
             schema = {"name": "output", "schema": form.schema_}
             given["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.thinking is not None and self.thinking.display == "omitted":
             given["include_reasoning"] = not translator.splits_reasoning
-        return check(ChatRequest, {name: each for name, each in given.items() if each is not None})
+        return check(ChatRequest, given)
 
 
 def plan_messages(
@@ -307,19 +262,16 @@ def plan_messages(
         plan = translator.plan(body.to_chat(translator), arrival_time)
     except ApiError as error:
         raise _in_own_words(error, body) from error
-    plan = plan.with_grammars_of(_own_name)
     repeated: dict[str, JsonValue] = {"max_tokens": body.max_tokens}
     if body.context_management is not None:
         repeated["context_management"] = {"applied_edits": []}
-    ignored = [*body.ignored(translator.template_variables)]
-    ignored += [each for each in plan.ignored if each.startswith("chat_template_kwargs.")]
-    return replace(plan, repeated=repeated, ignored=tuple(dict.fromkeys(ignored)))
+    return plan.in_words_of(_own_name, body.ignored(), repeated)
 
 
 def count_tokens(translator: Translator, body: CountTokensRequest) -> int:
     """The tokens of the prompt that the messages make. Raises ApiError."""
     _refuse_the_unserved(body, translator)
-    given = body.for_chat(translator.template_variables)
+    given = body.for_chat()
     names = {"messages", "tools", *TemplateFields.model_fields}
     if given.get("tool_choice") == "none":
         names.remove("tools")
@@ -348,15 +300,14 @@ _RENAMED = {
     "response_format": "output_config.format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "tool_choice.function": "tool_choice",
+    "thinking": "thinking.type",
+    "reasoning.max_tokens": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
 }
 
 
 def _in_own_words(error: ApiError, body: MessageFields) -> ApiError:
     """A refusal of the chat request, with the field of this one that is at fault."""
-    if error.code == "context_length_exceeded":
-        # By these words agents see that they have to shorten a conversation.
-        message = f"prompt is too long: {error.message}"
-        return ApiError(error.status, message, param="messages", code=error.code)
     param = error.param or ""
     first, _, rest = param.partition(".")
     if first == "messages" and rest:

@@ -4,16 +4,15 @@ same: a tool's result, a block of the user's message here, is a message of its o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, PlainValidator, ValidationError, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
-from server.request.body import Body, refusal
+from server.request.body import Body, WithoutEffect, part_of, refusal
 from server.request.foreign_parts import ForeignPart, find_foreign_part
-from server.request.messages import CacheControl
+from server.request.messages import CACHED, ArgumentsField, TextPart, text_of
 
 _NOTHING_RUNS = "no tool runs here; its results come from the client, as 'tool_result'"
 _ACCOUNT_LINE = "x-anthropic-billing-header:"
@@ -24,13 +23,7 @@ session, so with it no session would find another's prompt in the cache."""
 class Block(Body):
     """The fields of all blocks."""
 
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(Block):
-    type: Literal["text"]
-    text: str
-    citations: list[JsonValue] | None = Field(default=None, max_length=0)
+    without_effect: ClassVar[WithoutEffect] = CACHED | {"index": ()}
 
 
 class _TextSource(Body):
@@ -41,7 +34,7 @@ class _TextSource(Body):
 
 class _BlocksSource(Body):
     type: Literal["content"]
-    content: str | list[TextBlock]
+    content: str | list[TextPart]
 
 
 class _Citations(Body):
@@ -97,7 +90,7 @@ class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1, max_length=128)
-    input: dict[str, JsonValue]
+    input: ArgumentsField
     caller: _DirectCaller | None = None
 
 
@@ -132,15 +125,11 @@ def _parse_block(kinds: Mapping[str, type[Body]], index: int, block: object) -> 
         else:
             message = f"must be an object of type {', '.join(kinds)}"
         raise refusal(index, "type", message=message)
-    try:
-        return kinds[kind].model_validate(block)
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        raise refusal(index, *found["loc"], message=str(found["msg"])) from error
+    return part_of(kinds[kind], index, block)
 
 
 _SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
-_OF_RESULTS: dict[str, type[Body]] = {"text": TextBlock, "document": DocumentBlock}
+_OF_RESULTS: dict[str, type[Body]] = {"text": TextPart, "document": DocumentBlock}
 
 
 class ToolResultBlock(Block):
@@ -157,7 +146,7 @@ class ToolResultBlock(Block):
 
 
 _KINDS: dict[str, type[Body]] = {
-    "text": TextBlock,
+    "text": TextPart,
     "document": DocumentBlock,
     "thinking": ThinkingBlock,
     "redacted_thinking": RedactedThinkingBlock,
@@ -169,11 +158,15 @@ _OF_ROLES = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-SystemField = Annotated[Any, _blocks({"text": TextBlock})]
+SystemField = Annotated[Any, _blocks({"text": TextPart})]
 
 
 class InputMessage(Body):
-    """``system``: instructions that hold from here on."""
+    """``system``: instructions that hold from here on. Some clients send a reply back whole."""
+
+    without_effect: ClassVar[WithoutEffect] = dict.fromkeys(
+        ("name", "id", "type", "model", "stop_reason", "stop_sequence", "usage", "container"), ()
+    )
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[Any, _blocks(_KINDS)]
@@ -189,7 +182,7 @@ class InputMessage(Body):
     @property
     def blocks(self) -> Sequence[Any]:
         if isinstance(self.content, str):
-            return [TextBlock(type="text", text=self.content)]
+            return [TextPart(type="text", text=self.content)]
         return [] if isinstance(self.content, ForeignPart) else self.content
 
     def foreign_parts(self) -> Iterator[tuple[str, ForeignPart]]:
@@ -201,12 +194,7 @@ class InputMessage(Body):
                 yield f"content.{index}.content", block.content
 
 
-def text_of(content: str | list[Any]) -> str:
-    """The text of a content without thoughts and calls."""
-    return content if isinstance(content, str) else "\n".join(each.text for each in content)
-
-
-def system_text(content: str | list[TextBlock]) -> str:
+def system_text(content: str | list[TextPart]) -> str:
     """The system prompt, without the line that is for Anthropic's books."""
     blocks = [content] if isinstance(content, str) else [each.text for each in content]
     return "\n".join(each for each in blocks if not each.startswith(_ACCOUNT_LINE))
@@ -259,7 +247,7 @@ def _for_chat(message: InputMessage) -> Iterator[dict[str, Any]]:
 
 def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
     told: dict[str, Any] = {"role": "assistant"}
-    told["content"] = "\n".join(each.text for each in blocks if isinstance(each, TextBlock))
+    told["content"] = "\n".join(each.text for each in blocks if isinstance(each, TextPart))
     thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
     if any(thoughts):
         told["reasoning_content"] = "\n".join(thoughts)
@@ -268,6 +256,5 @@ def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    function = {"name": block.name, "arguments": arguments}
+    function = {"name": block.name, "arguments": block.input}
     return {"id": block.id, "type": "function", "function": function}

@@ -1,16 +1,18 @@
 """The base of all parts of a request's body: strict types, no unknown fields, refusals that say why.
 
 A field of OpenAI's API that this server does not implement is known by name, so that sending it
-gives a 400 with a reason and leaving it out (or null) is fine. Fields that change no text are hints:
-they are taken, and the reply names those without effect. Nothing is accepted and ignored without a word.
+gives a 400 with a reason and leaving it out (or null) is fine. Fields that change no text are hints, and
+those that known clients send in their usual course are in tables (``without_effect``): they are accepted,
+and the reply names those without effect. Nothing is accepted and ignored without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
 from annotated_types import MaxLen, MinLen
 from pydantic import (
@@ -18,7 +20,9 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
     PlainValidator,
+    PrivateAttr,
     ValidationError,
     WithJsonSchema,
     create_model,
@@ -33,6 +37,11 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
 MAX_SEED = 2**63 - 1
 Model = TypeVar("Model", bound=BaseModel)
+WithoutEffect = dict[str, tuple[Any, ...] | None]
+DROPS_UNKNOWN = ContextVar("drops_unknown", default=False)
+"""Whether the body that is being read may have unknown fields, which are then left out and listed."""
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""How chat templates call the switch of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +49,28 @@ class Hint:
     """Marks a field, in its annotation, that says nothing of what the text is to be: it is taken, and
     told where nothing comes of it.
 
-    ``effect``: what always comes of it. ``variable``: the chat template's that it is handed to, where the
-    template reads it; ``switch``: one that is handed whether the value is more than "none". ``does``:
-    values that mean what this server does anyway.
+    ``variable``: the chat template's that it is handed to, where the
+    template reads it; ``switches``: those that are handed whether to think. ``does``: values that mean
+    what this server does anyway.
     """
 
-    effect: str = ""
     variable: str = ""
-    switch: str = ""
+    switches: Set[str] = frozenset()
     does: tuple[Any, ...] = ()
+
+    @property
+    def is_for_template(self) -> bool:
+        return bool(self.variable or self.switches)
+
+    @staticmethod
+    def is_on(value: Any) -> bool:
+        """Whether the value says to think: an effort, a boolean, or an object's ``type``."""
+        said = value.get("type") if isinstance(value, dict) else value
+        return said is not False and said not in ("none", "disabled")
 
     def needs_telling(self, value: Any) -> bool:
         """Whether nothing comes of the value, unless a template reads it."""
-        return not self.effect and not _is_one_of(value, self.does)
+        return not _is_one_of(value, self.does)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,42 +83,60 @@ class GivenHint:
 
 
 class Body(BaseModel):
-    """``unsupported``: fields known from OpenAI or vLLM and refused, with the reason.
+    """``unsupported``: fields known from OpenAI or vLLM and refused, with the reason; empty ones are not.
+    ``fixed``: fields of which only these values mean what this server does anyway.
 
-    ``fixed``: fields of which only these values mean what this server does anyway. Null is the same as
-    leaving a field out, for all that may be left out. A field annotated with a ``Hint`` is taken, and
-    told where it is without effect.
+    ``without_effect``: fields that known clients send and that have no effect. They are accepted, and
+    listed in the reply's header unless the value is one of these, which mean what this server does
+    anyway (None: whatever it is). A field annotated with a ``Hint`` is listed where it is without effect.
+
+    ``synonyms``: other names of fields. Null is the same as leaving a field out, for all that may be left
+    out. A float that is integral is an integer.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     unsupported: ClassVar[dict[str, str]] = {}
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    without_effect: ClassVar[WithoutEffect] = {}
+    synonyms: ClassVar[dict[str, str]] = {}
+    _left_out: dict[str, Any] = PrivateAttr(default_factory=dict)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _without_what_is_left_out(cls, data: Any) -> Any:
+    def _read_what_is_known(cls, data: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, dict):
-            return data
-        own = cls._fields_by_name()
+            return read(data)
+        own, integers = cls._fields_by_name(), cls._integer_fields()
+        known = {*own, *cls.unsupported, *cls.fixed, *cls.without_effect}
         kept: dict[Any, Any] = {}
+        left_out: dict[str, Any] = {}
         findings: list[InitErrorDetails] = []
-        for name, value in data.items():
+        for given, value in data.items():
+            name = str(cls.synonyms.get(given, given))
             field = own.get(name)
-            is_known = field is not None or name in cls.unsupported or name in cls.fixed
-            if value is None and is_known and not (field is not None and field.is_required()):
+            if value is None and name in known and not (field is not None and field.is_required()):
                 continue
-            if field is not None or not is_known:
+            if name != given and data.get(name) not in (None, value):
+                findings.append(_detail(given, message=f"contradicts {name!r}"))
+            elif field is not None:
+                kept[name] = integral(value) if name in integers else value
+            elif name in cls.unsupported or name in cls.fixed:
+                if (message := cls._refusal(name, value)) is not None:
+                    findings.append(_detail(name, message=message))
+            elif name in cls.without_effect or DROPS_UNKNOWN.get():
+                left_out[name] = value
+            else:
                 kept[name] = value
-            elif (message := cls._refusal(name, value)) is not None:
-                findings.append(_detail(name, message=message))
         if findings:
             raise ValidationError.from_exception_data(cls.__name__, findings)
-        return kept
+        body = read(kept)
+        body._left_out = left_out
+        return body
 
     def hints(self) -> Iterator[GivenHint]:
-        """Yields the hints that were given here and in the parts within. The paths of a list's parts
-        have no place in them: a thousand messages would fill the reply's header."""
+        """Yields the hints that were given here and in the parts within, and fields without effect. The
+        paths of a list's parts have no place in them: a thousand messages would fill the header."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             for part in value if isinstance(value, list) else [value]:
@@ -110,6 +146,15 @@ class Body(BaseModel):
             if value is not None:
                 marks = (each for each in field.metadata if isinstance(each, Hint))
                 yield from (GivenHint(name, each, value) for each in marks)
+        for name, value in self._left_out.items():
+            if (does := self.without_effect.get(name, ())) is not None:
+                yield GivenHint(name, Hint(does=does), value)
+
+    def ignored(self) -> Iterator[str]:
+        """Yields the paths of fields that have no effect, but for those that a chat template may read."""
+        for each in self.hints():
+            if each.hint.needs_telling(each.value) and not each.hint.is_for_template:
+                yield each.path
 
     @classmethod
     def hint_fields(cls) -> Iterator[tuple[str, FieldInfo, Hint]]:
@@ -128,10 +173,17 @@ class Body(BaseModel):
         return {each.alias or name: each for name, each in cls.model_fields.items()}
 
     @classmethod
+    @cache
+    def _integer_fields(cls) -> frozenset[str]:
+        """Returns the names of fields that hold integers and no other numbers."""
+        kinds = {name: [*_kinds(each.annotation)] for name, each in cls._fields_by_name().items()}
+        return frozenset(name for name in kinds if int in kinds[name] and float not in kinds[name])
+
+    @classmethod
     def _refusal(cls, name: str, value: Any) -> str | None:
         """Returns what rules out a value of an unsupported or fixed field."""
         if name in cls.unsupported:
-            return f"is not supported: {cls.unsupported[name]}"
+            return f"is not supported: {cls.unsupported[name]}" if value else None
         allowed = cls.fixed[name]
         if _is_one_of(value, allowed):
             return None
@@ -142,10 +194,13 @@ class Body(BaseModel):
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         described = handler(schema)
-        properties = handler.resolve_ref_schema(described).get("properties", {})
+        properties = handler.resolve_ref_schema(described).setdefault("properties", {})
         for name, field in cls._fields_by_name().items():
             if name in properties and not field.is_required():
                 properties[name] = _or_null(properties[name])
+        for name in cls.without_effect.keys() - cls._fields_by_name().keys():
+            properties[name] = {"description": "Accepted; has no effect."}
+        properties |= {name: properties[own] for name, own in cls.synonyms.items()}
         return described
 
 
@@ -159,6 +214,22 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 def _is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
     # bool is an int to Python: ``0 in (False,)`` must not pass for false.
     return any(type(value) is type(each) and value == each for each in allowed)
+
+
+def integral(value: Any) -> Any:
+    """The value, or a list's values, with integers in the place of floats such as 8.0."""
+    if isinstance(value, list):
+        return [integral(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def part_of(kind: type[Model], index: int, value: object) -> Model:
+    """The part of a list at this index, in a validator of our own. Raises ValidationError."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        raise refusal(index, *found["loc"], message=str(found["msg"])) from error
 
 
 NOTHING: JsonDict = {"type": "null"}
@@ -243,6 +314,7 @@ def _parse_prompt(value: object) -> list[str] | list[list[int]]:
     """One prompt or a batch of them, as text or as token ids: always returned as a batch."""
     if isinstance(value, str):
         return [value]
+    value = integral(value)
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string, token ids, or a non-empty list of either")
     if all(isinstance(item, str) for item in value):

@@ -5,21 +5,27 @@ written.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from engine.request.params import PLAIN
 from server.errors import ApiError, bad_request, refused
 from server.plan import RequestPlan
-from server.request.body import Body, PromptField, optional
+from server.request.body import Body, PromptField, WithoutEffect, optional
 from server.request.parsing import check
-from server.request.protocol import MAX_COUNT, CompletionRequest
+from server.request.protocol import MAX_COUNT, WITHOUT_EFFECT, CompletionRequest, sharing
 from server.request.translate import Translator
 
+MAX_TEXTS = 2048
+"""OpenAI's limit of texts in a request."""
 
+
+@sharing("user", "priority", "timeout", "cache_salt")
 class EmbeddingsRequest(Body):
     """``POST /v1/embeddings``."""
+
+    without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
     model: str | None = optional("The served model's name; may be left out.")
     input: PromptField = Field(description="Text or token ids, one or a batch.")
@@ -27,15 +33,10 @@ class EmbeddingsRequest(Body):
         "base64: of the numbers in 32 bits, little end first.", default="float"
     )
     dimensions: int | None = optional("Only the model's own number.", ge=1)
-    user: str | None = optional("Written to the request log.", max_length=256)
-    priority: int = optional("Lower runs first.", default=0, ge=-MAX_COUNT, le=MAX_COUNT)
-    timeout: float | None = optional(
-        "Seconds from arrival in which the reply has to be done; later it is an error.",
-        gt=0,
-        allow_inf_nan=False,
-    )
-    cache_salt: str | None = optional(
-        "Caches are shared within one cache_salt only.", min_length=1, max_length=256
+    truncate_prompt_tokens: int | None = optional(
+        "Keep so many of a text's tokens, the first; -1: what there is room for.",
+        ge=-1,
+        le=MAX_COUNT,
     )
 
 
@@ -55,8 +56,11 @@ def plan_embeddings(
     given: dict[str, Any] = body.model_dump(exclude={"input", "encoding_format", "dimensions"})
     # Texts are text, whatever they spell; nothing is written, so there is nothing to draft.
     given |= {"prompt": body.input, "max_tokens": 1, "seed": 0, "allow_special_tokens": False}
+    if body.truncate_prompt_tokens is not None:
+        given["truncation_side"] = "right"
     try:
-        plan = translator.plan(check(CompletionRequest, given), arrival_time)
+        request = check(CompletionRequest, given)
+        plan = translator.plan(request, arrival_time, max_choices=MAX_TEXTS)
     except ApiError as error:
         raise error.about("input") if error.param == "prompt" else error from error
     choices = tuple(
@@ -66,5 +70,5 @@ def plan_embeddings(
         )
         for each in plan.choices
     )
-    repeated = {"encoding_format": body.encoding_format}
-    return replace(plan, choices=choices, repeated=repeated)
+    plan = replace(plan, choices=choices, ignored=())
+    return plan.in_words_of(str, body.ignored(), {"encoding_format": body.encoding_format})

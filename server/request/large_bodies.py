@@ -59,6 +59,11 @@ class LargeBody:
 
     kind: type[Body]
     content: bytes
+    drops_unknown: bool = False
+
+    def parse(self) -> Body:
+        """Raises ApiError."""
+        return parse(self.kind, self.content, drops_unknown=self.drops_unknown)
 
 
 class BodyRoute(APIRoute):
@@ -82,9 +87,12 @@ class BodyRoute(APIRoute):
                 return Response(status_code=CLIENT_GONE_STATUS)
             if self.needs_type:
                 check_content_type(request.headers.get("content-type", ""))
-            is_large = len(content) > LARGE
-            body = LargeBody(kind, content) if is_large else parse(kind, content)
-            response: Response = await self.endpoint(body, request, request.app.state.services)
+            services = request.app.state.services
+            # Who operates the server is told of a wrong name in any case.
+            drops_unknown = services.drops_unknown and not self.path.startswith("/admin")
+            unread = LargeBody(kind, content, drops_unknown)
+            body = unread if len(content) > LARGE else unread.parse()
+            response: Response = await self.endpoint(body, request, services)
             return response
 
         return handle
@@ -175,7 +183,7 @@ class BodyReader:
         return found
 
     def _read(self, body: LargeBody, work: Work[Result]) -> Result:
-        return work(self.translator, parse(body.kind, body.content))
+        return work(self.translator, body.parse())
 
     def close(self) -> None:
         """Ends the pool. Its processes are killed: the interpreter would wait at its end for one that is
@@ -267,6 +275,6 @@ def _read_here(
     # With each body: the pool began with others if they were changed since.
     _translator.resolver, _translator.adapters = resolver, adapters
     try:
-        return work(_translator, parse(body.kind, body.content))
+        return work(_translator, body.parse())
     except ApiError as error:
         return error

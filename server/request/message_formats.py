@@ -60,10 +60,8 @@ class MessageFormats:
     def check(self, body: ToolFields) -> None:
         """Raises ApiError 400 where fields of tools and reasoning have no effect here."""
         if not body.tools:
-            for name in ("tool_choice", "parallel_tool_calls"):
-                value = getattr(body, name)
-                if value is not None and value != NONE:
-                    raise refused(name, "needs 'tools'")
+            if body.must_call or body.named:
+                raise refused("tool_choice", "needs 'tools'")
         elif not self._format_of(body) and body.tool_choice != NONE:
             raise refused(
                 "tools",
@@ -139,17 +137,13 @@ def _named(wanted: str, formats: dict[str, F], template: str) -> str:
 
 
 def _callable(body: ToolFields) -> list[tuple[int, Tool]]:
-    """The tools that may be called, by their places among those given. Raises ApiError 400 where the one
-    that is named is not there."""
-    places = list(enumerate(body.tools or []))
-    if not isinstance(body.tool_choice, NamedTool):
-        return places
-    wanted = body.tool_choice.function.name
-    named = [(place, tool) for place, tool in places if tool.function.name == wanted]
-    if not named:
-        field = "tool_choice.function.name"
-        raise refused(field, f": there is no tool {wanted!r} among 'tools'")
-    return named
+    """The tools that may be called, by their places among those given. Raises ApiError 400 where one that
+    is named is not there."""
+    places = {tool.function.name: (place, tool) for place, tool in enumerate(body.tools or [])}
+    for name, field in body.named.items():
+        if name not in places:
+            raise refused(field, f": there is no tool {name!r} among 'tools'")
+    return [places[name] for name in body.named or places]
 
 
 @dataclass(frozen=True, slots=True)

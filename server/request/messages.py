@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import MinLen
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
     PlainValidator,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
 from pydantic.config import JsonDict
-from typing_extensions import TypedDict
 
 from server.errors import refused
-from server.request.body import Body, Hint, in_case, optional, refusal
+from server.request.body import (
+    Body,
+    GivenHint,
+    Hint,
+    WithoutEffect,
+    in_case,
+    optional,
+    part_of,
+    refusal,
+)
 from server.request.foreign_parts import ForeignPart, find_foreign_part
 
 TEXT_ONLY = "text only"
 MAX_TOOLS = 128
 NAME_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
 _MODES = ("none", "auto", "required")
-
-
-CACHED = Hint("the prefix cache holds every full block of itself")
-"""What comes of marks of where others cut their prefix caches."""
-
-
-class CacheControl(Body):
-    """Where others cut their prefix caches; this server's holds every full block."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-    scope: str | None = None
 
 
 def _check_parameters(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -92,10 +88,15 @@ class FunctionDefinition(Body):
         return told if self.description is None else told | {"description": self.description}
 
 
+CACHED: WithoutEffect = {"cache_control": None}
+"""Marks of where others cut their prefix caches; this server's holds every full block of itself."""
+
+
 class Tool(Body):
-    type: Literal["function"]
+    without_effect: ClassVar[WithoutEffect] = CACHED
+
+    type: Literal["function"] = "function"
     function: FunctionDefinition
-    cache_control: Annotated[CacheControl | None, CACHED] = None
 
 
 def _check_names(tools: list[Tool]) -> list[Tool]:
@@ -118,20 +119,30 @@ class _NamedFunction(Body):
 class NamedTool(Body):
     """The one function to call."""
 
-    unsupported: ClassVar[dict[str, str]] = {
-        "allowed_tools": "send only the tools that may be called",
-        "custom": "functions only",
-    }
+    unsupported: ClassVar[dict[str, str]] = {"custom": "functions only"}
 
     type: Literal["function"]
     function: _NamedFunction
 
 
-def _parse_tool_choice(value: object) -> str | NamedTool:
+class _AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedTools(Body):
+    """Those of the tools that may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
+def _parse_tool_choice(value: object) -> str | NamedTool | AllowedTools:
     if isinstance(value, str) and value in _MODES:
         return value
     if isinstance(value, dict):
-        return NamedTool.model_validate(value)
+        is_several = value.get("type") == "allowed_tools"
+        return (AllowedTools if is_several else NamedTool).model_validate(value)
     raise ValueError("must be 'none', 'auto', 'required' or an object that names a function")
 
 
@@ -139,7 +150,10 @@ ToolChoiceField = Annotated[
     Any,
     PlainValidator(
         _parse_tool_choice,
-        json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | None,
+        json_schema_input_type=Literal["none", "auto", "required"]
+        | NamedTool
+        | AllowedTools
+        | None,
     ),
 ]
 
@@ -147,11 +161,9 @@ ToolChoiceField = Annotated[
 class ToolFields(Body):
     """The fields of a chat on tools and on reasoning."""
 
-    tools: ToolsField | None = optional(
-        "Functions that may be called.", min_length=1, max_length=MAX_TOOLS
-    )
+    tools: ToolsField | None = optional("Functions that may be called.", max_length=MAX_TOOLS)
     tool_choice: ToolChoiceField = optional(
-        "auto (the default with tools), none, required, or a function."
+        "auto (the default with tools), none, required, a function, or allowed_tools."
     )
     parallel_tool_calls: bool | None = optional(
         "Whether a reply may have several calls; default: true."
@@ -161,66 +173,87 @@ class ToolFields(Body):
     @property
     def must_call(self) -> bool:
         """Whether there is a call, and no text."""
-        return self.tool_choice not in (None, "auto", "none")
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        return mode not in (None, "auto", "none")
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The functions that the choice names, and the field that does; none: it is of all."""
+        if isinstance(self.tool_choice, NamedTool):
+            return {self.tool_choice.function.name: "tool_choice.function.name"}
+        if not isinstance(self.tool_choice, AllowedTools):
+            return {}
+        names = [each.function.name for each in self.tool_choice.allowed_tools.tools]
+        field = "tool_choice.allowed_tools.tools"
+        return {name: f"{field}.{place}.function.name" for place, name in enumerate(names)}
 
     @property
     def shown_tools(self) -> Sequence[Tool]:
         """Those that the model is shown: none where it is to call none."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        if self.tool_choice == "none":
+            return []
+        allowed = self.named if isinstance(self.tool_choice, AllowedTools) else {}
+        return [each for each in self.tools or [] if not allowed or each.function.name in allowed]
 
 
-class _CalledFunction(Body):
+def _as_text(value: object) -> object:
+    """What clients write in the place of a text: nothing, or the object itself."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+ArgumentsField = Annotated[
+    str, BeforeValidator(_as_text, json_schema_input_type=str | JsonValue), Field(default="")
+]
+"""The text of a call's arguments, whatever it is: a call that was cut off is sent back as it came."""
+
+
+class CalledFunction(Body):
+    without_effect: ClassVar[WithoutEffect] = {"parsed_arguments": (), "index": None}
+
     name: str = Field(min_length=1, max_length=128)
-    arguments: str = Field(description="JSON text of an object.")
+    arguments: ArgumentsField
 
 
 class MessageToolCall(Body):
     """A call that the assistant made before."""
 
     unsupported: ClassVar[dict[str, str]] = {"custom": "functions only"}
+    # The place in the list says the same.
+    without_effect: ClassVar[WithoutEffect] = {"index": None}
 
     id: str = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
-    function: _CalledFunction
+    function: CalledFunction
 
 
-def _parse_content(value: object) -> str | ForeignPart:
-    """Text, or text parts joined with line breaks; who knows the model refuses other parts."""
+class TextPart(Body):
+    without_effect: ClassVar[WithoutEffect] = {
+        **CACHED,
+        **dict.fromkeys(("annotations", "citations", "logprobs"), ([],)),
+        **dict.fromkeys(("id", "index", "parsed_output"), ()),
+    }
+
+    type: Literal["text"]
+    text: str
+
+
+def _parse_content(value: object) -> str | ForeignPart | list[TextPart]:
+    """Text, or text parts; who knows the model refuses other parts."""
     if isinstance(value, str):
         return value
     if (foreign := find_foreign_part(value)) is not None:
         return foreign
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string or a non-empty list of text parts")
-    texts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise ValueError("a part is an object with a 'type'")
-        if part["type"] != "text":
-            raise ValueError("only parts of type 'text' are supported")
-        if part.keys() - {"cache_control"} != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError(
-                "a text part has a string 'text', and nothing else but 'cache_control'"
-            )
-        _check_cache_mark(index, part.get("cache_control"))
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return [part_of(TextPart, index, part) for index, part in enumerate(value)]
 
 
-def _check_cache_mark(index: int, mark: object) -> None:
-    if mark is None:
-        return
-    try:
-        CacheControl.model_validate(mark)
-    except ValidationError as error:
-        message = "is an object of type 'ephemeral', whose 'ttl' is '5m' or '1h'"
-        raise refusal(index, "cache_control", message=message) from error
-
-
-class TextPart(TypedDict, closed=True):
-    type: Literal["text"]
-    text: str
-    cache_control: NotRequired[CacheControl | None]
+def text_of(content: str | list[Any] | None) -> str:
+    """The text of a content whose parts all have a ``text``, joined with line breaks."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(each.text for each in content)
 
 
 _Parts = Annotated[list[TextPart], MinLen(1)]
@@ -231,7 +264,7 @@ _TEXT: JsonDict = {"type": ["string", "array"]}
 _SOME: JsonDict = {"type": "string", "minLength": 1}
 _SEVERAL: JsonDict = {"type": "array", "minItems": 1}
 _OWN_FIELDS = {
-    "tool": ("name", "tool_call_id"),
+    "tool": ("tool_call_id",),
     "assistant": ("tool_calls", "reasoning_content", "reasoning"),
 }
 _FORMS: dict[str, list[dict[str, JsonDict]]] = {
@@ -266,47 +299,44 @@ class ChatMessage(Body):
     unsupported: ClassVar[dict[str, str]] = {
         "function_call": "use 'tool_calls'",
         "audio": TEXT_ONLY,
+        "images": TEXT_ONLY,
         "refusal": "send the text as 'content'",
     }
+    without_effect: ClassVar[WithoutEffect] = {
+        **CACHED,
+        **dict.fromkeys(("annotations", "reasoning_details", "thinking_blocks"), ([],)),
+        **dict.fromkeys(("id", "parsed", "weight"), ()),
+        "provider_specific_fields": ({},),
+    }
+
+    synonyms: ClassVar[dict[str, str]] = {"reasoning": "reasoning_content"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: ContentField | None = None
-    name: str | None = optional("Of a tool's message: its function.")
+    name: Annotated[str | None, Hint()] = optional(
+        "Of a tool's message: its function; else the author, for chat templates that read it."
+    )
     tool_calls: list[MessageToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(default=None, max_length=256)
     reasoning_content: str | None = None
-    reasoning: str | None = optional("The same as 'reasoning_content'.")
-    cache_control: Annotated[CacheControl | None, CACHED] = optional(
-        "In text parts and tools, too."
-    )
-    annotations: Annotated[list[JsonValue] | None, Hint(does=([],))] = optional(
-        "Of a reply that is sent back: its text says all."
-    )
-    id: Annotated[str | None, Hint()] = optional("Of a reply that is sent back.")
-    provider_specific_fields: Annotated[dict[str, JsonValue] | None, Hint(does=({},))] = optional(
-        "What gateways add to replies."
-    )
-
-    @property
-    def thoughts(self) -> str:
-        return self.reasoning_content or self.reasoning or ""
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
         for name in _foreign_to(self.role):
-            if getattr(self, name):
+            if getattr(self, name, None):
                 raise refusal(name, message=f"messages of {self.role!r} have no place for it")
-        if self.reasoning and self.reasoning_content not in (None, self.reasoning):
-            raise refusal("reasoning", message="contradicts 'reasoning_content'")
         missing = [[name for name in form if not self._has(name)] for form in _FORMS[self.role]]
         if all(missing):
             raise refusal(missing[0][0], message="is missing")
         return self
 
+    def hints(self) -> Iterator[GivenHint]:
+        return (each for each in super().hints() if each.path != "name" or self.role != "tool")
+
     def _has(self, name: str) -> bool:
         if name == "content":
             return self.content is not None
-        return bool(self.thoughts if name == "reasoning_content" else getattr(self, name))
+        return bool(getattr(self, name))
 
 
 def refuse_foreign_parts(messages: Sequence[ChatMessage], unserved: Collection[str]) -> None:
@@ -322,44 +352,44 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": each.function.for_template()} for each in tools]
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[ChatMessage], takes_text: bool) -> list[dict[str, Any]]:
     """The messages as chat templates take them: ``developer`` is ``system``; arguments of calls are
-    objects; a tool's message has its function's name. A field that a message has not is not there.
+    objects, or as they came where they are none and the template ``takes_text``; a tool's message has its
+    function's name. A field that a message has not is not there.
 
-    Raises ApiError 400 where arguments are no object, or a tool answers to a call that was not made.
+    Raises ApiError 400 where a tool answers to a call that was not made.
     """
     names: dict[str, str] = {}
     found = []
     for index, message in enumerate(messages):
-        field = f"messages.{index}"
         told: dict[str, Any] = {
             "role": "system" if message.role == "developer" else message.role,
             # Templates join contents to other text, and null to none.
-            "content": message.content or "",
+            "content": text_of(message.content),
         }
-        if message.thoughts:
-            told["reasoning_content"] = message.thoughts
+        if message.name:
+            told["name"] = message.name
+        if message.reasoning_content:
+            told["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
-            told["tool_calls"] = [
-                _template_call(call, f"{field}.tool_calls.{place}.function.arguments")
-                for place, call in enumerate(message.tool_calls)
-            ]
+            told["tool_calls"] = [template_call(call, takes_text) for call in message.tool_calls]
             names |= {call.id: call.function.name for call in message.tool_calls}
         if message.role == "tool":
-            told |= _answered(message, names, field)
+            told |= _answered(message, names, f"messages.{index}")
         found.append(told)
     return found
 
 
-def _template_call(call: MessageToolCall, field: str) -> dict[str, Any]:
+def template_call(call: MessageToolCall, takes_text: bool) -> dict[str, Any]:
     text = call.function.arguments
     try:
-        # Clients write no arguments as no text.
-        arguments = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise refused(field, "is not the text of a JSON object") from error
+        # Clients write no arguments as no text, or null.
+        arguments = {} if text.strip() in ("", "null") else json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = text
     if not isinstance(arguments, dict):
-        raise refused(field, "is not the text of a JSON object")
+        # A model that was cut off sees what it wrote; a template for objects alone would break on that.
+        arguments = text if takes_text else {"arguments": text}
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 

@@ -8,73 +8,51 @@ nothing else of their callers'.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, JsonValue, PlainValidator, model_validator
+from pydantic import Field, JsonValue, PlainValidator
 
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
-from server.request.body import MAX_SEED, Body, Hint, StopField, optional, with_fields
+from server.request.body import (
+    MAX_SEED,
+    SWITCHES,
+    Body,
+    Hint,
+    StopField,
+    WithoutEffect,
+    optional,
+)
 from server.request.embeddings import EmbeddingsRequest, plan_embeddings
-from server.request.messages import MAX_TOOLS, TEXT_ONLY, FunctionDefinition
+from server.request.messages import MAX_TOOLS, TEXT_ONLY, CalledFunction, Tool
 from server.request.parsing import check
 from server.request.protocol import (
     MAX_COUNT,
     MAX_LOGPROBS,
     MAX_MESSAGES,
+    WITHOUT_EFFECT,
     ChatRequest,
-    CommonFields,
     CompletionRequest,
+    sharing,
 )
 from server.request.translate import Translator
 
 LATEST = ":latest"
 _DURATION = r"^[+-]?(0|(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+)$"
-_SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
 _OWN = ("priority", "timeout", "cache_salt", "user", "metadata", "speculative")
 """Fields of this server, which stand among the options."""
 
 
-class _Lenient(Body):
-    """Ollama's clients send empty values for what they leave out."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_empty(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {
-            name: value
-            for name, value in data.items()
-            if not (name in cls.unsupported and value in ("", []))
-        }
-
-
 _Model = TypeVar("_Model", bound=Body)
 
 
-def _with_own_fields(model: type[_Model]) -> type[_Model]:
-    """The model, and the fields of ``_OWN`` as all requests have them."""
-    declared = CommonFields.model_fields
-    return with_fields(model, {name: (declared[name].annotation, declared[name]) for name in _OWN})
-
-
-@_with_own_fields
+@sharing(*_OWN)
 class OllamaOptions(Body):
     """Defaults are Ollama's, but that there is no penalty."""
 
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tfs_z": (1, 1.0),
-        "typical_p": (1, 1.0),
-        "mirostat": (0,),
-        "penalize_newline": (True,),
-        "vocab_only": (False,),
-        "embedding_only": (False,),
-    }
+    without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
     temperature: float = optional("0 is greedy.", default=0.8, ge=0, le=2)
     top_k: int = optional("Keep so many of the likeliest tokens; 0: all.", default=40, ge=-1)
@@ -82,84 +60,39 @@ class OllamaOptions(Body):
     min_p: float = optional("Keep those of this share of the likeliest.", default=0, ge=0, le=1)
     seed: int = optional("-1: drawn, and reported.", default=-1, ge=-1, le=MAX_SEED)
     num_predict: int = optional(
-        "Tokens to write at most; -1 and -2: what the context has room for.",
+        "Tokens to write at most; -2, -1 and 0: what the context has room for.",
         default=-1,
         ge=-2,
         le=MAX_COUNT,
-        json_schema_extra={"not": {"const": 0}},
     )
     stop: StopField = ()
     repeat_penalty: float = optional("Over prompt and output.", default=1, gt=0, le=10)
-    repeat_last_n: Annotated[int | None, Hint(does=(-1,))] = optional(
-        "With a penalty only -1: penalties look at the whole text.", ge=-1, le=MAX_COUNT
-    )
     presence_penalty: float = optional("Over the output.", default=0, ge=-2, le=2)
     frequency_penalty: float = optional("Over the output.", default=0, ge=-2, le=2)
-    num_ctx: Annotated[int | None, Hint()] = None
-    num_keep: Annotated[int | None, Hint()] = None
-    num_batch: Annotated[int | None, Hint()] = None
-    num_gpu: Annotated[int | None, Hint()] = None
-    main_gpu: Annotated[int | None, Hint()] = None
-    num_thread: Annotated[int | None, Hint()] = None
-    numa: Annotated[bool | None, Hint()] = None
-    low_vram: Annotated[bool | None, Hint()] = None
-    f16_kv: Annotated[bool | None, Hint()] = None
-    logits_all: Annotated[bool | None, Hint()] = None
-    use_mmap: Annotated[bool | None, Hint()] = None
-    use_mlock: Annotated[bool | None, Hint()] = None
-    mirostat_tau: Annotated[float | None, Hint()] = None
-    mirostat_eta: Annotated[float | None, Hint()] = None
 
     def for_request(self) -> dict[str, Any]:
-        """The fields of a chat or a completion that say the same, but for its length. Raises ApiError
-        400."""
-        self._check()
-        return {
-            **{name: getattr(self, name) for name in _OWN},
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "seed": None if self.seed == -1 else self.seed,
-            "stop": list(self.stop),
-            "repetition_penalty": self.repeat_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-        }
+        """The fields of a chat or a completion that say the same, but for its length."""
+        return {**self.model_dump(exclude={"num_predict"}), "stop": list(self.stop)}
 
     @property
     def limit(self) -> int | None:
-        """Tokens to write; None: what there is room for."""
+        """Tokens to write; None: what there is room for, as in Ollama's runner also for 0."""
         return self.num_predict if self.num_predict > 0 else None
-
-    def _check(self) -> None:
-        if self.num_predict == 0:
-            raise refused("options.num_predict", "must be -1, -2, or at least 1")
-        has_penalty = self.repeat_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        if has_penalty and self.repeat_last_n not in (None, -1):
-            reason = ": penalties look at the whole text; send -1, or leave it out"
-            raise refused("options.repeat_last_n", reason)
-
-
-class OllamaFunctionCall(Body):
-    """``index``: the call's place in its message, which its place in the list says."""
-
-    name: str = Field(min_length=1, max_length=128)
-    arguments: dict[str, JsonValue] = Field(default_factory=dict)
-    index: int | None = None
 
 
 class OllamaToolCall(Body):
     """A call that the assistant made before."""
 
+    without_effect: ClassVar[WithoutEffect] = {"index": None}
+
     id: str | None = Field(default=None, min_length=1, max_length=256)
     type: Literal["function"] = "function"
-    function: OllamaFunctionCall
+    function: CalledFunction
 
 
-class OllamaMessage(_Lenient):
-    """Only the assistant has ``tool_calls`` and ``thinking``. A tool's message says by ``tool_name``, or
-    by ``tool_call_id``, to which call it answers; else it is the first without an answer."""
+class OllamaMessage(Body):
+    """Only the assistant has ``tool_calls`` and ``thinking``. A tool's message says by ``tool_name`` or
+    ``name``, or by ``tool_call_id``, to which call it answers; else it is the first without an answer."""
 
     unsupported: ClassVar[dict[str, str]] = {"images": TEXT_ONLY}
 
@@ -168,15 +101,8 @@ class OllamaMessage(_Lenient):
     thinking: str | None = None
     tool_calls: list[OllamaToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_name: str | None = Field(default=None, max_length=128)
-    name: str | None = optional("The same as 'tool_name'.", max_length=128)
+    name: str | None = optional("A tool's, or the author.", max_length=128)
     tool_call_id: str | None = Field(default=None, max_length=256)
-
-
-class OllamaTool(Body):
-    """A function that may be called."""
-
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
 
 
 def _parse_format(value: object) -> Any:
@@ -195,10 +121,14 @@ TextsField = str | Annotated[list[str], Field(min_length=1)]
 _Duration = Annotated[str, Field(pattern=_DURATION, max_length=64)]
 
 
-class _OllamaRequest(_Lenient):
-    """The fields of both."""
+class _OllamaRequest(Body):
+    """The fields of both. ``asks_by``: the one without which there is nothing to answer."""
 
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"truncate": (False,), "shift": (False,)}
+    asks_by: ClassVar[str]
+    without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT | {
+        "truncate": (False,),
+        "shift": (False,),
+    }
 
     model: str | None = optional("The served model's name, with ':latest' or without.")
     stream: bool = optional("As lines of JSON.", default=True)
@@ -214,7 +144,7 @@ class _OllamaRequest(_Lenient):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to answer: Ollama loads a model then, or unloads it."""
-        raise NotImplementedError
+        return not getattr(self, self.asks_by)
 
     @property
     def is_unload(self) -> bool:
@@ -225,7 +155,7 @@ class _OllamaRequest(_Lenient):
         raise NotImplementedError
 
     def _for_request(self, translator: Translator) -> dict[str, Any]:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "needs 'logprobs': true")
         return {
             "model": known_name(self.model, translator.served_names),
@@ -237,7 +167,7 @@ class _OllamaRequest(_Lenient):
     def _for_chat(
         self, translator: Translator, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> ChatRequest:
-        return _checked(
+        return check(
             ChatRequest,
             {
                 **self._for_request(translator),
@@ -254,12 +184,10 @@ class _OllamaRequest(_Lenient):
 class OllamaChatRequest(_OllamaRequest):
     """``POST /api/chat``."""
 
-    messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
-    tools: list[OllamaTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    asks_by: ClassVar[str] = "messages"
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.messages
+    messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
 
     def for_translator(self, translator: Translator) -> ChatRequest:
         messages = list(_messages(self.messages))
@@ -270,6 +198,7 @@ class OllamaChatRequest(_OllamaRequest):
 class OllamaGenerateRequest(_OllamaRequest):
     """``POST /api/generate``."""
 
+    asks_by: ClassVar[str] = "prompt"
     unsupported: ClassVar[dict[str, str]] = {
         "suffix": "text is written after the prompt only",
         "images": TEXT_ONLY,
@@ -286,10 +215,6 @@ class OllamaGenerateRequest(_OllamaRequest):
         "The prompt is no message, and no template is put around it.", default=False
     )
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.prompt
-
     def for_translator(self, translator: Translator) -> ChatRequest | CompletionRequest:
         if self.raw:
             return self._for_completion(translator)
@@ -301,13 +226,12 @@ class OllamaGenerateRequest(_OllamaRequest):
         for name in ("system", "think"):
             if getattr(self, name):
                 raise refused(name, "has no effect with 'raw'")
-        return _checked(
+        return check(
             CompletionRequest,
             {
                 **self._for_request(translator),
                 "prompt": self.prompt,
-                # As much as there is room for, where no number is given.
-                "max_tokens": self.options.limit or translator.max_model_len,
+                "max_tokens": self.options.limit or -1,
                 "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             },
         )
@@ -316,19 +240,20 @@ class OllamaGenerateRequest(_OllamaRequest):
 class OllamaShowRequest(Body):
     """``POST /api/show``."""
 
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"verbose": (False,)}
+    without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
+
+    synonyms: ClassVar[dict[str, str]] = {"name": "model"}
 
     model: str | None = optional("The served model's name, with ':latest' or without.")
-    name: str | None = optional("The same as 'model'.")
 
 
-class _EmbedFields(_Lenient):
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"truncate": (False,)}
+class _EmbedFields(Body):
+    without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
     model: str | None = optional("The served model's name, with ':latest' or without.")
     dimensions: int | None = optional("Only the model's own number.", ge=1)
+    truncate: bool | None = optional("Keep what there is room for of a longer text.")
     options: OllamaOptions | None = optional("They say nothing of embeddings, and are told.")
-    keep_alive: Annotated[float | _Duration | None, Hint()] = None
 
 
 class OllamaEmbedRequest(_EmbedFields):
@@ -357,16 +282,16 @@ def plan_ollama_embeddings(
     """``plan_embeddings`` for the request that says the same. Raises ApiError."""
     name = known_name(body.model, translator.served_names)
     given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
+    given["truncate_prompt_tokens"] = -1 if body.truncate else None
     try:
-        plan = plan_embeddings(translator, check(EmbeddingsRequest, _said(given)), arrival_time)
+        plan = plan_embeddings(translator, check(EmbeddingsRequest, given), arrival_time)
     except ApiError as error:
         is_old = isinstance(body, OllamaEmbeddingsRequest) and error.param == "input"
         raise error.about("prompt") if is_old else error from error
     options = () if body.options is None else sorted(body.options.model_fields_set)
     ignored = [f"options.{each}" for each in options]
-    ignored += ["keep_alive"] if body.keep_alive is not None else []
     repeated = {"model": body.model or translator.model_name}
-    return replace(plan, repeated=repeated, ignored=tuple(ignored))
+    return plan.in_words_of(str, [*ignored, *body.ignored()], repeated)
 
 
 def known_name(name: str | None, served: Iterable[str]) -> str | None:
@@ -385,19 +310,16 @@ def tagged(name: str) -> str:
 def thinking_fields(think: bool | str | None, translator: Translator) -> dict[str, Any]:
     """The fields of a chat that say whether to think. Raises ApiError 400 where the model cannot."""
     variables = translator.template_variables
-    switch = next((name for name in _SWITCHES if name in variables), None)
     if think is None:
         return {}
-    told: dict[str, Any] = {} if switch is None else {switch: bool(think)}
-    if isinstance(think, str):
-        if _EFFORT not in variables:
-            reason = ": this model's chat template knows no levels; send true or false"
-            raise refused("think", reason)
-        told[_EFFORT] = think
-    elif think and not told and not translator.splits_reasoning:
+    level = think if isinstance(think, str) else None
+    if level and _EFFORT not in variables:
+        reason = ": this model's chat template knows no levels; send true or false"
+        raise refused("think", reason)
+    if think is True and SWITCHES.isdisjoint(variables) and not translator.splits_reasoning:
         raise refused("think", ": this model does not think")
     shows = {} if think or not translator.splits_reasoning else {"include_reasoning": False}
-    return {"chat_template_kwargs": told or None, **shows}
+    return {"thinking": bool(think), _EFFORT: level, **shows}
 
 
 def _response_format(wanted: str | dict[str, Any] | None) -> dict[str, Any] | None:
@@ -425,7 +347,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
         if message.role == "tool":
             told["tool_call_id"] = _answered(message, unanswered, field)
         else:
-            for name in ("tool_name", "name", "tool_call_id"):
+            told |= {"name": message.name} if message.name else {}
+            for name in ("tool_name", "tool_call_id"):
                 if getattr(message, name):
                     reason = f": messages of {message.role!r} have no place for it"
                     raise refused(f"{field}.{name}", reason)
@@ -433,8 +356,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
 
 
 def _call(call: OllamaToolCall, own_id: str) -> dict[str, Any]:
-    arguments = json.dumps(call.function.arguments, ensure_ascii=False)
-    function = {"name": call.function.name, "arguments": arguments}
+    function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"id": call.id or own_id, "type": "function", "function": function}
 
 
@@ -449,21 +371,14 @@ def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], field: 
     raise refused(f"{field}.{at_fault}", ": no message before this one has such a call to answer")
 
 
-def _checked(kind: type[_Model], fields: Mapping[str, Any]) -> _Model:
-    return check(kind, _said(fields))
-
-
-def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: each for name, each in fields.items() if each not in (None, [])}
-
-
 _RENAMED = {
     "max_completion_tokens": "options.num_predict",
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     "response_format.json_schema.schema": "format",
     "response_format": "format",
-    "chat_template_kwargs": "think",
+    "thinking": "think",
+    _EFFORT: "think",
     **{name: f"options.{name}" for name in OllamaOptions.model_fields},
 }
 
@@ -474,16 +389,13 @@ def plan_ollama(
     """``Translator.plan`` for the request that says the same. Raises ApiError in the words of
     this one."""
     if body.is_empty:
-        name = "messages" if isinstance(body, OllamaChatRequest) else "prompt"
-        raise refused(name, "is missing")
+        raise refused(body.asks_by, "is missing")
     try:
         plan = translator.plan(body.for_translator(translator), arrival_time)
     except ApiError as error:
         raise _in_own_words(error, body) from error
-    plan = plan.with_grammars_of(_own_name)
-    ignored = tuple(each.path for each in body.hints() if each.hint.needs_telling(each.value))
     name = body.model or translator.model_name
-    return replace(plan, repeated={"model": name}, ignored=(*ignored, *plan.ignored))
+    return plan.in_words_of(_own_name, body.ignored(), {"model": name})
 
 
 def _in_own_words(error: ApiError, body: OllamaChatRequest | OllamaGenerateRequest) -> ApiError:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from server.errors import ApiError, bad_request, clip, from_validation
+from server.request.body import DROPS_UNKNOWN
 
 MAX_CONTENT_TYPE_CHARS = 60
 Model = TypeVar("Model", bound=BaseModel)
@@ -32,9 +33,14 @@ def check_content_type(content_type: str) -> None:
     raise _unreadable(f"The body must be sent with 'Content-Type: application/json', {got}.")
 
 
-def parse(kind: type[Model], content: bytes) -> Model:
-    """The body as a ``kind``. Raises ApiError 400 naming the fields at fault."""
-    return check(kind, _read_json(content))
+def parse(kind: type[Model], content: bytes, *, drops_unknown: bool = False) -> Model:
+    """The body as a ``kind``. ``drops_unknown``: unknown fields are left out, and among its ``hints``.
+    Raises ApiError 400 naming the fields at fault."""
+    before = DROPS_UNKNOWN.set(drops_unknown)
+    try:
+        return check(kind, _read_json(content))
+    finally:
+        DROPS_UNKNOWN.reset(before)
 
 
 def check(kind: type[Model], data: dict[str, Any]) -> Model:

@@ -31,6 +31,7 @@ _NOT_THE_CLIENTS = frozenset(
     }
 )
 _PROBE = "probe"
+_USER = {"role": "user", "content": ""}
 # transformers' own tags; what stands between them is as it was.
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 ALL = slice(None)
@@ -112,10 +113,12 @@ class Prompts:
             raise self._too_long(field, str(num_tokens))
 
     def _too_long(self, field: str, num_tokens: str) -> ApiError:
+        # Agents see by these words, Anthropic's and OpenAI's, that they have to shorten a conversation.
+        limit = self._info.max_model_len
         return refused(
             field,
-            f": the prompt has {num_tokens} tokens; the context is "
-            f"{self._info.max_model_len}, and at least one has to be left to write",
+            f": prompt is too long: {num_tokens} tokens > {limit - 1} maximum. This model's maximum "
+            f"context length is {limit} tokens, and at least one has to be left to write.",
             code="context_length_exceeded",
         )
 
@@ -133,6 +136,10 @@ class ChatTemplate:
         self._reserved = _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
         self.variables -= self._reserved
         self._takes_parts = self.source is not None and self._shows_only_parts()
+        self.reads_names = self._shows({**_USER, "name": _PROBE})
+        function = {"name": "f", "arguments": _PROBE}
+        call = {"id": "call_0000", "type": "function", "function": function}
+        self.takes_text = self._shows(_USER, {**_USER, "role": "assistant", "tool_calls": [call]})
 
     def read_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those of the client's variables that the template reads. Raises ApiError for what is
@@ -175,12 +182,12 @@ class ChatTemplate:
     def _shows_only_parts(self) -> bool:
         """Returns whether a text is lost unless it comes as a part: templates of models that also take
         images may go through the parts of a content and look for those of text."""
-        message = {"role": "user", "content": _PROBE}
+        message = _USER | {"content": _PROBE}
         return not self._shows(message) and self._shows(_in_parts(message))
 
-    def _shows(self, message: dict[str, Any]) -> bool:
+    def _shows(self, *messages: dict[str, Any]) -> bool:
         try:
-            return _PROBE in self._text([message], {}, {})
+            return _PROBE in self._text(list(messages), {}, {})
         except Exception:  # a template may raise whatever Python does
             return False
 

@@ -9,6 +9,7 @@ is checked when the request is translated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, JsonValue
@@ -17,11 +18,13 @@ from pydantic.config import JsonDict
 from engine.sampling.processor import parameters
 from server.request.body import (
     MAX_SEED,
+    SWITCHES,
     Body,
     Hint,
     PromptField,
     StopField,
     TokenId,
+    WithoutEffect,
     in_case,
     optional,
     with_fields,
@@ -43,8 +46,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_COUNT = 2**31 - 1
 MAX_MESSAGES = 1 << 14
 
-_LOGGED = "written to the request's log line under `--log-client-fields`"
-_CACHE_KEY = f"keeps requests together behind the ingress; {_LOGGED}"
+_LOGGED = "Written to the request log under log_client_fields."
 _NOT_MOVED = "keys and values stay in this server"
 _UNSUPPORTED = {
     "stream_interval": "a chunk is sent for each step",
@@ -66,18 +68,69 @@ _UNSUPPORTED = {
     "mm_processor_kwargs": TEXT_ONLY,
     "media_io_kwargs": TEXT_ONLY,
 }
-_FIXED: dict[str, tuple[Any, ...]] = {
-    # What else there is concerns tokenizers written in Python.
-    "spaces_between_special_tokens": (True,),
+_LISTED = """
+num_ctx num_keep n_keep num_batch num_gqa num_gpu main_gpu num_thread numa low_vram f16_kv logits_all
+use_mmap use_mlock rope_frequency_base rope_frequency_scale keep_alive ttl options usage response_fields
+timings_per_token return_progress return_tokens post_sampling_probs id_slot backend_sampling weight
+t_max_predict_ms reasoning_format parse_tool_calls thinking_forced_open reasoning_details client_metadata
+provider providers route transforms models plugins fallbacks safe_prompt draft_model search_parameters
+enable_search chat_id input_type embedding_types extra_headers extra_query mirostat_tau mirostat_eta
+dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
+samplers min_keep repeat_penalty repeat_last_n thinking reasoning reasoning_effort verbosity
+"""
+_LISTED_UNLESS: dict[str, tuple[Any, ...]] = {
+    _LISTED: (),
+    "typical_p typ_p tfs_z": (1, 1.0),
+    "mirostat mirostat_mode dynatemp_range xtc_probability dry_multiplier top_a n_probs": (0, 0.0),
+    "top_logprobs": (0,),
+    "penalize_nl penalize_newline cache_prompt spaces_between_special_tokens": (True,),
+    "vocab_only embedding_only verbose store": (False,),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
 }
+WITHOUT_EFFECT: WithoutEffect = {
+    name: does for names, does in _LISTED_UNLESS.items() for name in names.split()
+}
+"""What clients of OpenAI, llama.cpp, Ollama, LM Studio, OpenRouter and others send to any server."""
+TOKEN_LIMIT: dict[str, Any] = {
+    "ge": -1,
+    "le": MAX_COUNT,
+    "json_schema_extra": {"not": {"const": 0}},
+}
+"""The bounds of a number of tokens to write."""
+
+
+def limit_of(num_tokens: int | None) -> int | None:
+    """Returns the most tokens to write; None: what there is room for."""
+    return None if num_tokens == -1 else num_tokens
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT = Hint(variable="reasoning_effort", switches=SWITCHES)
+_SWITCH = Hint(switches=SWITCHES)
+Verbosity = Literal["low", "medium", "high"]
+VERBOSITY = Hint(variable="verbosity")
+
+
+class ReasoningOptions(Body):
+    """How much to think, as OpenAI and OpenRouter say it; reasoning is shown as it is written."""
+
+    without_effect: ClassVar[WithoutEffect] = {
+        "exclude": (False,),
+        **dict.fromkeys(("summary", "generate_summary"), ()),
+    }
+
+    effort: Annotated[Effort | None, EFFORT] = optional(
+        "For chat templates that read it, or whether to think."
+    )
+    enabled: Annotated[bool | None, _SWITCH] = None
+    max_tokens: Annotated[int | None, Hint(variable="thinking_budget")] = None
 
 
 class EventOptions(Body):
     """What may be said of all streams."""
 
-    include_obfuscation: Annotated[bool | None, Hint(does=(False,))] = optional(
-        "Events are not padded."
-    )
+    # Events are not padded.
+    without_effect: ClassVar[WithoutEffect] = {"include_obfuscation": (False,)}
 
 
 class StreamOptions(EventOptions):
@@ -113,9 +166,11 @@ def _with_processors(model: type[_Model]) -> type[_Model]:
 class CommonFields(Body):
     """The fields of all requests."""
 
+    without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
+
     model: str | None = optional("The served model's name; may be left out.")
     temperature: float | None = optional("0 is greedy; default 1.", ge=0, le=2)
-    seed: int | None = optional("Default: drawn, and reported.", ge=0, le=MAX_SEED)
+    seed: int | None = optional("Default and -1: drawn, and reported.", ge=-1, le=MAX_SEED)
     priority: int = optional("Lower runs first.", default=0, ge=-MAX_COUNT, le=MAX_COUNT)
     timeout: float | None = optional(
         "Seconds from arrival in which the reply has to be done; later it is an error.",
@@ -125,35 +180,41 @@ class CommonFields(Body):
     cache_salt: str | None = optional(
         "Caches are shared within one cache_salt only.", min_length=1, max_length=256
     )
-    user: str | None = optional(
-        "Written to the request log under log_client_fields.", max_length=256
-    )
-    safety_identifier: Annotated[str | None, Hint(_LOGGED)] = optional(
-        "Written to the request log under log_client_fields.", max_length=256
-    )
-    prompt_cache_key: Annotated[str | None, Hint(_CACHE_KEY)] = optional(
+    user: str | None = optional(_LOGGED, max_length=256)
+    safety_identifier: str | None = optional(_LOGGED, max_length=256)
+    prompt_cache_key: str | None = optional(
         "Requests with one key go to one replica; what they share is found by their texts.",
         max_length=256,
     )
-    prompt_cache_retention: Annotated[
-        Literal["in_memory", "in-memory", "24h"] | None, Hint(does=("in_memory", "in-memory"))
-    ] = optional("Blocks are kept as long as there is room.")
     service_tier: Annotated[
-        Literal["auto", "default", "flex", "scale", "priority"] | None,
-        Hint(does=("auto", "default")),
-    ] = optional("There is one tier, 'default'; 'priority' is a field of its own.")
-    store: Annotated[bool | None, Hint(does=(False,))] = optional("Nothing is stored.")
+        Literal["auto", "default", "flex", "scale", "priority", "standard_only"] | None,
+        Hint(does=("auto", "default", "standard_only")),
+    ] = optional("There is one tier; 'priority' is a field of its own.")
     metadata: dict[_MetadataKey, _MetadataValue] | None = optional(
         "Sent back with whole replies; written to the request log under log_client_fields.",
         max_length=16,
     )
+    enable_thinking: Annotated[bool | None, _SWITCH] = optional("For chat templates that read it.")
     stream: bool = False
     speculative: SpeculativeField | None = None
+
+
+def sharing(*names: str) -> Callable[[type[_Model]], type[_Model]]:
+    """Gives a model these fields as all requests have them."""
+    declared = CommonFields.model_fields
+    added = {name: (declared[name].annotation, declared[name]) for name in names}
+    return lambda model: with_fields(model, added)
 
 
 @_with_processors
 class SamplingFields(CommonFields):
     """The further fields of completions and chats, with those that logits processors declare."""
+
+    synonyms: ClassVar[dict[str, str]] = {
+        "repeat_penalty": "repetition_penalty",
+        "n_predict": "max_tokens",
+        "think": "thinking",
+    }
 
     n: int = optional("Choices for each prompt.", default=1, ge=1, le=128)
     stop: StopField = ()
@@ -202,10 +263,10 @@ class CompletionRequest(SamplingFields):
         "suffix": "text is written after the prompt only",
         "prompt_embeds": "prompts are text or token ids",
     }
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED
-
     prompt: PromptField = Field(description="Text or token ids, one or a batch.")
-    max_tokens: int | None = optional("Default 16.", ge=1, le=MAX_COUNT)
+    max_tokens: int | None = optional(
+        "Default 16; -1: what the context has room for.", **TOKEN_LIMIT
+    )
     best_of: int | None = optional("Only the value of 'n' is accepted.", ge=1)
     echo: bool = optional("Begin the text with the prompt.", default=False)
     logprobs: int | None = optional(
@@ -219,7 +280,8 @@ class CompletionRequest(SamplingFields):
     @property
     def limit(self) -> tuple[str, int | None]:
         """The field that bounds a choice's tokens, and the bound; None: what there is room for."""
-        return "max_tokens", self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        given = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return "max_tokens", limit_of(given)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -239,15 +301,22 @@ class TemplateFields(Body):
     chat_template_kwargs: dict[str, JsonValue] | None = optional(
         "Variables of the tokenizer's chat template."
     )
+    thinking: Annotated[JsonValue, _SWITCH] = optional(
+        "The same; an object's 'type' may be 'enabled' or 'disabled'."
+    )
+    reasoning_effort: Annotated[Effort | None, EFFORT] = optional(
+        "For chat templates that read it, or whether to think."
+    )
+    reasoning: ReasoningOptions | None = optional("As OpenRouter has it.")
+    verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
 
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-EFFORT = Hint(variable="reasoning_effort", switch="enable_thinking")
-Verbosity = Literal["low", "medium", "high"]
-VERBOSITY = Hint(variable="verbosity")
 
 _LOGPROBS: JsonDict = {
-    "anyOf": [in_case({}, ("top_logprobs",)), in_case({"logprobs": {"const": True}})]
+    "anyOf": [
+        in_case({}, ("top_logprobs",)),
+        in_case({"top_logprobs": {"const": 0}}),
+        in_case({"logprobs": {"const": True}}),
+    ]
 }
 
 
@@ -265,28 +334,24 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
         "documents": "write them into a message",
         "return_prompt_text": "use 'return_token_ids' and /detokenize",
     }
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED | {
-        "modalities": (["text"],),
-    }
+    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"modalities": (["text"],)}
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_tokens: int | None = optional("Default: what the context has room for.", ge=1, le=MAX_COUNT)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    max_tokens: int | None = optional(
+        "Default and -1: what the context has room for.", **TOKEN_LIMIT
+    )
+    max_completion_tokens: int | None = optional("The same as 'max_tokens'.", **TOKEN_LIMIT)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = optional("Begin with the last message, the assistant's own.", default=False)
-    reasoning_effort: Annotated[Effort | None, EFFORT] = optional(
-        "For chat templates that read it, or whether to think."
-    )
-    verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
     add_special_tokens: bool = optional("Templates write their own BOS.", default=False)
 
     @property
     def limit(self) -> tuple[str, int | None]:
         """The field that bounds a choice's tokens, and the bound; None: what there is room for."""
         if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
+            return "max_completion_tokens", limit_of(self.max_completion_tokens)
+        return "max_tokens", limit_of(self.max_tokens)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -309,18 +374,13 @@ class TokenizeRequest(TemplateFields):
     ``/v1/chat/completions`` does.
     """
 
-    unsupported: ClassVar[dict[str, str]] = {
-        "chat_template": ChatRequest.unsupported["chat_template"],
-        "documents": ChatRequest.unsupported["documents"],
-        "mm_processor_kwargs": TEXT_ONLY,
-    }
-
+    unsupported: ClassVar[dict[str, str]] = ChatRequest.unsupported
     model_config = ConfigDict(json_schema_extra=_PROMPT_OR_MESSAGES)
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
-    tools: ToolsField | None = optional("With messages.", min_length=1, max_length=MAX_TOOLS)
+    tools: ToolsField | None = optional("With messages.", max_length=MAX_TOOLS)
     add_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
     allow_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
     return_token_strs: bool = optional("The vocabulary's entries, too.", default=False)

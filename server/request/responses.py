@@ -7,7 +7,6 @@ it is.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import MaxLen, MinLen
@@ -25,19 +24,25 @@ from pydantic.config import JsonDict
 
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
-from server.request.body import Body, Hint, in_case, optional, refusal
+from server.request.body import Body, WithoutEffect, in_case, optional, refusal
 from server.request.foreign_parts import ForeignPart, find_foreign_part
 from server.request.grammars import Schema
-from server.request.messages import MAX_TOOLS, NAME_PATTERN, FunctionDefinition
+from server.request.messages import (
+    MAX_TOOLS,
+    NAME_PATTERN,
+    ArgumentsField,
+    FunctionDefinition,
+    text_of,
+)
 from server.request.parsing import check
 from server.request.protocol import (
-    EFFORT,
-    MAX_COUNT,
+    TOKEN_LIMIT,
     VERBOSITY,
+    WITHOUT_EFFECT,
     ChatRequest,
     CommonFields,
-    Effort,
     EventOptions,
+    ReasoningOptions,
     Verbosity,
 )
 from server.request.translate import SERVICE_TIER, Translator
@@ -72,6 +77,7 @@ class _Item(Body):
     """The fields of all items. ``for_chat`` returns the message of a chat that says the same."""
 
     unsupported: ClassVar[dict[str, str]] = {"phase": "the model is not told of it"}
+    without_effect: ClassVar[WithoutEffect] = {"name": ()}
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -86,14 +92,14 @@ class InputMessage(_Item):
     content: _Content
 
     def for_chat(self) -> dict[str, Any]:
-        return {"role": self.role, "content": _text(self.content)}
+        return {"role": self.role, "content": text_of(self.content)}
 
 
 class InputCall(_Item):
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1, max_length=128)
-    arguments: str
+    arguments: ArgumentsField
 
     def for_chat(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
@@ -107,7 +113,7 @@ class InputCallOutput(_Item):
     output: _Content
 
     def for_chat(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
 
 
 class InputReasoning(_Item):
@@ -175,6 +181,19 @@ class _NamedFunction(Body):
     type: Literal["function"]
     name: str = Field(pattern=NAME_PATTERN)
 
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class _AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[_NamedFunction] = Field(min_length=1, max_length=MAX_TOOLS)
+
+    def for_chat(self) -> dict[str, Any]:
+        allowed = {"mode": self.mode, "tools": [each.for_chat() for each in self.tools]}
+        return {"type": self.type, "allowed_tools": allowed}
+
 
 _OF_SCHEMAS = ("name", "schema", "description", "strict")
 _FORMATS: JsonDict = {
@@ -222,31 +241,6 @@ class TextConfig(Body):
     verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
 
 
-_Summary = Literal["auto", "concise", "detailed"]
-
-
-class ReasoningConfig(Body):
-    """How much the model is to think, and how that is shown."""
-
-    effort: Annotated[Effort | None, EFFORT] = optional(
-        "For chat templates that read it, or whether to think."
-    )
-    summary: Annotated[_Summary | None, Hint()] = optional("Reasoning is shown as it is written.")
-    generate_summary: Annotated[_Summary | None, Hint()] = optional("The same as 'summary'.")
-
-
-_Included = Literal[
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
-
-
 class ResponsesRequest(CommonFields):
     """``POST /v1/responses``."""
 
@@ -261,23 +255,25 @@ class ResponsesRequest(CommonFields):
         "background": (False,),
         "truncation": ("disabled",),
     }
+    # No tool runs here, and a response has what it has.
+    without_effect: ClassVar[WithoutEffect] = {
+        **WITHOUT_EFFECT,
+        "max_tool_calls": (),
+        "include": ([],),
+    }
 
     input: InputField = Field(description="A text, or the items of a conversation.")
     instructions: str | None = optional("A system message before the input.")
     max_output_tokens: int | None = optional(
-        "Default: what the context has room for.", ge=1, le=MAX_COUNT
+        "Default and -1: what the context has room for.", **TOKEN_LIMIT
     )
     top_p: float | None = optional("Default 1.", gt=0, le=1)
     tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | _NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedFunction | _AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = optional("'format': what the text has to match.")
-    reasoning: ReasoningConfig | None = None
+    reasoning: ReasoningOptions | None = None
     stream_options: EventOptions | None = None
-    max_tool_calls: Annotated[int | None, Hint()] = optional("No tool runs here.", ge=1)
-    include: Annotated[list[_Included] | None, Hint(does=([],))] = optional(
-        "A response has what it has: no item here has more to it."
-    )
 
     def for_chat(self) -> ChatRequest:
         """The chat request that says the same. Raises ApiError 400, in the chat's words."""
@@ -295,15 +291,13 @@ class ResponsesRequest(CommonFields):
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "top_p": self.top_p,
+            "reasoning": self.reasoning,
         }
         if self.text is not None and self.text.format is not None:
             given["response_format"] = self.text.format.for_chat()
         if self.text is not None:
             given["verbosity"] = self.text.verbosity
-        if self.reasoning is not None:
-            given["reasoning_effort"] = self.reasoning.effort
-        said = {name: value for name, value in given.items() if value not in (None, [])}
-        return check(ChatRequest, said)
+        return check(ChatRequest, given)
 
     def repeated(self) -> dict[str, JsonValue]:
         """Returns the fields that a response repeats."""
@@ -333,9 +327,8 @@ class ResponsesRequest(CommonFields):
         }
 
     def _tool_choice(self) -> Any:
-        if isinstance(self.tool_choice, _NamedFunction):
-            return {"type": "function", "function": {"name": self.tool_choice.name}}
-        return self.tool_choice if self.tools or self.tool_choice != "auto" else None
+        choice = self.tool_choice
+        return choice.for_chat() if isinstance(choice, Body) else choice
 
 
 def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str, Any]]:
@@ -355,17 +348,13 @@ def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str
     return messages
 
 
-def _text(content: str | list[InputTextPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
 _RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tool_choice.function": "tool_choice",
-    "reasoning_effort": "reasoning.effort",
+    "tool_choice.allowed_tools": "tool_choice",
     "verbosity": "text.verbosity",
 }
 
@@ -380,12 +369,7 @@ def plan_response(
         plan = translator.plan(body.for_chat(), arrival_time)
     except ApiError as error:
         raise _in_own_words(error) from error
-    plan = plan.with_grammars_of(_own_name)
-    # Of what goes to the template the chat request knows more.
-    own = [each for each in body.hints() if not each.hint.variable]
-    ignored = [_own_name(each) for each in plan.ignored]
-    ignored += [each.path for each in own if each.hint.needs_telling(each.value)]
-    return replace(plan, repeated=body.repeated(), ignored=tuple(dict.fromkeys(ignored)))
+    return plan.in_words_of(_own_name, body.ignored(), body.repeated())
 
 
 def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:

@@ -28,7 +28,7 @@ from engine.request.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
 from server.errors import ApiError
-from server.request.body import Body, described_by, optional
+from server.request.body import Body, described_by, integral, optional
 
 PREDICTION_DRAFTER = "prediction"
 _BUILT_IN = SpeculativeParams()
@@ -49,7 +49,7 @@ def _parse_options(value: object) -> object:
         for key, item in value.items()
     ):
         raise ValueError("must be an object of booleans, numbers and strings")
-    return value
+    return {key: integral(item) for key, item in value.items()}
 
 
 _TYPES = {

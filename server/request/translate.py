@@ -1,7 +1,7 @@
 """From request bodies to engine requests: pure, and the last place where a field may be refused.
 
-A ``max_tokens`` that no prompt could ever have is a 400; one that this prompt has no room for is clamped,
-and the choice ends with "length".
+A ``max_tokens`` that the prompt leaves no room for is cut to the room, listed in the reply's header, and
+the choice ends with "length".
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from server.request.messages import (
     refuse_foreign_parts,
     template_messages,
     template_tools,
+    text_of,
 )
 from server.request.prompts import Prompts
 from server.request.protocol import (
@@ -37,6 +38,7 @@ from server.request.protocol import (
     StreamOptions,
     TemplateFields,
     TokenizeRequest,
+    limit_of,
 )
 from server.request.special_tokens import Text
 from server.request.speculative import SpeculativeResolver
@@ -127,8 +129,16 @@ class Translator:
         """Returns whether reasoning is split off from the model's text."""
         return self._formats.splits_reasoning
 
-    def plan(self, body: CompletionRequest | ChatRequest, arrival_time: float) -> RequestPlan:
-        """Returns what the engine is to write and how. Raises ApiError."""
+    def plan(
+        self,
+        body: CompletionRequest | ChatRequest,
+        arrival_time: float,
+        max_choices: int | None = None,
+    ) -> RequestPlan:
+        """Returns what the engine is to write and how. ``max_choices``: in the place of the server's.
+        Raises ApiError."""
+        num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
+        self._check(body, num_prompts, max_choices or self._max_choices)
         prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
         text, grammar = self._text(body, prompts[0][0])
         _check_agreement(body, grammar)
@@ -158,7 +168,7 @@ class Translator:
             cache_salt=body.cache_salt or "",
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
-            ignored=tuple(dict.fromkeys(self._ignored(body))),
+            ignored=tuple(dict.fromkeys(self._ignored(body, max(map(len, token_ids))))),
         )
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
@@ -186,7 +196,6 @@ class Translator:
 
     def _completion(self, body: CompletionRequest) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the prompts, as texts and tokens. Raises ApiError."""
-        self._check(body, num_prompts=len(body.prompt))
         if body.best_of not in (None, body.n):
             raise refused("best_of", "is supported only if it equals n")
         kept = self._kept(body)
@@ -201,13 +210,12 @@ class Translator:
 
     def _chat(self, body: ChatRequest) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the only prompt, as text and tokens. Raises ApiError."""
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise refused("top_logprobs", "needs 'logprobs': true")
-        if body.max_tokens not in (None, body.limit[1]):
+        if body.max_tokens is not None and limit_of(body.max_tokens) != body.limit[1]:
             raise refused("max_tokens", "contradicts max_completion_tokens")
         if body.echo and body.messages[-1].role != "assistant":
             raise refused("echo", "needs a last message that is the assistant's")
-        self._check(body, num_prompts=1)
         refuse_foreign_parts(body.messages, self.unserved)
         kept = self._kept(body)
         self._formats.check(body)
@@ -221,7 +229,7 @@ class Translator:
         if body.continue_final_message and body.add_generation_prompt:
             raise refused("continue_final_message", "needs 'add_generation_prompt': false")
         return self._prompts.template.render(
-            template_messages(body.messages or ()),
+            template_messages(body.messages or (), self._prompts.template.takes_text),
             self._variables(body),
             tools=template_tools(self._told(tools, body)),
             allow_special_tokens=allows,
@@ -245,24 +253,30 @@ class Translator:
         variables = template.read_of(body.chat_template_kwargs or {})
         given = set(variables)
         for each in body.hints():
-            name, switch = each.hint.variable, each.hint.switch
+            name = each.hint.variable
             if name in template.variables and variables.setdefault(name, each.value) != each.value:
                 raise refused(each.path, f"contradicts chat_template_kwargs.{name}")
             # Who names the switch means it.
-            if switch in template.variables and switch not in given:
-                variables[switch] = each.value != "none"
+            for switch in each.hint.switches & template.variables - given:
+                variables.setdefault(switch, each.hint.is_on(each.value))
         return variables
 
-    def _ignored(self, body: CompletionRequest | ChatRequest) -> Iterator[str]:
-        """Yields the paths of what nothing comes of."""
+    def _ignored(self, body: CompletionRequest | ChatRequest, longest: int) -> Iterator[str]:
+        """Yields the paths of what nothing comes of. ``longest``: the tokens of the longest prompt."""
         given: Mapping[str, Any] = {}
         read: Set[str] = frozenset()
         if isinstance(body, ChatRequest):
             given, read = body.chat_template_kwargs or {}, self._prompts.template.variables
         for each in body.hints():
-            is_handed = each.hint.variable in read or each.hint.switch in read - given.keys()
-            if each.hint.needs_telling(each.value) and not is_handed:
+            is_handed = each.hint.variable in read or each.hint.switches & read - given.keys()
+            is_read = each.path == "messages.name" and self._prompts.template.reads_names
+            if each.hint.needs_telling(each.value) and not (is_handed or is_read):
                 yield each.path
+        field, limit = body.limit
+        if field in body.model_fields_set and (limit or 0) > self._info.max_model_len - longest:
+            yield field
+        if isinstance(body, ChatRequest) and not body.tools:
+            yield from sorted(body.model_fields_set & {"tool_choice", "parallel_tool_calls"})
         yield from (f"chat_template_kwargs.{name}" for name in given if name not in read)
         if body.logprob_token_ids and body.num_logprobs:
             yield "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
@@ -306,7 +320,9 @@ class Translator:
             raise unknown_model(name, self._model_name, self.adapters)
         return name
 
-    def _check(self, body: CompletionRequest | ChatRequest, *, num_prompts: int) -> None:
+    def _check(
+        self, body: CompletionRequest | ChatRequest, num_prompts: int, max_choices: int
+    ) -> None:
         """Raises ApiError for a fault that shows without the prompt."""
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
@@ -316,13 +332,13 @@ class Translator:
         seconds = self._max_seconds
         if body.timeout is not None and seconds is not None and body.timeout > seconds:
             raise refused("timeout", f": this server gives a request {seconds:g} seconds")
-        if num_prompts * body.n > self._max_choices:
+        if num_prompts * body.n > max_choices:
             name = "n" if num_prompts == 1 else "prompt"
-            most = f"this server writes at most {self._max_choices} per request"
+            most = f"this server writes at most {max_choices} per request"
             raise refused(name, f": {num_prompts * body.n} choices; {most}")
         field, limit = body.limit
-        if limit is not None and limit > self._info.max_model_len:
-            raise refused(field, f"exceeds the context of {self._info.max_model_len}")
+        if limit == 0:
+            raise refused(field, "must be -1, or at least 1")
         if limit is not None and _min_tokens(body) > limit:
             raise refused("min_tokens", f"must not exceed {field}")
 
@@ -336,7 +352,8 @@ class Translator:
         if num is None:
             return slice(None)
         if num == -1:
-            num = max(1, self._info.max_model_len - (body.limit[1] or 1))
+            room = self._info.max_model_len - (body.limit[1] or 1)
+            num = max(1, room) if room >= 0 else self._info.max_model_len - 1
         return slice(num) if body.truncation_side == "right" else slice(-num, None)
 
     def _requests(
@@ -378,7 +395,7 @@ class Translator:
     def _prediction(self, body: SamplingFields) -> tuple[int, ...]:
         if body.prediction is None:
             return ()
-        text = _marked(body.prediction.content, body.allow_special_tokens)
+        text = _marked(text_of(body.prediction.content), body.allow_special_tokens)
         return self._prompts.of_prediction("prediction.content", text)
 
     def _sampling(self, body: CompletionRequest | ChatRequest, grammar: Grammar) -> dict[str, Any]:
@@ -399,7 +416,7 @@ class Translator:
             "grammar": grammar.text,
             "grammar_fields": grammar.fields,
             # Drawn where not given, and sent with the reply, so that any text can be had again.
-            "seed": secrets.randbelow(MAX_SEED + 1) if body.seed is None else body.seed,
+            "seed": secrets.randbelow(MAX_SEED + 1) if body.seed in (None, -1) else body.seed,
         }
 
 
@@ -416,7 +433,7 @@ def _beginnings(body: CompletionRequest | ChatRequest, prompts: Sequence[str]) -
     if not body.echo:
         return ("",) * len(prompts)
     if isinstance(body, ChatRequest):
-        return (body.messages[-1].content or "",)
+        return (text_of(body.messages[-1].content),)
     return tuple(prompts)
 
 

@@ -261,6 +261,8 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
         {"reasoning_effort": "low"},
         lambda o: b"effort low" in prompt_of(o),
     ),
+    "thinking": ({"thinking": {"type": "enabled"}}, lambda o: "thinking" in o.ignored),
+    "reasoning": ({"reasoning": {"effort": "low"}}, lambda o: b"effort low" in prompt_of(o)),
     "chat_template_kwargs": (
         {"chat_template_kwargs": {"shout": True}},
         lambda o: b"LOUD" in prompt_of(o),
@@ -269,27 +271,33 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
 
 
 # Hints, by their paths, with values that nothing comes of.
-_IGNORED: dict[str, Any] = {
-    "prompt_cache_retention": "24h",
-    "service_tier": "flex",
-    "store": True,
-}
-IGNORED: dict[str, Any] = _IGNORED | {"stream_options.include_obfuscation": True}
-CHAT_IGNORED: dict[str, Any] = IGNORED | {
+def without_effect(model: type[Body]) -> dict[str, Any]:
+    """The fields of the model's table, with a value that is listed."""
+    others = {*model.unsupported, *model.model_fields, *model.synonyms}
+    table = model.without_effect
+    return {name: "x" for name in table if name not in others and table[name] is not None}
+
+
+PADDED = {"stream_options.include_obfuscation": True, "service_tier": "flex"}
+IGNORED: dict[str, Any] = without_effect(CompletionRequest) | PADDED | {"enable_thinking": True}
+CHAT_IGNORED: dict[str, Any] = without_effect(ChatRequest) | {
+    **PADDED,
     "verbosity": "low",
     "messages.annotations": [{"type": "url_citation"}],
     "messages.id": "msg_1",
     "messages.provider_specific_fields": {"refusal": None},
+    "messages.name": "bob",
+    "messages.reasoning_details": [{}],
+    "enable_thinking": True,
+    "thinking": {"type": "enabled"},
+    "reasoning.enabled": True,
+    "reasoning.max_tokens": 8,
 }
 
 
 # Accepted for their meaning, which the server has anyway, or as hints; another value is a 400.
-HINTS: dict[str, tuple[Any, Any]] = {
-    "prompt_cache_retention": ("in_memory", "1h"),
-    "store": (False, "yes"),
-}
-WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
-    "spaces_between_special_tokens": (True, False),
+WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "enable_thinking": (True, "yes"),
     "model": ("test/scripted", "gpt-4"),
 }
 
@@ -339,20 +347,21 @@ RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
 }
 
 
-RESPONSE_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
+RESPONSE_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "enable_thinking": (True, "yes"),
     "model": ("test/scripted", "gpt-4"),
     "background": (False, True),
     "truncation": ("disabled", "auto"),
     "service_tier": ("auto", "free"),
-    "max_tool_calls": (3, 0),
-    "include": ([], "reasoning.encrypted_content"),
 }
-RESPONSE_IGNORED: dict[str, Any] = IGNORED | {
+RESPONSE_IGNORED: dict[str, Any] = without_effect(ResponsesRequest) | {
+    **PADDED,
+    "enable_thinking": True,
+    "reasoning.enabled": True,
+    "reasoning.max_tokens": 8,
     "text.verbosity": "high",
     "reasoning.summary": "auto",
     "reasoning.generate_summary": "concise",
-    "max_tool_calls": 3,
-    "include": ["reasoning.encrypted_content"],
 }
 
 
@@ -397,24 +406,21 @@ MESSAGES_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
 }
 
 
-MESSAGES_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
+MESSAGES_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "enable_thinking": (True, "yes"),
     "model": ("test/scripted", "gpt-4"),
-    "cache_control": ({"type": "ephemeral"}, 1),
     "thinking": ({"type": "adaptive"}, 1),
     "service_tier": ("standard_only", "free"),
-    "speed": ("standard", "slow"),
-    "inference_geo": ("eu", 1),
-    "diagnostics": ({}, 1),
     "mcp_servers": ([], [{"name": "a"}]),
     "thread": (False, {"type": "create"}),
 }
-MESSAGES_IGNORED: dict[str, Any] = _IGNORED | {
+MESSAGES_IGNORED: dict[str, Any] = without_effect(MessagesRequest) | {
+    "service_tier": "flex",
+    "enable_thinking": True,
+    "messages.name": "bob",
     "thinking.type": "enabled",
     "thinking.budget_tokens": 2000,
     "context_management": {},
-    "speed": "fast",
-    "inference_geo": "eu",
-    "diagnostics": {},
 }
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.reply.streaming import IGNORED_HEADER
+from server.plan import IGNORED_HEADER
 from worlds.request_bodies import CHAT
 from worlds.scripted_engine import ASSISTANT, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect, events, openai_client

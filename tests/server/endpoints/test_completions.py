@@ -7,7 +7,7 @@ import pytest
 from openai import BadRequestError, NotFoundError
 from tokenizers import processors
 
-from server.reply.streaming import IGNORED_HEADER
+from server.plan import IGNORED_HEADER
 from worlds.scripted_engine import BOS, EOS, ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect, events, openai_client
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.reply.streaming import IGNORED_HEADER
+from server.plan import IGNORED_HEADER
 from server.request.speculative import SpeculativeField
 from worlds.request_bodies import ENDPOINTS, TEXT, Check, Outcome
 from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer

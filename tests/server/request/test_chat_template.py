@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.reply.streaming import IGNORED_HEADER
+from server.plan import IGNORED_HEADER
 from worlds.scripted_engine import CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
 

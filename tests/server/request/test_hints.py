@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.request.params import GenerationRequest
-from server.reply.streaming import IGNORED_HEADER
+from server.plan import IGNORED_HEADER
 from server.request.large_bodies import LARGE
 from worlds import request_bodies
 from worlds.request_bodies import (
@@ -20,8 +22,9 @@ from worlds.request_bodies import (
     MESSAGES_IGNORED,
     RESPONSE_IGNORED,
     TEXT,
+    TOOLS,
 )
-from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer
+from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect, openai_client
 
 pytestmark = pytest.mark.anyio
@@ -83,13 +86,9 @@ async def test_the_header_names_the_hints_without_effect_and_no_others(
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_every_hint_is_tried_here(path: str) -> None:
     # The scripted tokenizer's template reads the effort.
-    found = {
-        name
-        for name, _, hint in ENDPOINTS[path][0].hint_fields()
-        if not hint.effect and hint.variable != "reasoning_effort"
-    }
-    # Told by rules of their own.
-    assert found == set(IGNORED[path]) - {"thinking.type"}
+    model = ENDPOINTS[path][0]
+    found = {name for name, _, hint in model.hint_fields() if hint.variable != "reasoning_effort"}
+    assert found <= set(IGNORED[path])
 
 
 @pytest.mark.parametrize(
@@ -119,31 +118,6 @@ async def test_a_hint_goes_to_a_template_that_reads_it_and_is_told_with_others(
         assert bytes(engine.requests[0].prompt_token_ids) == prompt
 
 
-async def test_marks_of_a_cache_are_taken_in_messages_parts_and_tools(connect: Connect) -> None:
-    """As agents send them to whatever speaks OpenAI's API."""
-    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    message = {"role": "user", "content": [{"type": "text", "text": "ab", **mark}], **mark}
-    tool = {"type": "function", "function": {"name": "f"}, **mark}
-    engine = ScriptedEngine(TEXT)
-    async with connect(engine) as client:
-        for body in (
-            {"messages": [message], "tools": [tool]},
-            {
-                "messages": [{"role": "user", "content": "ab"}],
-                "tools": [tool | {"cache_control": None}],
-            },
-        ):
-            reply = await client.post("/chat/completions", json=body)
-            assert reply.status_code == 200, reply.text
-            assert IGNORED_HEADER not in reply.headers
-        message["content"] = [{"type": "text", "text": "ab", "cache_control": {"type": "lasting"}}]
-        refused = await client.post("/chat/completions", json={"messages": [message]})
-    first, second = (each.prompt_token_ids for each in engine.requests)
-    assert first == second
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "messages.0.content.0.cache_control"
-
-
 @pytest.mark.parametrize("said", [None, True])
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True)])
 async def test_an_effort_says_whether_to_think(
@@ -161,18 +135,6 @@ async def test_an_effort_says_whether_to_think(
     shown = bytes(engine.requests[0].prompt_token_ids).decode()
     assert shown == f"<{thinks if said is None else said}>"
     assert reply.headers.get(IGNORED_HEADER) == (None if said is None else "reasoning_effort")
-
-
-async def test_a_variable_said_twice_alike_is_said_once(connect: Connect) -> None:
-    body = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}
-    engine = ScriptedEngine(TEXT)
-    async with connect(engine) as client:
-        path = "/chat/completions"
-        reply = await client.post(path, json=ENDPOINTS[path][1] | body)
-    assert reply.status_code == 200
-    assert b"effort low" in bytes(
-        each for each in engine.requests[0].prompt_token_ids if each < 256
-    )
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -234,40 +196,9 @@ async def test_an_agents_loop_of_responses_with_all_its_hints(connect: Connect) 
     assert response.output_text == TEXT
     assert (response.service_tier, response.prompt_cache_key) == ("default", "thread-1")
     assert b"effort medium" in bytes(t for t in engine.requests[0].prompt_token_ids if t < 256)
-    assert raw.headers[IGNORED_HEADER].split(", ") == [
-        "prompt_cache_retention",
-        "service_tier",
-        "text.verbosity",
-        "reasoning.summary",
-        "include",
-    ]
-
-
-async def test_a_streamed_chat_with_all_its_hints(connect: Connect) -> None:
-    asked: dict[str, Any] = {
-        "model": "test/scripted",
-        "messages": [{"role": "user", "content": "hi"}],
-        "store": True,
-        "verbosity": "low",
-        "reasoning_effort": "high",
-        "service_tier": "flex",
-        "prompt_cache_key": "thread-1",
-        "safety_identifier": "someone",
-        "metadata": {"job": "7"},
-        "stream_options": {"include_usage": True},
-    }
-    async with openai_client(connect, ScriptedEngine(TEXT)) as client:
-        async with client.chat.completions.stream(**asked) as stream:
-            async for _ in stream:
-                pass
-            completion = await stream.get_final_completion()
-        raw = await client.chat.completions.with_raw_response.create(stream=True, **asked)
-        async for _ in raw.parse():
-            pass
-    assert completion.choices[0].message.content == TEXT
-    assert completion.service_tier == "default"
-    assert completion.usage is not None
-    assert set(raw.headers[IGNORED_HEADER].split(", ")) == {"store", "verbosity", "service_tier"}
+    told = {"prompt_cache_retention", "service_tier", "text.verbosity"}
+    told |= {"reasoning.summary", "include"}
+    assert set(raw.headers[IGNORED_HEADER].split(", ")) == told
 
 
 def _shown(request: GenerationRequest) -> str:
@@ -285,3 +216,158 @@ async def test_a_cache_key_opens_no_cache(connect: Connect, tmp_path: Path) -> N
             await client.post("/completions", json=body, headers=headers)
     first, other, again = (each.cache_salt for each in engine.requests)
     assert first == again != other
+
+
+API = "http://test/api"
+CHAT = "/chat/completions"
+HI = {"role": "user", "content": "hi"}
+LIMITS: dict[str, tuple[dict[str, Any], str]] = {
+    "/completions": ({"prompt": "hi"}, "max_tokens"),
+    CHAT: ({"messages": [HI]}, "max_completion_tokens"),
+    "/responses": ({"input": "hi"}, "max_output_tokens"),
+    "/messages": ({"messages": [HI], "max_tokens": 9}, "max_tokens"),
+    f"{API}/chat": ({"messages": [HI], "stream": False}, "options.num_predict"),
+    f"{API}/generate": ({"prompt": "hi", "raw": True}, "options.num_predict"),
+}
+
+
+@pytest.mark.parametrize("path", LIMITS)
+async def test_a_limit_above_the_room_is_cut_and_listed(connect: Connect, path: str) -> None:
+    """-1 is none in every API, 8.0 an integer; and a prompt that leaves no room is refused in the words
+    by which clients know it."""
+    engine = ScriptedEngine(TEXT)
+    body, field = LIMITS[path]
+    name = next(each for each in ("messages", "prompt", "input") if each in body)
+    text = [HI | {"content": "x" * 600}] if name == "messages" else "x" * 600
+    async with connect(engine) as client:
+        for limit, told in ((32_000, field), (-1, None), (8.0, None)):
+            reply = await client.post(path, json=with_values(body, {field: limit}))
+            assert reply.status_code == 200, reply.text
+            assert reply.headers.get(IGNORED_HEADER) == told
+        refused = await client.post(path, json=body | {name: text})
+    room = engine.info.max_model_len - len(engine.requests[0].prompt_token_ids)
+    assert [each.sampling.max_tokens for each in engine.requests] == [room, room, 8]
+    assert re.search(r"prompt is too long: (at least )?\d{3} tokens > 511 maximum", refused.text)
+    assert "This model's maximum context length is 512 tokens" in refused.text
+
+
+TWO = '{"a": 1}{"b": 2}'
+CUT = '{"city": "Col'
+SHOWN = {CUT: json.dumps(CUT), None: "{}", "null": "{}", "[1]": '"[1]"', TWO: json.dumps(TWO)}
+
+
+@pytest.mark.parametrize("given", SHOWN)
+@pytest.mark.parametrize("takes_text", [True, False])
+async def test_arguments_that_are_no_object_are_text(
+    connect: Connect, given: str | None, takes_text: bool
+) -> None:
+    """As those of a call that was cut off; also for templates that know objects alone."""
+    loop = "" if takes_text else "{% for key in c.function.arguments.items() %}{% endfor %}"
+    template = f"{loop}{{{{ c.function.arguments | tojson }}}}"
+    template = f"{{% for c in m.tool_calls or [] %}}{template}{{% endfor %}}"
+    template = f"{{% for m in messages %}}{{{{ m.content }}}}{template}{{% endfor %}}"
+    call: dict[str, Any] = {"name": "f", "arguments": given}
+    chat = {"role": "assistant", "tool_calls": [{"id": "1", "index": 0.0, "function": call}]}
+    block = {"type": "tool_use", "id": "1", "name": "f", "input": given}
+    item = {"type": "function_call", "call_id": "1", **call}
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine, byte_tokenizer(template)) as client:
+        for path, name, message in (
+            (CHAT, "messages", chat),
+            (f"{API}/chat", "messages", chat),
+            ("/responses", "input", item),
+            ("/messages", "messages", {"role": "assistant", "content": [block]}),
+        ):
+            reply = await client.post(path, json=LIMITS[path][0] | {name: [message, HI]})
+            assert (reply.status_code, reply.headers.get(IGNORED_HEADER)) == (200, None), reply.text
+    shown = SHOWN[given]
+    shown = shown if takes_text or shown == "{}" else f'{{"arguments": {shown}}}'
+    assert {_shown(each) for each in engine.requests} == {f"{shown}hi"}
+
+
+def _calls_other(request: GenerationRequest) -> bool:
+    """Neither the prompt nor the grammar has the tool that is not allowed."""
+    grammar = request.sampling.grammar
+    return "other" in grammar and "get_weather" not in _shown(request) + grammar
+
+
+OTHER = {"type": "function", "function": {"name": "other"}}
+FLAT = {"type": "function", "name": "other"}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [OTHER]}}
+FLAT_ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [FLAT]}
+EMPTY = {"context": [], "images": [], "system": "", "format": "", "think": None, "options": None}
+SAID_TWICE = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+MARKED = HI | MARK | {"content": [{"type": "text", "text": "ab", **MARK}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told", "check"),
+    [
+        (CHAT, {"messages": [HI | {"name": "bob"}]}, "messages.name", None),
+        (CHAT, {"messages": [MARKED], "tools": [OTHER | MARK]}, None, None),
+        (CHAT, {"tools": [], "parallel_tool_calls": True}, "parallel_tool_calls", None),
+        (CHAT, {"tools": [], "tool_choice": "auto"}, "tool_choice", None),
+        (CHAT, {"tools": [*TOOLS, OTHER], "tool_choice": ALLOWED}, None, _calls_other),
+        (CHAT, {"top_logprobs": 0}, None, lambda r: r.sampling.logprobs is None),
+        (CHAT, {"seed": -1}, None, lambda r: r.sampling.seed >= 0),
+        (CHAT, {"repeat_penalty": 1.5}, None, lambda r: r.sampling.repetition_penalty == 1.5),
+        (CHAT, {"think": False, "cache_prompt": True}, "thinking", None),
+        (CHAT, SAID_TWICE, None, lambda r: "effort low" in _shown(r)),
+        (CHAT, {"functions": [], "logit_bias": {}, "stop": []}, None, None),
+        ("/completions", {"n_predict": 7.0}, None, lambda r: r.sampling.max_tokens == 7),
+        ("/responses", {"client_metadata": {}, "top_logprobs": 0}, "client_metadata", None),
+        (
+            "/responses",
+            {"tools": [*FLAT_TOOLS, FLAT], "tool_choice": FLAT_ALLOWED},
+            None,
+            _calls_other,
+        ),
+        (f"{API}/chat", {"options": {"num_predict": 0, "typical_p": 1.0}}, None, None),
+        (f"{API}/chat", {"options": {"num_ctx": 4096}}, "options.num_ctx", None),
+        (f"{API}/generate", EMPTY | {"suffix": "", "template": ""}, None, None),
+        (f"{API}/chat", {"verbose": True, "messages": [HI | {"images": []}]}, "verbose", None),
+    ],
+)
+async def test_what_clients_add_is_accepted(
+    connect: Connect, path: str, body: dict[str, Any], told: str | None, check: Any
+) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine) as client:
+        reply = await client.post(path, json=LIMITS[path][0] | body)
+    assert (reply.status_code, reply.headers.get(IGNORED_HEADER)) == (200, told), reply.text
+    assert check is None or check(engine.requests[0])
+
+
+async def test_a_name_goes_to_a_template_that_reads_it(connect: Connect) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine, byte_tokenizer("{{ messages[0].name }}:")) as client:
+        reply = await client.post(CHAT, json={"messages": [HI | {"name": "ann"}]})
+    assert (_shown(engine.requests[0]), reply.headers.get(IGNORED_HEADER)) == ("ann:", None)
+
+
+WITHOUT_PLANS: dict[str, dict[str, Any]] = {
+    "/messages/count_tokens": {"messages": [HI]},
+    "http://test/tokenize": {"messages": [HI]},
+    "http://test/detokenize": {"tokens": [5.0]},
+    f"{API}/show": {},
+}
+
+
+@pytest.mark.parametrize("path", [*LIMITS, *WITHOUT_PLANS, "/embeddings", f"{API}/embed"])
+@pytest.mark.parametrize("padding", ["", "x" * LARGE])
+async def test_unknown_fields_are_listed_where_the_operator_says_so(
+    connect: Connect, path: str, padding: str
+) -> None:
+    body = LIMITS[path][0] if path in LIMITS else WITHOUT_PLANS.get(path, {"input": "a"})
+    unknown: dict[str, Any] = {"colour": padding, "\n\u20ac, " + "x" * 5_000: 1}
+    expected = {"colour"}
+    if "messages" in body and API not in path:
+        part = {"type": "text", "text": "hi", "colour": 1}
+        unknown["messages"] = [HI | {"content": [part], "colour": 1}]
+        expected |= {"messages.colour", "messages.content.colour"}
+    engine = ScriptedEngine(TEXT, info=engine_info(embeddings="mean", hidden_size=2))
+    async with connect(engine, unknown_fields="tell", body_processes=0) as client:
+        reply = await client.post(path, json=body | unknown)
+    assert reply.status_code == 200, reply.text
+    assert expected <= set(reply.headers[IGNORED_HEADER].split(", "))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.request.ollama import OllamaOptions, known_name, tagged
+from server.request.protocol import ChatRequest
 
 
 @pytest.mark.parametrize(
@@ -31,13 +32,7 @@ def test_a_host_is_no_tag() -> None:
     assert tagged("model:7b") == "model:7b"
 
 
-def test_every_option_has_an_effect_or_is_a_hint() -> None:
-    """What is neither would be ignored without a word."""
-    hints = {each.path for each in OllamaOptions(num_ctx=1, repeat_last_n=2, numa=True).hints()}
-    assert hints == {"num_ctx", "repeat_last_n", "numa"}
+def test_every_option_is_a_field_of_chats() -> None:
     said = OllamaOptions().for_request().keys()
-    renamed = {"repeat_penalty": "repetition_penalty"}
-    elsewhere = {"num_predict"}
-    for name, field in OllamaOptions.model_fields.items():
-        is_hint = any(type(mark).__name__ == "Hint" for mark in field.metadata)
-        assert is_hint or name in elsewhere or renamed.get(name, name) in said, name
+    assert set(OllamaOptions.model_fields) - said == {"num_predict"}
+    assert said <= {*ChatRequest.model_fields, *ChatRequest.synonyms}
