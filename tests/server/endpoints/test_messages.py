@@ -290,17 +290,6 @@ async def test_more_tokens_than_there_is_room_for_are_what_there_is_room_for() -
             assert message.usage.output_tokens == 64 - len(engine.requests[0].prompt_token_ids)
 
 
-async def test_arguments_that_were_cut_off_are_what_is_whole_of_them() -> None:
-    asked = ASKED | {"tools": [TOOL], "max_tokens": len(CALL[: CALL.index("ln")].encode())}
-    async with anthropic_client(ScriptedEngine(CALL), tool_call_parser="hermes") as client:
-        whole = await client.messages.create(**asked)
-        async with client.messages.stream(**asked) as stream:
-            streamed = await stream.get_final_message()
-    assert said(whole) == said(streamed)
-    assert said(whole)[0]["input"] == {}
-    assert whole.stop_reason == streamed.stop_reason == "max_tokens"
-
-
 @pytest.mark.parametrize(
     ("thinking", "told"),
     [

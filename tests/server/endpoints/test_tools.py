@@ -93,18 +93,92 @@ async def test_a_conversation_with_calls_goes_back_through_the_template(connect:
     assert written.endswith("tool: rain\n")
 
 
+CUT = CALL[: CALL.index("ln")]
+
+
 @pytest.mark.parametrize(
-    ("text", "max_tokens", "reason"),
-    [("plain", 64, "stop"), (CALL, 60, "length"), ("<tool_call>{oh}", 64, "stop")],
+    ("text", "asked", "reasons", "arguments"),
+    [
+        ("plain", {}, ("stop", "end_turn", "stop"), None),
+        ("<tool_call>{oh}", {}, ("stop", "end_turn", "stop"), None),
+        (CALL, {}, ("tool_calls", "tool_use", "stop"), ARGUMENTS),
+        # What ends the text within a call is told, and no call that could be run.
+        (CALL, {"stop": "ln"}, ("stop", "stop_sequence", "stop"), '{"city": "Kö'),
+        (CALL, {"stop": "city"}, ("stop", "stop_sequence", "stop"), '{"'),
+        (CALL + CALL, {"stop": "><tool"}, ("tool_calls", "tool_use", "stop"), ARGUMENTS),
+        (
+            CALL,
+            {"max_tokens": len(CUT.encode())},
+            ("length", "max_tokens", "length"),
+            '{"city": "Kö',
+        ),
+        (CUT, {}, ("stop", "end_turn", "stop"), '{"city": "Kö'),
+        # Nothing that is run is missing.
+        (CALL, {"stop": "</tool"}, ("tool_calls", "tool_use", "stop"), ARGUMENTS),
+        (CALL, {"max_tokens": len(CALL)}, ("length", "max_tokens", "length"), ARGUMENTS),
+    ],
 )
-async def test_the_finish_reason_says_whether_there_is_a_call(
-    connect: Connect, text: str, max_tokens: int, reason: str
+async def test_the_reason_of_the_end_says_whether_there_is_a_call_to_run(
+    connect: Connect,
+    text: str,
+    asked: dict[str, Any],
+    reasons: tuple[str, str, str],
+    arguments: str | None,
 ) -> None:
-    body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": max_tokens}
+    limit = asked.get("max_tokens", 400)
+    stops = [each for each in (asked.get("stop"),) if each]
+    function = TOOLS[0]["function"]
+    messages = {"messages": MESSAGES, "max_tokens": limit, "stop_sequences": stops}
+    messages["tools"] = [{"name": function["name"], "input_schema": function["parameters"]}]
+    ollama = {
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "options": {"num_predict": limit, "stop": stops},
+    }
+    chat = {"messages": MESSAGES, "tools": TOOLS, **asked}
+    response = {
+        "input": "hi",
+        "tools": [{"type": "function", **function}],
+        "max_output_tokens": limit,
+    }
     async with connect(ScriptedEngine(text)) as client:
-        choice = (await client.post("/chat/completions", json=body)).json()["choices"][0]
-    assert choice["finish_reason"] == reason
-    assert choice["message"]["content"] == (text if reason == "stop" else None)
+
+        async def both(path: str, body: dict[str, Any]) -> tuple[Any, str]:
+            whole = await client.post(path, json=body | {"stream": False})
+            return whole.json(), (await client.post(path, json=body | {"stream": True})).text
+
+        whole, streamed = await both("/chat/completions", chat)
+        choice = whole["choices"][0]
+        assert choice["finish_reason"] == reasons[0]
+        assert events(streamed)[-2]["choices"][0]["finish_reason"] == reasons[0]
+        calls = choice["message"].get("tool_calls", [])
+        assert [each["function"]["arguments"] for each in calls] == [arguments] * bool(arguments)
+        assert choice["message"]["content"] == (None if arguments else text)
+        whole, streamed = await both("/messages", messages)
+        assert (whole["stop_reason"], whole["stop_sequence"]) == (
+            reasons[1],
+            stops[0] if reasons[1] == "stop_sequence" else None,
+        )
+        assert f'"stop_reason":"{reasons[1]}"' in streamed
+        # The fields that are whole.
+        inputs = [each["input"] for each in whole["content"] if each["type"] == "tool_use"]
+        assert inputs == [{} if arguments != ARGUMENTS else json.loads(ARGUMENTS)] * bool(arguments)
+        whole, streamed = await both("http://test/api/chat", ollama)
+        ended = json.loads(streamed.splitlines()[-1])
+        assert whole["done_reason"] == ended["done_reason"] == reasons[2]
+        # Ollama's clients run every call that they get: one that was cut off is text.
+        calls = whole["message"].get("tool_calls", [])
+        cut = f'{{"name": "get_weather", "arguments": {arguments}' if arguments else text
+        assert len(calls) == (arguments == ARGUMENTS)
+        assert whole["message"]["content"] == ("" if calls else cut)
+        contents = [json.loads(line)["message"]["content"] for line in streamed.splitlines()]
+        assert "".join(contents) == whole["message"]["content"]
+        if not stops:
+            whole, streamed = await both("/responses", response)
+            is_whole = arguments == ARGUMENTS or (arguments is None and reasons[0] != "length")
+            assert whole["output"][-1]["status"] == ("completed" if is_whole else "incomplete")
+            assert whole["status"] == ("incomplete" if reasons[0] == "length" else "completed")
+            assert f"event: response.{whole['status']}\n" in streamed
 
 
 async def test_markers_are_seen_though_special_tokens_are_left_out(connect: Connect) -> None:
