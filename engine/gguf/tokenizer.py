@@ -28,7 +28,7 @@ _NAMES_OF_ENDS = {
 }  # fmt: skip
 """Control tokens that end a text wherever they are: files leave it to llama.cpp to know them by name
 (src/llama-vocab.cpp, special_eog_ids)."""
-_CONTROL = 3
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _DIGIT_SPLITTERS = {
     "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
 }  # fmt: skip
@@ -52,8 +52,10 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     tokens = _tokens(header)
     names = GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = _parts(header.metadata, names)
+    runs = _take_space_runs(parts)
     converted, _ = convert_gguf_tokenizer(header.architecture, parts)
     backend = _only_own(converted, len(tokens))
+    _match_whole(backend, runs)
     if parts.get("tokenizer_type") == "gpt2":
         _split_digits(backend, parts.get("pre_tokenizer_type"), GGUF_PRE_TOKENIZER_SPLITS)
     options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
@@ -113,6 +115,30 @@ def _only_own(backend: Any, num_tokens: int) -> Any:
     parts = json.loads(backend.to_str())
     parts["added_tokens"] = [each for each in parts["added_tokens"] if each["id"] < num_tokens]
     return type(backend).from_str(json.dumps(parts))
+
+
+def _take_space_runs(parts: dict[str, Any]) -> list[str]:
+    """Returns the user-defined tokens that are nothing but spaces, in sentencepiece's spelling, and makes
+    them normal ones for transformers, which looks for them in the text before its spaces are respelled
+    and so finds none."""
+    kinds = list(parts.get("token_type", ()))
+    runs = []
+    for number, (token, kind) in enumerate(zip(parts["tokens"], kinds, strict=False)):
+        if kind == _USER_DEFINED and token and not token.strip(" \u2581"):
+            kinds[number] = _NORMAL
+            runs.append(token.replace(" ", "\u2581"))
+    if runs:
+        parts["token_type"] = kinds
+    return runs
+
+
+def _match_whole(backend: Any, runs: Sequence[str]) -> None:
+    """Has runs of spaces matched whole and longest first, before anything is merged, as sentencepiece and
+    llama.cpp do: 40 spaces are 31 and 9. Merges alone would make 16 and 24 of them."""
+    from tokenizers import AddedToken
+
+    known = [each for each in runs if backend.token_to_id(each) is not None]
+    backend.add_tokens([AddedToken(each, normalized=True, special=False) for each in known])
 
 
 def _split_digits(backend: Any, splitter: str | None, known: Mapping[str, str]) -> None:

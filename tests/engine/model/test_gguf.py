@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils.quantization_config import GgufConfig
 
 from bench.gguf_types import fitting
-from engine.gguf.file import find_gguf, read_header, write_outline
+from engine.gguf.file import GgufHeader, find_gguf, read_header, write_outline
 from engine.gguf.tokenizer import gguf_tokenizer
 from engine.model.gguf_weights import load_gguf, read_config, stored_dtype
 from engine.model.loader import eos_token_ids, load_model, load_tokenizer
@@ -40,6 +40,7 @@ from worlds.gguf_files import (
     TOKENS,
     Tensors,
     any_model,
+    gemma_vocabulary,
     tiny_llama,
     write_any,
     write_gguf,
@@ -336,6 +337,26 @@ def test_other_tokenizers_are_those_of_transformers(tmp_path: Path, splitter: st
         assert ours.encode(text) == theirs.encode(text)
     assert ours.eos_token == theirs.eos_token
     assert ours.chat_template == theirs.chat_template
+
+
+@pytest.mark.parametrize("space", [" ", "\u2581"])
+def test_runs_of_white_space_are_matched_longest_first_as_gemmas_sentencepiece_does(
+    space: str,
+) -> None:
+    """The expected pieces are those of sentencepiece, trained with such user-defined symbols."""
+    tokenizer = gguf_tokenizer(GgufHeader(gemma_vocabulary(space), (), {}))
+    texts = {
+        char * size: [char * 31] * (size // 31) + [char * (size % 31)]
+        for char in "\n\t "
+        for size in (2, 40, 64)
+    }
+    texts[f"a{' ' * 32}ab ab"] = ["a", " " * 31, " ab", " ab"]
+    texts["\n\n   a<b>\t\t  b"] = ["\n\n", "   ", "a", "<b>", "\t\t", "  ", "b"]
+    for text, pieces in texts.items():
+        found = tokenizer.encode(text, add_special_tokens=False)
+        tokens = tokenizer.convert_ids_to_tokens(found)
+        assert [each.replace("\u2581", " ") for each in tokens] == [*filter(None, pieces)]
+        assert tokenizer.decode(found) == text
 
 
 def test_the_servers_tokenizer_needs_no_torch(written: Path) -> None:
