@@ -105,6 +105,7 @@ def _services(
     formats = MessageFormats(
         tokenizer, template, settings.tool_call_parser, settings.reasoning_parser
     )
+    takes_models = settings.generation_config == "auto"
     translator = Translator(
         info,
         tokenizer,
@@ -113,6 +114,7 @@ def _services(
         settings.max_choices,
         settings.max_request_seconds,
         formats,
+        settings.sampling.over(info.sampling_defaults if takes_models else {}),
     )
     engine.add_adapter_listener(translator.adopt_adapters)
     bodies = BodyReader(translator, settings.body_processes, settings.log_options())

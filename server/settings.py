@@ -48,6 +48,7 @@ from engine.speculation.gamma import gamma_policy_names
 from server.documents import DocumentError, read_document
 from server.formats.registry import reasoning_formats, tool_call_formats
 from server.request.body import described_by
+from server.request.sampling_defaults import SamplingDefaults
 from server.request.speculative import SpeculativeCaps, SpeculativeField
 from server.setting_names import (
     INSTEAD,
@@ -344,6 +345,12 @@ class Settings(BaseSettings):
         description="Drafters that other installed packages may bring; default: all, []: none.",
     )
     drafter: DrafterSettings = DrafterSettings()
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto: what the model's generation_config.json, or a GGUF file by general.sampling, "
+        "says of the sampling fields below is the default of requests; none: it is not read.",
+    )
+    sampling: SamplingDefaults = SamplingDefaults()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: CapSettings = CapSettings()
 

@@ -35,6 +35,7 @@ LATEST = ":latest"
 _DURATION = r"^[+-]?(0|(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+)$"
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
+_USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _OWN = ("priority", "timeout", "cache_salt", "user", "metadata", "speculative")
 """Fields of this server, which stand among the options."""
 
@@ -65,7 +66,7 @@ def _with_own_fields(model: type[_Model]) -> type[_Model]:
 
 @_with_own_fields
 class OllamaOptions(Body):
-    """Defaults are Ollama's, but that there is no penalty."""
+    """Defaults are the model's, then Ollama's, but that there is no penalty."""
 
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = {
         "tfs_z": (1, 1.0),
@@ -76,10 +77,10 @@ class OllamaOptions(Body):
         "embedding_only": (False,),
     }
 
-    temperature: float = optional("0 is greedy.", default=0.8, ge=0, le=2)
-    top_k: int = optional("Keep so many of the likeliest tokens; 0: all.", default=40, ge=-1)
-    top_p: float = optional("Keep the likeliest of this probability.", default=0.9, gt=0, le=1)
-    min_p: float = optional("Keep those of this share of the likeliest.", default=0, ge=0, le=1)
+    temperature: float | None = optional("0 is greedy.", ge=0, le=2)
+    top_k: int | None = optional("Keep so many of the likeliest tokens; 0: all.", ge=-1)
+    top_p: float | None = optional("Keep the likeliest of this probability.", gt=0, le=1)
+    min_p: float | None = optional("Keep those of this share of the likeliest.", ge=0, le=1)
     seed: int = optional("-1: drawn, and reported.", default=-1, ge=-1, le=MAX_SEED)
     num_predict: int = optional(
         "Tokens to write at most; -1 and -2: what the context has room for.",
@@ -89,7 +90,7 @@ class OllamaOptions(Body):
         json_schema_extra={"not": {"const": 0}},
     )
     stop: StopField = ()
-    repeat_penalty: float = optional("Over prompt and output.", default=1, gt=0, le=10)
+    repeat_penalty: float | None = optional("Over prompt and output.", gt=0, le=10)
     repeat_last_n: Annotated[int | None, Hint(does=(-1,))] = optional(
         "With a penalty only -1: penalties look at the whole text.", ge=-1, le=MAX_COUNT
     )
@@ -110,16 +111,19 @@ class OllamaOptions(Body):
     mirostat_tau: Annotated[float | None, Hint()] = None
     mirostat_eta: Annotated[float | None, Hint()] = None
 
-    def for_request(self) -> dict[str, Any]:
-        """The fields of a chat or a completion that say the same, but for its length. Raises ApiError
-        400."""
+    def for_request(self, models: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a chat or a completion that say the same, but for its length. ``models``:
+        defaults that go before Ollama's. Raises ApiError 400."""
         self._check()
+        sampling = {
+            name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")
+        }
+        for name, usual in _USUAL.items():
+            if sampling[name] is None and name not in models:
+                sampling[name] = usual
         return {
             **{name: getattr(self, name) for name in _OWN},
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
+            **sampling,
             "seed": None if self.seed == -1 else self.seed,
             "stop": list(self.stop),
             "repetition_penalty": self.repeat_penalty,
@@ -135,7 +139,9 @@ class OllamaOptions(Body):
     def _check(self) -> None:
         if self.num_predict == 0:
             raise refused("options.num_predict", "must be -1, -2, or at least 1")
-        has_penalty = self.repeat_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        has_penalty = (
+            self.repeat_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty
+        )
         if has_penalty and self.repeat_last_n not in (None, -1):
             reason = ": penalties look at the whole text; send -1, or leave it out"
             raise refused("options.repeat_last_n", reason)
@@ -231,7 +237,7 @@ class _OllamaRequest(_Lenient):
             "model": known_name(self.model, translator.served_names),
             "stream": self.stream,
             "response_format": _response_format(self.format),
-            **self.options.for_request(),
+            **self.options.for_request(translator.sampling),
         }
 
     def _for_chat(

@@ -113,7 +113,7 @@ class CommonFields(Body):
     """The fields of all requests."""
 
     model: str | None = optional("The served model's name; may be left out.")
-    temperature: float | None = optional("0 is greedy; default 1.", ge=0, le=2)
+    temperature: float | None = optional("0 is greedy.", ge=0, le=2)
     seed: int | None = optional("Default: drawn, and reported.", ge=0, le=MAX_SEED)
     priority: int = optional("Lower runs first.", default=0, ge=-MAX_COUNT, le=MAX_COUNT)
     timeout: float | None = optional(

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 
+from engine.request.params import SamplingParams
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
 from server.request.body import Body, Hint, in_case, optional, refusal
@@ -305,8 +306,8 @@ class ResponsesRequest(CommonFields):
         said = {name: value for name, value in given.items() if value not in (None, [])}
         return check(ChatRequest, said)
 
-    def repeated(self) -> dict[str, JsonValue]:
-        """Returns the fields that a response repeats."""
+    def repeated(self, sampling: SamplingParams) -> dict[str, JsonValue]:
+        """Returns the fields that a response repeats. ``sampling``: what became of its fields."""
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text else {}
         effort = self.reasoning.effort if self.reasoning else None
         tools = [tool.model_dump() for tool in self.tools or []]
@@ -323,11 +324,11 @@ class ResponsesRequest(CommonFields):
             "safety_identifier": self.safety_identifier,
             "service_tier": SERVICE_TIER,
             "store": False,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": tools,  # type: ignore[dict-item]
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "user": self.user,
         }
@@ -388,7 +389,8 @@ def plan_response(
     own = [each for each in body.hints() if not each.hint.variable]
     ignored = [_own_name(each) for each in plan.ignored]
     ignored += [each.path for each in own if each.hint.needs_telling(each.value)]
-    return replace(plan, repeated=body.repeated(), ignored=tuple(dict.fromkeys(ignored)))
+    repeated = body.repeated(plan.choices[0].request.sampling)
+    return replace(plan, repeated=repeated, ignored=tuple(dict.fromkeys(ignored)))
 
 
 def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:

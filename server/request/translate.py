@@ -37,6 +37,7 @@ from server.request.protocol import (
     TemplateFields,
     TokenizeRequest,
 )
+from server.request.sampling_defaults import API_DEFAULTS
 from server.request.special_tokens import Text
 from server.request.speculative import SpeculativeResolver
 
@@ -57,8 +58,10 @@ class Translator:
         max_choices: int,
         max_seconds: float | None,
         formats: MessageFormats,
+        sampling: dict[str, Any],
     ) -> None:
-        """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one."""
+        """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one.
+        ``sampling``: defaults of the model's or the operator's, before those of an API."""
         self._info = info
         self._prompts = Prompts(info, tokenizer)
         self.resolver = resolver
@@ -67,6 +70,7 @@ class Translator:
         self._max_choices = max_choices
         self._formats = formats
         self._max_seconds = max_seconds
+        self.sampling = sampling
         self._vocabulary = Vocabulary(
             info.vocab_size,
             partial(tokenizer.encode, add_special_tokens=False),
@@ -379,14 +383,19 @@ class Translator:
 
     def _sampling(self, body: CompletionRequest | ChatRequest, grammar: Grammar) -> dict[str, Any]:
         """Returns the sampling parameters that all choices share."""
-        values = sampling_values(dict(body), self._vocabulary)
+        sent = dict(body) | {
+            name: value
+            for name, value in (API_DEFAULTS | self.sampling).items()
+            if name not in body.model_fields_set
+        }
+        values = sampling_values(sent, self._vocabulary)
         values.pop("min_tokens", None)
         # One list serves an echo and the prompt's log-probabilities; the writers show of it what was
         # asked for.
         echoed = body.num_logprobs if isinstance(body, CompletionRequest) and body.echo else None
         scored = [num for num in (echoed, body.prompt_logprobs) if num is not None]
         return values | {
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": sent["temperature"],
             "stop_token_ids": tuple(body.stop_token_ids or ()),
             "ignore_eos": body.ignore_eos,
             "logprobs": body.num_logprobs,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,70 @@ async def test_models_are_listed_and_retrieved(connect: Connect) -> None:
         listed = [model.id async for model in client.models.list()]
         assert listed == ["test/scripted"]
         assert (await client.models.retrieve("test/scripted")).owned_by == "slipstream"
+
+
+MODELS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+APIS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+OLLAMAS = APIS | {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
+BAD = {
+    "temperature": 5,
+    "top_p": "x" * 999,
+    "top_k": True,
+    "min_p": float("nan"),
+    "repetition_penalty": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("models", "settings", "changes", "expected", "ollamas"),
+    [
+        ({}, {}, {}, APIS, OLLAMAS),
+        (MODELS, {}, {}, MODELS, MODELS),
+        (MODELS, {"generation_config": "none"}, {}, APIS, OLLAMAS),
+        ({"temperature": 0.0}, {}, {}, APIS | {"temperature": 0}, OLLAMAS | {"temperature": 0}),
+        (BAD, {}, {}, APIS, OLLAMAS),
+        # The operator's go before the model's, the request's before both, where they mean nothing, too.
+        (MODELS, {"sampling": {"temperature": 0.2}}, {}, MODELS | {"temperature": 0.2}, None),
+        (
+            MODELS,
+            {"sampling": {"top_k": 3}},
+            {"temperature": 1.0, "top_p": 1.0, "top_k": 0},
+            None,
+            None,
+        ),
+    ],
+)
+async def test_what_a_request_does_not_say_is_the_operators_the_models_or_the_apis(
+    connect: Connect,
+    caplog: pytest.LogCaptureFixture,
+    models: dict[str, Any],
+    settings: dict[str, Any],
+    changes: dict[str, Any],
+    expected: dict[str, Any] | None,
+    ollamas: dict[str, Any] | None,
+) -> None:
+    engine = ScriptedEngine(info=engine_info(sampling_defaults=models))
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
+    async with connect(engine, **settings) as client:
+        (card,) = (await client.get("/models")).json()["data"]
+        await client.post("/completions", json={"prompt": "a", **changes})
+        await client.post("/chat/completions", json={**chat, **changes, "min_p": None})
+        await client.post("/messages", json={**chat, **changes})
+        said = {name: value for name, value in changes.items() if name != "top_k"}
+        response = (await client.post("/responses", json={"input": "hi", **said})).json()
+        for body in ({"options": changes}, {"options": changes, "raw": True}):
+            await client.post("http://test/api/generate", json={"prompt": "a", **body})
+    in_force = APIS | (expected if expected is not None else MODELS | {"top_k": 3})
+    assert card["default_sampling_params"] == in_force
+    wanted = in_force | changes
+    sampled = [{name: getattr(each.sampling, name) for name in APIS} for each in engine.requests]
+    assert sampled[:3] == [wanted] * 3
+    assert sampled[3] == wanted | ({"top_k": 3} if changes else {})
+    assert (response["temperature"], response["top_p"]) == (wanted["temperature"], wanted["top_p"])
+    assert sampled[4:] == [ollamas or wanted] * 2
+    warnings = [each.getMessage() for each in caplog.records if "is left out" in each.getMessage()]
+    assert len(warnings) == (len(BAD) if models is BAD else 0)
+    assert all(len(each) < 200 for each in warnings)
 
 
 async def test_a_served_name_replaces_the_models(connect: Connect) -> None:

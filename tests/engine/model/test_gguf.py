@@ -29,7 +29,12 @@ from bench.gguf_types import fitting
 from engine.gguf.file import GgufHeader, find_gguf, read_header, write_outline
 from engine.gguf.tokenizer import gguf_tokenizer
 from engine.model.gguf_weights import load_gguf, read_config, stored_dtype
-from engine.model.loader import eos_token_ids, load_model, load_tokenizer
+from engine.model.loader import (
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    sampling_defaults,
+)
 from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.request.errors import UnsupportedModelError
 from slipstream.cli import main
@@ -304,9 +309,13 @@ def test_special_tokens_template_and_ends_are_the_files(written: Path) -> None:
     assert eos_token_ids(load_model(str(written), CPU), tokenizer) == (2, 3)
 
 
-def test_the_ends_that_a_file_says_are_taken(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", values={"tokenizer.ggml.eot_token_id": 7})
-    assert eos_token_ids(load_model(str(path), CPU), None) == (2, 3, 7)
+def test_the_ends_and_the_sampling_that_a_file_says_are_taken(tmp_path: Path) -> None:
+    sampling = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 0}
+    values = {f"general.sampling.{key}": value for key, value in sampling.items()}
+    values["tokenizer.ggml.eot_token_id"] = 7
+    model = load_model(str(write_gguf(tmp_path / "tiny.gguf", values=values)), CPU)
+    assert eos_token_ids(model, None) == (2, 3, 7)
+    assert sampling_defaults(model) == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
 
 
 @given(st.text(max_size=40))

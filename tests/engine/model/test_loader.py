@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ from engine.model.loader import (
     prepare_model,
     refuse_unservable,
     resolve_dtype,
+    sampling_defaults,
 )
 from engine.model.selfcheck import check_logits, reference_logits
 from engine.request.errors import UnsupportedModelError
+from engine.request.info import SAMPLED
 from worlds.tiny_models import (
     CPU,
     VOCAB_SIZE,
@@ -315,6 +318,31 @@ def test_end_of_text_ids_from_generation_config_model_or_tokenizer() -> None:
     assert eos_token_ids(model, None) == (5,)
     model.generation_config.eos_token_id = [7, 9]
     assert eos_token_ids(model, None) == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("said", "defaults"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 9}, None),
+        ({"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.05}, None),
+        # Greedy, whatever the truncations would have been.
+        (
+            {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1},
+            {"temperature": 0.0, "repetition_penalty": 1.1},
+        ),
+        ({"temperature": "hot", "top_k": -5}, None),
+    ],
+)
+def test_sampling_defaults_are_what_the_generation_config_says_unchecked(
+    tmp_path: Path, said: dict[str, Any], defaults: dict[str, Any] | None
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    expected = {name: value for name, value in said.items() if name in SAMPLED}
+    assert sampling_defaults(load_model(str(tmp_path), CPU)) == (
+        expected if defaults is None else defaults
+    )
 
 
 def test_positions_end_where_rotary_frequencies_would_follow_the_longest_neighbour() -> None:
