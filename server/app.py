@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from engine.process.streams import EventStreams
 from engine.request.info import EngineInfo
@@ -26,6 +27,7 @@ from server.http.protocol import HttpConfig, Patience
 from server.metrics.prometheus import Metrics, RequestMetrics
 from server.metrics.telemetry.begin import begin_telemetry
 from server.reply.choices import ChoiceSource
+from server.reply.streaming import IGNORED_HEADER
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
 from server.request.message_formats import MessageFormats
@@ -92,6 +94,15 @@ def build_app(
 
         app.add_middleware(WatchMiddleware, telemetry=telemetry)
     app.add_middleware(AnswerMiddleware, metrics=services.metrics)
+    if settings.cors_origins:
+        # Around what refuses: a page can only read why with these headers.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER, "x-request-id", "request-id", "retry-after"],
+        )
     return app
 
 

@@ -209,6 +209,11 @@ class Settings(BaseSettings):
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one."
     )
+    cors_origins: Names = Field(
+        default=None,
+        description="Origins (https://HOST[:PORT]) whose pages may read the answers of this server in a "
+        "browser; *: all. Default: none but its own.",
+    )
     served_model_name: str | None = Field(
         default=None, description="Name in the API; default: the folder's name or the hub id."
     )
@@ -368,6 +373,15 @@ class Settings(BaseSettings):
             # HTTP has no encoding for others, and clients choose different ones.
             raise ValueError("must be one or more visible ASCII characters")
         return key
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: list[str] | None) -> list[str] | None:
+        for each in origins or ():
+            # What browsers send has no path and no slash at the end: such an origin would match none.
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", each):
+                raise ValueError(f"{each!r} is no origin: * or https://HOST[:PORT], without a path")
+        return origins
 
     @field_validator("otlp_endpoint")
     @classmethod

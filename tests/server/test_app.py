@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.request.errors import EngineError
 from engine.request.info import QuantizationInfo
 from server.app import build_app
+from server.reply.streaming import IGNORED_HEADER
 from server.settings import Settings
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect, openai_client
@@ -184,6 +186,49 @@ async def test_a_body_over_the_limit_is_a_413(connect: Connect) -> None:
     for reply in (declared, chunked):
         assert reply.status_code == 413
         assert reply.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "told"),
+    [
+        (None, "https://a.example", None),
+        (["https://a.example", "https://b.example:8443"], "https://a.example", "https://a.example"),
+        (["https://a.example"], "https://a.example.evil", None),
+        (["*"], "null", "*"),
+    ],
+)
+async def test_pages_of_other_origins_may_read_what_the_operator_lets_them(
+    connect: Connect, allowed: list[str] | None, origin: str, told: str | None
+) -> None:
+    engine = ScriptedEngine()
+    asked = {"access-control-request-method": "POST", "origin": origin}
+    asked["access-control-request-headers"] = "authorization,content-type,x-stainless-os"
+    sent = {"origin": origin, "authorization": "Bearer s3cret"}
+    body = {"prompt": "a", "store": True}
+    settings = {"api_key": "s3cret", "max_body_bytes": 2000}
+    async with connect(engine, cors_origins=allowed, **settings) as client:
+        preflight = await client.options("/completions", headers=asked)
+        replies = [
+            await client.post("/completions", json=each, headers=sent)
+            for each in (body, body | {"stream": True}, {}, {"prompt": "a" * 3000})
+        ]
+        replies.append(await client.get("/models", headers={"origin": origin}))
+        for error in (EngineError("broken"), RuntimeError("unexpected")):
+            engine.break_after, engine.error = 0, error  # type: ignore[assignment]
+            replies.append(await client.post("/completions", json=body, headers=sent))
+    assert [each.status_code for each in replies] == [200, 200, 400, 413, 401, 500, 500]
+    for reply in replies:
+        assert reply.headers.get("access-control-allow-origin") == told
+        exposed = reply.headers.get("access-control-expose-headers", "").lower()
+        assert not told or {"x-request-id", IGNORED_HEADER} <= set(exposed.split(", "))
+        assert reply.headers["x-request-id"]
+    assert (preflight.status_code == 200) == (told is not None)
+    if told is not None:
+        assert preflight.headers["access-control-allow-origin"] == told
+        assert (
+            preflight.headers["access-control-allow-headers"]
+            == asked["access-control-request-headers"]
+        )
 
 
 async def test_an_api_key_guards_v1_only(connect: Connect) -> None:
