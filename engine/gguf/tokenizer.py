@@ -64,6 +64,9 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
         options.setdefault("add_bos_token", True)
     if chat_template is not None:
         options["chat_template"] = chat_template
+    infill = [_special_id(header, f"fim_{name}") for name in ("pre", "suf", "mid")]
+    if None not in infill:
+        options["infill_tokens"] = [[tokens[each] for each in infill if each is not None]]
     for name, stored in _SPECIAL.items():
         found = _special_id(header, stored)
         options[f"{name}_token"] = None if found is None else tokens[found]

@@ -76,6 +76,7 @@ def _card(served: Services) -> dict[str, Any]:
         "embeddings": info.embeddings,
         "hidden_size": info.hidden_size,
         "has_chat_template": served.has_chat_template,
+        "fills_in": served.bodies.translator.fills_in,
         "default_sampling_params": API_DEFAULTS | served.bodies.translator.sampling,
     }
 

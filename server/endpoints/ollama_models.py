@@ -106,6 +106,7 @@ def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[s
     translator.check_model(known_name(body.model or body.name, translator.served_names))
     can = {
         "tools": translator.takes_tools,
+        "insert": translator.fills_in,
         "thinking": translator.splits_reasoning,
         "embedding": translator.pooling != "none",
     }

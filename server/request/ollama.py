@@ -277,7 +277,6 @@ class OllamaGenerateRequest(_OllamaRequest):
     """``POST /api/generate``."""
 
     unsupported: ClassVar[dict[str, str]] = {
-        "suffix": "text is written after the prompt only",
         "images": TEXT_ONLY,
         "template": "the tokenizer's own template is used; with 'raw' the prompt is taken as it is",
         "context": "nothing is stored here; send the conversation to /api/chat",
@@ -288,16 +287,17 @@ class OllamaGenerateRequest(_OllamaRequest):
 
     prompt: str = ""
     system: str | None = optional("A system message before the prompt.")
+    suffix: str = optional("What follows the text, which fills the gap; no template.", default="")
     raw: bool = optional(
         "The prompt is no message, and no template is put around it.", default=False
     )
 
     @property
     def is_empty(self) -> bool:
-        return not self.prompt
+        return not (self.prompt or self.suffix)
 
     def for_translator(self, translator: Translator) -> ChatRequest | CompletionRequest:
-        if self.raw:
+        if self.raw or self.suffix:
             return self._for_completion(translator)
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.prompt})
@@ -306,12 +306,13 @@ class OllamaGenerateRequest(_OllamaRequest):
     def _for_completion(self, translator: Translator) -> CompletionRequest:
         for name in ("system", "think"):
             if getattr(self, name):
-                raise refused(name, "has no effect with 'raw'")
+                raise refused(name, "has no effect with 'raw' or 'suffix'")
         return _checked(
             CompletionRequest,
             {
                 **self._for_request(translator),
                 "prompt": self.prompt,
+                "suffix": self.suffix,
                 # As much as there is room for, where no number is given.
                 "max_tokens": self.options.limit or translator.max_model_len,
                 "logprobs": (self.top_logprobs or 0) if self.logprobs else None,

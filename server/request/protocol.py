@@ -195,13 +195,13 @@ class CompletionRequest(SamplingFields):
     """``POST /v1/completions``."""
 
     unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
-        "suffix": "text is written after the prompt only",
         "prompt_embeds": "prompts are text or token ids",
     }
     fixed: ClassVar[dict[str, tuple[Any, ...]]] = _FIXED
 
     prompt: PromptField = Field(description="Text or token ids, one or a batch.")
     max_tokens: int | None = optional("Default 16.", ge=1, le=MAX_COUNT)
+    suffix: str | None = optional("What follows the text, which fills the gap.")
     best_of: int | None = optional("Only the value of 'n' is accepted.", ge=1)
     echo: bool = optional("Begin the text with the prompt.", default=False)
     logprobs: int | None = optional(

@@ -122,6 +122,11 @@ class Translator:
         return self._prompts.template.takes_tools and self._formats.knows_calls
 
     @property
+    def fills_in(self) -> bool:
+        """Returns whether a completion may have a suffix."""
+        return self._prompts.infill.is_known
+
+    @property
     def splits_reasoning(self) -> bool:
         """Returns whether reasoning is split off from the model's text."""
         return self._formats.splits_reasoning
@@ -197,6 +202,8 @@ class Translator:
         if body.best_of not in (None, body.n):
             raise refused("best_of", "is supported only if it equals n")
         kept = self._kept(body)
+        if body.suffix:
+            return [self._around_gap(body, each, body.suffix) for each in body.prompt]
         return [
             self._prompts.of_text(
                 "prompt", _marked(given, body.allow_special_tokens), body.add_special_tokens, kept
@@ -205,6 +212,21 @@ class Translator:
             else self._prompts.of_token_ids("prompt", given, kept)
             for given in body.prompt
         ]
+
+    def _around_gap(
+        self, body: CompletionRequest, prompt: str | Sequence[int], suffix: str
+    ) -> tuple[str, tuple[int, ...]]:
+        """Returns the prompt for what stands between two texts. Raises ApiError."""
+        if not self.fills_in:
+            reason = "this model's tokenizer has no tokens for it (it does not support insert)"
+            raise refused("suffix", f"is not supported: {reason}")
+        if not isinstance(prompt, str):
+            raise refused("suffix", "needs a prompt that is text")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(body, name):
+                raise refused(name, "is not supported with 'suffix'")
+        text = self._prompts.infill.prompt(prompt, suffix, body.allow_special_tokens)
+        return self._prompts.of_text("prompt", text, body.add_special_tokens)
 
     def _chat(self, body: ChatRequest) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the only prompt, as text and tokens. Raises ApiError."""
@@ -393,10 +415,12 @@ class Translator:
         # One list serves an echo and the prompt's log-probabilities; the writers show of it what was
         # asked for.
         echoed = body.num_logprobs if isinstance(body, CompletionRequest) and body.echo else None
+        is_infill = isinstance(body, CompletionRequest) and body.suffix and not body.ignore_eos
+        ends = self._prompts.infill.end_ids if is_infill else ()
         scored = [num for num in (echoed, body.prompt_logprobs) if num is not None]
         return values | {
             "temperature": sent["temperature"],
-            "stop_token_ids": tuple(body.stop_token_ids or ()),
+            "stop_token_ids": tuple(dict.fromkeys((*(body.stop_token_ids or ()), *ends))),
             "ignore_eos": body.ignore_eos,
             "logprobs": body.num_logprobs,
             "prompt_logprobs": max(scored, default=None),

@@ -312,8 +312,11 @@ def test_special_tokens_template_and_ends_are_the_files(written: Path) -> None:
 def test_the_ends_and_the_sampling_that_a_file_says_are_taken(tmp_path: Path) -> None:
     sampling = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 0}
     values = {f"general.sampling.{key}": value for key, value in sampling.items()}
-    values["tokenizer.ggml.eot_token_id"] = 7
-    model = load_model(str(write_gguf(tmp_path / "tiny.gguf", values=values)), CPU)
+    marks = {"eot": 7, "fim_pre": 8, "fim_suf": 9, "fim_mid": 10}
+    values |= {f"tokenizer.ggml.{name}_token_id": number for name, number in marks.items()}
+    path = str(write_gguf(tmp_path / "tiny.gguf", values=values))
+    assert load_tokenizer(path).init_kwargs["infill_tokens"] == [TOKENS[8:11]]
+    model = load_model(path, CPU)
     assert eos_token_ids(model, None) == (2, 3, 7)
     assert sampling_defaults(model) == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
 
