@@ -20,9 +20,6 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "SLIPSTREAM_MEMORY": "of deploy/compose.yaml",
 }
 """Variables with the prefix of settings that are none: what else the project reads."""
-REPLACED = ("draft_model", "medusa_heads", "eagle_head")
-"""Settings of earlier versions in whose place is ``draft``."""
-INSTEAD = "no setting any more: use --draft [NAME=]PATH"
 
 Path = tuple[str, ...]
 
@@ -60,8 +57,8 @@ def unknown_variables(model: type[BaseModel], names: Iterable[str]) -> list[str]
     for name in sorted(names - known - _service_links(names)):
         path = tuple(name.removeprefix(PREFIX).lower().split(NESTED))
         if name.startswith(PREFIX) and not _is_within_a_mapping(model, path):
-            fault = _fault(path[-1], name, map(variable_name, _leaves(model)))
-            found.append(f"variable {name}: {fault}")
+            near = _near(name, map(variable_name, _leaves(model)))
+            found.append(f"variable {name}: no such setting{near}")
     return found
 
 
@@ -70,7 +67,7 @@ def unknown_names(model: type[BaseModel], values: Mapping[str, Any]) -> list[str
     found = []
     for path in _unknown_paths(model, values, ()):
         name = ".".join(path)
-        found.append(f"{name}: {_fault(path[-1], name, map('.'.join, _leaves(model)))}")
+        found.append(f"{name}: no such setting{_near(name, map('.'.join, _leaves(model)))}")
     return found
 
 
@@ -133,11 +130,6 @@ def _is_within_a_mapping(model: type[BaseModel], path: Path) -> bool:
             return any(get_origin(each) is dict for each in kinds)
         model = kind
     return False
-
-
-def _fault(last: str, name: str, known: Iterable[str]) -> str:
-    """``last``: the part of an unknown name that says which setting is meant."""
-    return INSTEAD if last in REPLACED else f"no such setting{_near(name, known)}"
 
 
 def _near(name: str, known: Iterable[str]) -> str:

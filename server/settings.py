@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -51,11 +51,8 @@ from server.request.body import described_by
 from server.request.sampling_defaults import SamplingDefaults
 from server.request.speculative import SpeculativeCaps, SpeculativeField
 from server.setting_names import (
-    INSTEAD,
     NESTED,
     PREFIX,
-    REPLACED,
-    flag_name,
     unknown_names,
     unknown_variables,
     variable_name,
@@ -437,20 +434,8 @@ def with_drafters(declared: Mapping[str, type]) -> type[Settings]:
 Flags = CliSettingsSource[Any]
 
 
-class _Replaced(Action):
-    """A flag of an earlier version."""
-
-    def __call__(
-        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
-    ) -> None:
-        del namespace, values
-        parser.error(f"{option}: {INSTEAD}")
-
-
 def add_flags(parser: ArgumentParser) -> Flags:
     """Gives ``parser`` a flag for each setting. Returns what turns its findings into settings."""
-    for name in REPLACED:
-        parser.add_argument(flag_name((name,)), action=_Replaced, help=SUPPRESS)
     return CliSettingsSource(with_drafters(drafter_settings()), root_parser=parser)
 
 

@@ -350,27 +350,6 @@ def test_drafts_in_a_variable_or_a_file_are_read_alike(
     assert load().engine_config().draft == DRAFTS
 
 
-@pytest.mark.parametrize("name", ["draft_model", "medusa_heads", "eagle_head"])
-def test_settings_in_whose_place_draft_is_are_refused_with_that(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-) -> None:
-    with pytest.raises(SystemExit):
-        load(f"--{name.replace('_', '-')}", "x")
-    assert "no setting any more: use --draft [NAME=]PATH" in capsys.readouterr().err
-    path = tmp_path / "slipstream.yaml"
-    path.write_text(f"{name.replace('_', '-')}: x\n")
-    with pytest.raises(ValueError, match=f"{name}: no setting any more: use --draft"):
-        load("--config", str(path))
-    with pytest.raises(ValueError, match=f"{name}: no setting any more: use --draft"):
-        Settings(**{name: "x"})
-    monkeypatch.setenv(f"SLIPSTREAM_{name.upper()}", "x")
-    with pytest.raises(ValueError, match=f"{name.upper()}: no setting any more: use --draft"):
-        load()
-
-
 def test_a_draft_with_a_name_that_cannot_be_is_refused_before_anything_is_loaded() -> None:
     settings = Settings(draft=["Fast=/x"])
     with pytest.raises(ValueError, match="the name 'Fast' is not lower-case"):
