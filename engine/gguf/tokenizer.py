@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.gguf.file import GgufHeader
@@ -29,6 +29,7 @@ _NAMES_OF_ENDS = {
 """Control tokens that end a text wherever they are: files leave it to llama.cpp to know them by name
 (src/llama-vocab.cpp, special_eog_ids)."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_MARK = "\u2581"
 _DIGIT_SPLITTERS = {
     "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
 }  # fmt: skip
@@ -52,7 +53,7 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     tokens = _tokens(header)
     names = GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = _parts(header.metadata, names)
-    runs = _take_space_runs(parts)
+    runs = _take_runs(parts)
     converted, _ = convert_gguf_tokenizer(header.architecture, parts)
     backend = _only_own(converted, len(tokens))
     _match_whole(backend, runs)
@@ -120,22 +121,19 @@ def _only_own(backend: Any, num_tokens: int) -> Any:
     return type(backend).from_str(json.dumps(parts))
 
 
-def _take_space_runs(parts: dict[str, Any]) -> list[str]:
-    """Returns the user-defined tokens that are nothing but spaces, in sentencepiece's spelling, and makes
-    them normal ones for transformers, which looks for them in the text before its spaces are respelled
-    and so finds none."""
-    kinds = list(parts.get("token_type", ()))
-    runs = []
+def _take_runs(parts: dict[str, Any]) -> list[str]:
+    """Returns the user-defined runs of spaces in sentencepiece's spelling. Where the file spells them so,
+    transformers is not told what they are: it would add them to no effect, and nothing is added twice."""
+    kinds, runs = list(parts.get("token_type", ())), []
     for number, (token, kind) in enumerate(zip(parts["tokens"], kinds, strict=False)):
-        if kind == _USER_DEFINED and token and not token.strip(" \u2581"):
-            kinds[number] = _NORMAL
-            runs.append(token.replace(" ", "\u2581"))
-    if runs:
-        parts["token_type"] = kinds
+        if kind == _USER_DEFINED and token and not token.strip(f" {_MARK}"):
+            runs.append(token.replace(" ", _MARK))
+            kinds[number] = _NORMAL if _MARK in token else kind
+    parts["token_type"] = kinds
     return runs
 
 
-def _match_whole(backend: Any, runs: Sequence[str]) -> None:
+def _match_whole(backend: Any, runs: Iterable[str]) -> None:
     """Has runs of spaces matched whole and longest first, before anything is merged, as sentencepiece and
     llama.cpp do: 40 spaces are 31 and 9. Merges alone would make 16 and 24 of them."""
     from tokenizers import AddedToken
