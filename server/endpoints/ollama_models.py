@@ -108,7 +108,7 @@ def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[s
         "tools": translator.takes_tools,
         "insert": translator.fills_in,
         "thinking": translator.splits_reasoning,
-        "embedding": translator.pooling != "none",
+        "embedding": translator.info.embeddings != "none",
     }
     return translator.chat_template, ["completion", *(name for name in can if can[name])]
 

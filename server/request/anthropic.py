@@ -287,7 +287,7 @@ class MessagesRequest(CommonFields, MessageFields):
         own = CommonFields.model_fields.keys() - {"service_tier"}
         given |= {name: getattr(self, name) for name in own}
         given |= {"top_p": self.top_p, "top_k": self.top_k, "stop": self.stop_sequences}
-        if self.max_tokens <= translator.max_model_len:
+        if self.max_tokens <= translator.info.max_model_len:
             given["max_tokens"] = self.max_tokens
         if (form := self.form()) is not None:
             schema = {"name": "output", "schema": form.schema_}
@@ -342,7 +342,7 @@ def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
         raise refused("thread", f"is not supported: {_STATELESS}", "thread_unsupported_request")
     for index, message in enumerate(body.messages):
         for place, part in message.foreign_parts():
-            raise part.refusal(f"messages.{index}.{place}", translator.unserved)
+            raise part.refusal(f"messages.{index}.{place}", translator.info.unserved)
 
 
 _RENAMED = {

@@ -16,32 +16,32 @@ _FAMILIES = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     ("[PREFIX]", "[SUFFIX]"),  # Codestral, which reads the suffix first and has no third token
 )
-_ENDS: tuple[str, ...] = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>")
-_ENDS += ("<fim_pad>", "<fim-pad>", "<file_sep>", "▁<EOT>", "<EOT>")
+_ENDS = (
+    *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>"),
+    *("<fim_pad>", "<fim-pad>", "<file_sep>", "▁<EOT>", "<EOT>"),
+)
 
 
 class Infill:
-    """``is_known``: whether there are such tokens. ``end_ids``: tokens that end what is filled in; models
-    write them where the gap or the file ends, and few checkpoints count them among those that end a text.
-    """
+    """``marks``: the tokens' spellings; without any there are none. ``end_ids``: tokens that end what is
+    filled in; models write them where the gap or the file ends, and checkpoints seldom say so."""
 
     def __init__(self, tokenizer: Any) -> None:
         def ids(names: Any) -> list[int]:
             every = [tokenizer.encode(each, add_special_tokens=False) for each in names]
             return [
-                each[0] for each in every if len(each) == 1 and each[0] != tokenizer.unk_token_id
+                each[0] for each in every if len(each) == 1 and each != [tokenizer.unk_token_id]
             ]
 
         # What a GGUF file's metadata says goes before names that are known.
         families = (*tokenizer.init_kwargs.get("infill_tokens", ()), *_FAMILIES)
-        self._marks = next((each for each in families if len(ids(each)) == len(each)), ())
-        self.is_known = bool(self._marks)
-        self.end_ids = tuple(ids((*self._marks, *_ENDS))) if self._marks else ()
+        self.marks = next((each for each in families if len(ids(each)) == len(each)), ())
+        self.end_ids = tuple(ids((*self.marks, *_ENDS))) if self.marks else ()
 
     def prompt(self, before: str, after: str, allow_special_tokens: bool) -> Text:
         """Returns the prompt for what stands between two texts."""
-        texts = ((allow_special_tokens, before), (allow_special_tokens, after))
-        marks = [(True, each) for each in self._marks]
-        if len(marks) == 2:
-            return [marks[1], texts[1], marks[0], texts[0]]
-        return [marks[0], texts[0], marks[1], texts[1], marks[2]]
+        texts = [(allow_special_tokens, before), (allow_special_tokens, after)]
+        prefix, suffix, *middle = ((True, each) for each in self.marks)
+        if not middle:
+            return [suffix, texts[1], prefix, texts[0]]
+        return [prefix, texts[0], suffix, texts[1], *middle]

@@ -314,7 +314,7 @@ class OllamaGenerateRequest(_OllamaRequest):
                 "prompt": self.prompt,
                 "suffix": self.suffix,
                 # As much as there is room for, where no number is given.
-                "max_tokens": self.options.limit or translator.max_model_len,
+                "max_tokens": self.options.limit or translator.info.max_model_len,
                 "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             },
         )

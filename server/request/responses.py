@@ -379,7 +379,7 @@ def plan_response(
 ) -> RequestPlan:
     """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
     one."""
-    _refuse_foreign_parts(body.input, translator.unserved)
+    _refuse_foreign_parts(body.input, translator.info.unserved)
     try:
         plan = translator.plan(body.for_chat(), arrival_time, drafters)
     except ApiError as error:

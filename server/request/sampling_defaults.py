@@ -17,18 +17,17 @@ from server.request.protocol import SamplingFields
 logger = logging.getLogger(__name__)
 
 _FIELDS = {name: SamplingFields.model_fields[name] for name in SAMPLED}
-API_DEFAULTS: dict[str, Any] = {name: field.default for name, field in _FIELDS.items()}
+API_DEFAULTS: dict[str, Any] = {name: each.default for name, each in _FIELDS.items()}
 API_DEFAULTS["temperature"] = 1.0
 
 
 def _with_fields_of_requests(model: type[Model]) -> type[Model]:
     """The model, and ``SAMPLED`` with the bounds of requests; None stands for what is not given."""
-    added = {}
+    added: dict[str, Any] = {}
     for name, field in _FIELDS.items():
         bounds = {key: value for each in field.metadata for key, value in asdict(each).items()}
         about = f"{field.description} Default: the model's, else {API_DEFAULTS[name]:g}."
-        kind: Any = field.annotation
-        added[name] = (kind | None, optional(about, **bounds))
+        added[name] = (field.annotation | None, optional(about, **bounds))  # type: ignore[operator]
     return with_fields(model, added)
 
 
@@ -40,8 +39,7 @@ class SamplingDefaults(Body):
     model_config = ConfigDict(strict=False)
 
     def over(self, models: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns these values and, for those that are not given, the model's. A value that no request
-        could have is left out with a warning."""
+        """Returns these values over the model's, of which one that no request could have is left out."""
         found: dict[str, Any] = {}
         for name, value in models.items():
             try:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from engine.request.info import AdapterInfo, EngineInfo
-from engine.request.params import GenerationRequest, Pooling, SamplingParams, SpeculativeParams
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
@@ -62,11 +62,11 @@ class Translator:
     ) -> None:
         """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one.
         ``sampling``: defaults of the model's or the operator's, before those of an API."""
-        self._info = info
+        self.info = info
         self._prompts = Prompts(info, tokenizer)
         self.resolver = resolver
         self.adapters = adapter_names(info.adapters or ())
-        self._model_name = model_name
+        self.model_name = model_name
         self._max_choices = max_choices
         self._formats = formats
         self._max_seconds = max_seconds
@@ -78,33 +78,9 @@ class Translator:
         )
 
     @property
-    def unserved(self) -> tuple[str, ...]:
-        """Returns the parts of the model besides text."""
-        return self._info.unserved
-
-    @property
-    def model_name(self) -> str:
-        return self._model_name
-
-    @property
     def served_names(self) -> tuple[str, ...]:
         """Returns what requests may call their model: its own name, and those of its adapters."""
-        return (self._model_name, *self.adapters)
-
-    @property
-    def max_model_len(self) -> int:
-        """Returns how many tokens a prompt and its text may have."""
-        return self._info.max_model_len
-
-    @property
-    def pooling(self) -> Pooling:
-        """Returns how states are pooled for embeddings; "none": there are no embeddings."""
-        return self._info.embeddings
-
-    @property
-    def hidden_size(self) -> int:
-        """Returns the numbers of an embedding."""
-        return self._info.hidden_size
+        return (self.model_name, *self.adapters)
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -124,7 +100,7 @@ class Translator:
     @property
     def fills_in(self) -> bool:
         """Returns whether a completion may have a suffix."""
-        return self._prompts.infill.is_known
+        return bool(self._prompts.infill.marks)
 
     @property
     def splits_reasoning(self) -> bool:
@@ -182,7 +158,7 @@ class Translator:
         adds = is_prompt if body.add_special_tokens is None else body.add_special_tokens
         allows = is_prompt if body.allow_special_tokens is None else body.allow_special_tokens
         if not is_prompt:
-            refuse_foreign_parts(body.messages or (), self.unserved)
+            refuse_foreign_parts(body.messages or (), self.info.unserved)
             text = self._render(body, body.tools or (), allows)
             return self._prompts.encode("messages", text, adds)
         for name in (*TemplateFields.model_fields, "tools"):
@@ -203,7 +179,7 @@ class Translator:
             raise refused("best_of", "is supported only if it equals n")
         kept = self._kept(body)
         if body.suffix:
-            return [self._around_gap(body, each, body.suffix) for each in body.prompt]
+            return [self._around_gap(body, each) for each in body.prompt]
         return [
             self._prompts.of_text(
                 "prompt", _marked(given, body.allow_special_tokens), body.add_special_tokens, kept
@@ -213,19 +189,19 @@ class Translator:
             for given in body.prompt
         ]
 
-    def _around_gap(
-        self, body: CompletionRequest, prompt: str | Sequence[int], suffix: str
-    ) -> tuple[str, tuple[int, ...]]:
-        """Returns the prompt for what stands between two texts. Raises ApiError."""
+    def _around_gap(self, body: CompletionRequest, prompt: Any) -> tuple[str, tuple[int, ...]]:
+        """Returns the prompt for what stands between it and the suffix. Raises ApiError."""
         if not self.fills_in:
-            reason = "this model's tokenizer has no tokens for it (it does not support insert)"
-            raise refused("suffix", f"is not supported: {reason}")
-        if not isinstance(prompt, str):
-            raise refused("suffix", "needs a prompt that is text")
-        for name in ("echo", "truncate_prompt_tokens"):
-            if getattr(body, name):
-                raise refused(name, "is not supported with 'suffix'")
-        text = self._prompts.infill.prompt(prompt, suffix, body.allow_special_tokens)
+            reason = ": this model's tokenizer has no tokens for it (it does not support insert)"
+            raise refused("suffix", reason)
+        for name, is_at_odds in (
+            ("prompt", not isinstance(prompt, str)),
+            ("echo", body.echo),
+            ("truncate_prompt_tokens", body.truncate_prompt_tokens is not None),
+        ):
+            if is_at_odds:
+                raise refused(name, ": next to 'suffix' only a whole text is supported")
+        text = self._prompts.infill.prompt(prompt, body.suffix or "", body.allow_special_tokens)
         return self._prompts.of_text("prompt", text, body.add_special_tokens)
 
     def _chat(self, body: ChatRequest) -> list[tuple[str, tuple[int, ...]]]:
@@ -237,7 +213,7 @@ class Translator:
         if body.echo and body.messages[-1].role != "assistant":
             raise refused("echo", "needs a last message that is the assistant's")
         self._check(body, num_prompts=1)
-        refuse_foreign_parts(body.messages, self.unserved)
+        refuse_foreign_parts(body.messages, self.info.unserved)
         kept = self._kept(body)
         self._formats.check(body)
         text = self._render(body, body.shown_tools, body.allow_special_tokens)
@@ -322,10 +298,10 @@ class Translator:
     def check_model(self, name: str | None) -> str | None:
         """Returns the adapter that a model's name means; None: the model as it is. Raises ApiError 404
         for one that is not served."""
-        if name is None or name == self._model_name:
+        if name is None or name == self.model_name:
             return None
         if name not in self.adapters:
-            raise unknown_model(name, self._model_name, self.adapters)
+            raise unknown_model(name, self.model_name, self.adapters)
         return name
 
     def _check(self, body: CompletionRequest | ChatRequest, *, num_prompts: int) -> None:
@@ -343,8 +319,8 @@ class Translator:
             most = f"this server writes at most {self._max_choices} per request"
             raise refused(name, f": {num_prompts * body.n} choices; {most}")
         field, limit = body.limit
-        if limit is not None and limit > self._info.max_model_len:
-            raise refused(field, f"exceeds the context of {self._info.max_model_len}")
+        if limit is not None and limit > self.info.max_model_len:
+            raise refused(field, f"exceeds the context of {self.info.max_model_len}")
         if limit is not None and _min_tokens(body) > limit:
             raise refused("min_tokens", f"must not exceed {field}")
 
@@ -358,7 +334,7 @@ class Translator:
         if num is None:
             return slice(None)
         if num == -1:
-            num = max(1, self._info.max_model_len - (body.limit[1] or 1))
+            num = max(1, self.info.max_model_len - (body.limit[1] or 1))
         return slice(num) if body.truncation_side == "right" else slice(-num, None)
 
     def _requests(
@@ -377,7 +353,7 @@ class Translator:
         limit = body.limit[1]
         for index in range(len(prompts) * body.n):
             token_ids = prompts[index // body.n]
-            room = self._info.max_model_len - len(token_ids)
+            room = self.info.max_model_len - len(token_ids)
             most = room if limit is None else min(room, limit)
             yield GenerationRequest(
                 request_id=f"{request_id}-{index}",
@@ -405,11 +381,8 @@ class Translator:
 
     def _sampling(self, body: CompletionRequest | ChatRequest, grammar: Grammar) -> dict[str, Any]:
         """Returns the sampling parameters that all choices share."""
-        sent = dict(body) | {
-            name: value
-            for name, value in (API_DEFAULTS | self.sampling).items()
-            if name not in body.model_fields_set
-        }
+        given = {name: getattr(body, name) for name in body.model_fields_set}
+        sent = API_DEFAULTS | self.sampling | given
         values = sampling_values(sent, self._vocabulary)
         values.pop("min_tokens", None)
         # One list serves an echo and the prompt's log-probabilities; the writers show of it what was

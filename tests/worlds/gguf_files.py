@@ -94,25 +94,22 @@ def values_of(model: LlamaForCausalLM) -> Values:
 def gemma_vocabulary(space: str) -> Values:
     """Gemma's tokenizer in small: pieces by score, and runs of up to 31 of one white space, which are
     user-defined and matched before anything is merged. ``space``: how the file spells spaces in them."""
-    control = ["<pad>", "<eos>", "<bos>", "<unk>"]
     runs = [char * size for char in ("\n", "\t", space) for size in range(1, 32)]
-    runs.remove(space)
-    pieces = ["a", "b", "\u2581", "ab", "\u2581a", "\u2581ab"]
-    kinds = {TokenType.CONTROL: control, TokenType.USER_DEFINED: [*runs, "<b>"]}
-    kinds |= {TokenType.BYTE: [f"<0x{byte:02X}>" for byte in range(256)], TokenType.NORMAL: pieces}
-    tokens = [token for several in kinds.values() for token in several]
+    kinds = {
+        TokenType.CONTROL: ["<pad>", "<eos>", "<bos>", "<unk>"],
+        TokenType.USER_DEFINED: [*(each for each in runs if each != space), "<b>"],
+        TokenType.BYTE: [f"<0x{byte:02X}>" for byte in range(256)],
+        TokenType.NORMAL: ["a", "b", "\u2581", "ab", "\u2581a", "\u2581ab"],
+    }
+    tokens = [(token, int(kind)) for kind, several in kinds.items() for token in several]
+    named = {"padding": 0, "eos": 1, "bos": 2, "unknown": 3}
     return {
         "general.architecture": "gemma2",
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [
-            int(kind) for kind, several in kinds.items() for _ in several
-        ],
+        "tokenizer.ggml.tokens": [token for token, _ in tokens],
+        "tokenizer.ggml.token_type": [kind for _, kind in tokens],
         "tokenizer.ggml.scores": [-float(number) for number in range(len(tokens))],
-        "tokenizer.ggml.bos_token_id": 2,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.unknown_token_id": 3,
-        "tokenizer.ggml.padding_token_id": 0,
+        **{f"tokenizer.ggml.{name}_token_id": number for name, number in named.items()},
     }
 
 

@@ -94,91 +94,76 @@ async def test_a_conversation_with_calls_goes_back_through_the_template(connect:
 
 
 CUT = CALL[: CALL.index("ln")]
+PARTIAL = '{"city": "Kö'
 
 
 @pytest.mark.parametrize(
     ("text", "asked", "reasons", "arguments"),
     [
-        ("plain", {}, ("stop", "end_turn", "stop"), None),
-        ("<tool_call>{oh}", {}, ("stop", "end_turn", "stop"), None),
-        (CALL, {}, ("tool_calls", "tool_use", "stop"), ARGUMENTS),
+        ("plain", {}, "stop end_turn stop", None),
+        ("plain", {"max_tokens": 3}, "length max_tokens length", None),
+        ("<tool_call>{oh}", {}, "stop end_turn stop", None),
+        (CALL, {}, "tool_calls tool_use stop", ARGUMENTS),
         # What ends the text within a call is told, and no call that could be run.
-        (CALL, {"stop": "ln"}, ("stop", "stop_sequence", "stop"), '{"city": "Kö'),
-        (CALL, {"stop": "city"}, ("stop", "stop_sequence", "stop"), '{"'),
-        (CALL + CALL, {"stop": "><tool"}, ("tool_calls", "tool_use", "stop"), ARGUMENTS),
-        (
-            CALL,
-            {"max_tokens": len(CUT.encode())},
-            ("length", "max_tokens", "length"),
-            '{"city": "Kö',
-        ),
-        (CUT, {}, ("stop", "end_turn", "stop"), '{"city": "Kö'),
-        # Nothing that is run is missing.
-        (CALL, {"stop": "</tool"}, ("tool_calls", "tool_use", "stop"), ARGUMENTS),
-        (CALL, {"max_tokens": len(CALL)}, ("length", "max_tokens", "length"), ARGUMENTS),
+        (CALL, {"stop": "ln"}, "stop stop_sequence stop", PARTIAL),
+        (CALL, {"stop": "city"}, "stop stop_sequence stop", '{"'),
+        (CUT, {}, "stop end_turn stop", PARTIAL),
+        (CALL, {"max_tokens": len(CUT.encode())}, "length max_tokens length", PARTIAL),
+        # Nothing is missing of a call that ends before the text does.
+        (CALL, {"stop": "</tool"}, "tool_calls tool_use stop", ARGUMENTS),
+        (CALL + CALL, {"stop": "><tool"}, "tool_calls tool_use stop", ARGUMENTS),
+        (CALL, {"max_tokens": len(CALL)}, "length max_tokens length", ARGUMENTS),
     ],
 )
 async def test_the_reason_of_the_end_says_whether_there_is_a_call_to_run(
-    connect: Connect,
-    text: str,
-    asked: dict[str, Any],
-    reasons: tuple[str, str, str],
-    arguments: str | None,
+    connect: Connect, text: str, asked: Any, reasons: str, arguments: str | None
 ) -> None:
-    limit = asked.get("max_tokens", 400)
-    stops = [each for each in (asked.get("stop"),) if each]
+    of_chat, of_message, of_ollama = reasons.split()
+    limit, stops = asked.get("max_tokens", 400), [asked["stop"]] if "stop" in asked else []
     function = TOOLS[0]["function"]
-    messages = {"messages": MESSAGES, "max_tokens": limit, "stop_sequences": stops}
-    messages["tools"] = [{"name": function["name"], "input_schema": function["parameters"]}]
-    ollama = {
-        "messages": MESSAGES,
-        "tools": TOOLS,
-        "options": {"num_predict": limit, "stop": stops},
+    tool = {"name": function["name"], "input_schema": function["parameters"]}
+    options = {"num_predict": limit, "stop": stops}
+    bodies: dict[str, Any] = {
+        "/chat/completions": {"messages": MESSAGES, "tools": TOOLS, **asked},
+        "/messages": {"messages": MESSAGES, "max_tokens": limit, "stop_sequences": stops},
+        "http://test/api/chat": {"messages": MESSAGES, "tools": TOOLS, "options": options},
+        "/responses": {"input": "hi", "max_output_tokens": limit},
     }
-    chat = {"messages": MESSAGES, "tools": TOOLS, **asked}
-    response = {
-        "input": "hi",
-        "tools": [{"type": "function", **function}],
-        "max_output_tokens": limit,
-    }
+    bodies["/messages"]["tools"] = [tool]
+    bodies["/responses"]["tools"] = [{"type": "function", **function}]
     async with connect(ScriptedEngine(text)) as client:
-
-        async def both(path: str, body: dict[str, Any]) -> tuple[Any, str]:
-            whole = await client.post(path, json=body | {"stream": False})
-            return whole.json(), (await client.post(path, json=body | {"stream": True})).text
-
-        whole, streamed = await both("/chat/completions", chat)
-        choice = whole["choices"][0]
-        assert choice["finish_reason"] == reasons[0]
-        assert events(streamed)[-2]["choices"][0]["finish_reason"] == reasons[0]
-        calls = choice["message"].get("tool_calls", [])
-        assert [each["function"]["arguments"] for each in calls] == [arguments] * bool(arguments)
-        assert choice["message"]["content"] == (None if arguments else text)
-        whole, streamed = await both("/messages", messages)
-        assert (whole["stop_reason"], whole["stop_sequence"]) == (
-            reasons[1],
-            stops[0] if reasons[1] == "stop_sequence" else None,
-        )
-        assert f'"stop_reason":"{reasons[1]}"' in streamed
-        # The fields that are whole.
-        inputs = [each["input"] for each in whole["content"] if each["type"] == "tool_use"]
-        assert inputs == [{} if arguments != ARGUMENTS else json.loads(ARGUMENTS)] * bool(arguments)
-        whole, streamed = await both("http://test/api/chat", ollama)
-        ended = json.loads(streamed.splitlines()[-1])
-        assert whole["done_reason"] == ended["done_reason"] == reasons[2]
-        # Ollama's clients run every call that they get: one that was cut off is text.
-        calls = whole["message"].get("tool_calls", [])
-        cut = f'{{"name": "get_weather", "arguments": {arguments}' if arguments else text
-        assert len(calls) == (arguments == ARGUMENTS)
-        assert whole["message"]["content"] == ("" if calls else cut)
-        contents = [json.loads(line)["message"]["content"] for line in streamed.splitlines()]
-        assert "".join(contents) == whole["message"]["content"]
-        if not stops:
-            whole, streamed = await both("/responses", response)
-            is_whole = arguments == ARGUMENTS or (arguments is None and reasons[0] != "length")
-            assert whole["output"][-1]["status"] == ("completed" if is_whole else "incomplete")
-            assert whole["status"] == ("incomplete" if reasons[0] == "length" else "completed")
-            assert f"event: response.{whole['status']}\n" in streamed
+        wholes, streams = [], []
+        for path, body in bodies.items():
+            wholes.append((await client.post(path, json=body | {"stream": False})).json())
+            streams.append((await client.post(path, json=body | {"stream": True})).text)
+    chat, message, ollama, response = wholes
+    choice = chat["choices"][0]
+    streamed = events(streams[0])[-2]["choices"][0]
+    assert choice["finish_reason"] == streamed["finish_reason"] == of_chat
+    calls = choice["message"].get("tool_calls", [])
+    assert [each["function"]["arguments"] for each in calls] == [arguments] * bool(arguments)
+    written = text[:3] if limit == 3 else text
+    assert choice["message"]["content"] == (None if arguments else written)
+    sequence = stops[0] if of_message == "stop_sequence" else None
+    assert (message["stop_reason"], message["stop_sequence"]) == (of_message, sequence)
+    assert f'"stop_reason":"{of_message}"' in streams[1]
+    # The fields that are whole.
+    inputs = [each["input"] for each in message["content"] if each["type"] == "tool_use"]
+    assert inputs == [json.loads(ARGUMENTS) if arguments == ARGUMENTS else {}] * bool(arguments)
+    # Ollama's clients run every call that they get: one that was cut off is text.
+    lines = [json.loads(line) for line in streams[2].splitlines()]
+    assert ollama["done_reason"] == lines[-1]["done_reason"] == of_ollama
+    assert ("tool_calls" in ollama["message"]) == (arguments == ARGUMENTS)
+    cut = f'{{"name": "get_weather", "arguments": {arguments}' if arguments else written
+    assert ollama["message"]["content"] == ("" if arguments == ARGUMENTS else cut)
+    assert "".join(each["message"]["content"] for each in lines) == ollama["message"]["content"]
+    if not stops:  # Responses have none
+        is_cut = arguments == PARTIAL or (arguments is None and of_chat == "length")
+        assert response["output"][-1]["status"] == ("incomplete" if is_cut else "completed")
+        details = {"reason": "max_output_tokens"} if of_chat == "length" else None
+        assert response["incomplete_details"] == details
+        assert response["status"] == ("completed" if details is None else "incomplete")
+        assert f"event: response.{response['status']}\n" in streams[3]
 
 
 async def test_markers_are_seen_though_special_tokens_are_left_out(connect: Connect) -> None:
