@@ -53,6 +53,7 @@ from engine.model.loader import (
     eos_token_ids,
     load_model,
     max_position,
+    sampling_defaults,
     unserved_parts,
 )
 from engine.model.quantization import (
@@ -255,6 +256,7 @@ def build_engine_for(
         architecture=text_config.model_type,
         hidden_size=text_config.hidden_size,
         embeddings=config.embeddings,
+        sampling_defaults=sampling_defaults(model),
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting, adapters)

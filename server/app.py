@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from engine.process.streams import EventStreams
 from engine.request.info import EngineInfo
@@ -27,6 +28,7 @@ from server.http.protocol import HttpConfig, Patience
 from server.metrics.finished import FinishedMiddleware
 from server.metrics.prometheus import Metrics, RequestMetrics
 from server.metrics.telemetry.begin import begin_telemetry
+from server.plan import IGNORED_HEADER
 from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
@@ -99,6 +101,15 @@ def build_app(
 
         app.add_middleware(WatchMiddleware, telemetry=telemetry)
     app.add_middleware(AnswerMiddleware, metrics=services.metrics)
+    if settings.cors_origins:
+        # Around what refuses: a page can only read why with these headers.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER, "x-request-id", "request-id", "retry-after"],
+        )
     return app
 
 
@@ -112,6 +123,7 @@ def _services(
     formats = MessageFormats(
         tokenizer, template, settings.tool_call_parser, settings.reasoning_parser
     )
+    takes_models = settings.generation_config == "auto"
     translator = Translator(
         info,
         tokenizer,
@@ -120,6 +132,7 @@ def _services(
         settings.max_choices,
         settings.max_request_seconds,
         formats,
+        settings.sampling.over(info.sampling_defaults if takes_models else {}),
         settings.log_client_fields,
     )
     engine.add_adapter_listener(translator.adopt_adapters)

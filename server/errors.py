@@ -325,7 +325,8 @@ def install_error_handlers(app: FastAPI, count_rejection: Callable[[str], None])
         found = ApiError(error.status_code, message, code=code, headers=error.headers)
         return found.response(request.scope)
 
-    for kind in (ApiError, EngineError, Exception):
+    # Others are answered by AnswerMiddleware.
+    for kind in (ApiError, EngineError):
         app.add_exception_handler(kind, on_api_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)

@@ -48,6 +48,7 @@ from engine.speculation.gamma import gamma_policy_names
 from server.documents import DocumentError, read_document
 from server.formats.registry import reasoning_formats, tool_call_formats
 from server.request.body import described_by
+from server.request.sampling_defaults import SamplingDefaults
 from server.request.speculative import SpeculativeCaps, SpeculativeField
 from server.setting_names import (
     NESTED,
@@ -91,6 +92,9 @@ def _split_paths(value: object) -> object:
 
 
 Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
+# What browsers send ends neither in a path nor in a slash: such an origin would match none.
+_Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
+Origins = Annotated[list[_Origin] | None, NoDecode, BeforeValidator(_split)]
 Paths = Annotated[list[str] | None, NoDecode, BeforeValidator(_split_paths)]
 
 
@@ -217,6 +221,11 @@ class Settings(BaseSettings):
     )
     port: int = Field(
         default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one."
+    )
+    cors_origins: Origins = Field(
+        default=None,
+        description="Origins (https://HOST[:PORT]) whose pages may read the answers of this server in a "
+        "browser; *: all. Default: none but its own.",
     )
     served_model_name: str | None = Field(
         default=None, description="Name in the API; default: the folder's name or the hub id."
@@ -369,6 +378,12 @@ class Settings(BaseSettings):
         description="Drafters that other installed packages may bring; default: all, []: none.",
     )
     drafter: DrafterSettings = DrafterSettings()
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto: what the model's generation_config.json, or a GGUF file by general.sampling, "
+        "says of the sampling fields below is the default of requests; none: it is not read.",
+    )
+    sampling: SamplingDefaults = SamplingDefaults()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: CapSettings = CapSettings()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.gguf.file import GgufHeader
@@ -28,7 +28,8 @@ _NAMES_OF_ENDS = {
 }  # fmt: skip
 """Control tokens that end a text wherever they are: files leave it to llama.cpp to know them by name
 (src/llama-vocab.cpp, special_eog_ids)."""
-_CONTROL = 3
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_MARK = "\u2581"
 _DIGIT_SPLITTERS = {
     "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
 }  # fmt: skip
@@ -52,8 +53,10 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     tokens = _tokens(header)
     names = GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = _parts(header.metadata, names)
+    runs = _take_runs(parts)
     converted, _ = convert_gguf_tokenizer(header.architecture, parts)
     backend = _only_own(converted, len(tokens))
+    _match_whole(backend, runs)
     if parts.get("tokenizer_type") == "gpt2":
         _split_digits(backend, parts.get("pre_tokenizer_type"), GGUF_PRE_TOKENIZER_SPLITS)
     options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
@@ -62,6 +65,9 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
         options.setdefault("add_bos_token", True)
     if chat_template is not None:
         options["chat_template"] = chat_template
+    infill = [_special_id(header, f"fim_{name}") for name in ("pre", "suf", "mid")]
+    if None not in infill:
+        options["infill_tokens"] = [[tokens[each] for each in infill if each is not None]]
     for name, stored in _SPECIAL.items():
         found = _special_id(header, stored)
         options[f"{name}_token"] = None if found is None else tokens[found]
@@ -113,6 +119,27 @@ def _only_own(backend: Any, num_tokens: int) -> Any:
     parts = json.loads(backend.to_str())
     parts["added_tokens"] = [each for each in parts["added_tokens"] if each["id"] < num_tokens]
     return type(backend).from_str(json.dumps(parts))
+
+
+def _take_runs(parts: dict[str, Any]) -> list[str]:
+    """Returns the user-defined runs of spaces in sentencepiece's spelling. Where the file spells them so,
+    transformers is not told what they are: it would add them to no effect, and nothing is added twice."""
+    kinds, runs = list(parts.get("token_type", ())), []
+    for number, (token, kind) in enumerate(zip(parts["tokens"], kinds, strict=False)):
+        if kind == _USER_DEFINED and token and not token.strip(f" {_MARK}"):
+            runs.append(token.replace(" ", _MARK))
+            kinds[number] = _NORMAL if _MARK in token else kind
+    parts["token_type"] = kinds
+    return runs
+
+
+def _match_whole(backend: Any, runs: Iterable[str]) -> None:
+    """Has runs of spaces matched whole and longest first, before anything is merged, as sentencepiece and
+    llama.cpp do: 40 spaces are 31 and 9. Merges alone would make 16 and 24 of them."""
+    from tokenizers import AddedToken
+
+    known = [each for each in runs if backend.token_to_id(each) is not None]
+    backend.add_tokens([AddedToken(each, normalized=True, special=False) for each in known])
 
 
 def _split_digits(backend: Any, splitter: str | None, known: Mapping[str, str]) -> None:

@@ -41,6 +41,11 @@ _FLOATS = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 """Types of tensors that are values, not blocks, by ggml's numbers."""
 _Order = np.ndarray[Any, Any] | slice
 _MOST_QUOTED = 40
+_SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")} | {
+    "temp": "temperature",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys of general.sampling, and what a generation config calls them."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of what each frequency of the rotary embedding is divided by; transformers does not read
 it."""
@@ -95,6 +100,10 @@ def load_gguf(
     _divide_frequencies(loaded, path, header)
     generation = loaded.generation_config or GenerationConfig()
     generation.eos_token_id = list(end_token_ids(header)) or None
+    for key, name in _SAMPLING.items():
+        value = header.metadata.get(f"general.sampling.{key}")
+        # The digits that a float32 has: 0.6, not 0.6000000238.
+        setattr(generation, name, float(f"{value:.7g}") if isinstance(value, float) else value)
     loaded.generation_config = generation
     return loaded
 

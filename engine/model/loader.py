@@ -26,6 +26,7 @@ from engine.names import BUNDLED as BUNDLED
 from engine.names import bundled_path as bundled_path
 from engine.names import locate
 from engine.request.errors import UnsupportedModelError
+from engine.request.info import SAMPLED
 from engine.tokenizer import check_folder, naming
 from engine.tokenizer import load_tokenizer as load_tokenizer
 
@@ -231,3 +232,13 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, .
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:
+    """Returns what the generation config says of ``SAMPLED`` parameters, unchecked. One that says not to
+    sample means temperature 0, and its truncations nothing."""
+    said = model.generation_config
+    found = {name: getattr(said, name, None) for name in SAMPLED}
+    if getattr(said, "do_sample", None) is False:
+        found = {"temperature": 0.0, "repetition_penalty": found["repetition_penalty"]}
+    return {name: value for name, value in found.items() if value is not None}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from drafters.base import DrafterInfo
 from engine.request.params import Pooling
 
 Determinism = Literal["exact", "fast"]
 """Whether a row's bits depend on what is computed beside it: under "exact" they do not."""
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The sampling parameters for which models may bring defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ class EngineInfo:
     as "vision". ``drafts``: what drafts for drafters with a model or heads from the setting draft.
     ``adapters``: those that are loaded; None: none can be. ``architecture``: the model's kind in its
     configuration's word, as "llama"; ``hidden_size``: features of a hidden state; ``embeddings``: how
-    states are pooled, if requests may ask for that."""
+    states are pooled, if requests may ask for that. ``sampling_defaults``: what the model's files say
+    of ``SAMPLED`` parameters, unchecked."""
 
     model: str
     vocab_size: int
@@ -107,3 +110,4 @@ class EngineInfo:
     architecture: str = ""
     hidden_size: int = 0
     embeddings: Pooling = "none"
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from engine.request.info import AdapterInfo
 from server.endpoints import Served, Services
 from server.errors import unknown_model
 from server.http.openapi import errors
+from server.request.sampling_defaults import API_DEFAULTS
 
 router = APIRouter(tags=["catalogue"])
 
@@ -75,6 +76,8 @@ def _card(served: Services) -> dict[str, Any]:
         "embeddings": info.embeddings,
         "hidden_size": info.hidden_size,
         "has_chat_template": served.has_chat_template,
+        "fills_in": served.bodies.translator.fills_in,
+        "default_sampling_params": API_DEFAULTS | served.bodies.translator.sampling,
     }
 
 

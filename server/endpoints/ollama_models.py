@@ -105,8 +105,9 @@ def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[s
     translator.check_model(known_name(body.model, translator.served_names))
     can = {
         "tools": translator.takes_tools,
+        "insert": translator.fills_in,
         "thinking": translator.splits_reasoning,
-        "embedding": translator.pooling != "none",
+        "embedding": translator.info.embeddings != "none",
     }
     return translator.chat_template, ["completion", *(name for name in can if can[name])]
 

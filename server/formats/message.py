@@ -34,6 +34,11 @@ class MessageParser:
         return 0 if self._calls is None else self._calls.num_calls
 
     @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun whose arguments have not ended."""
+        return self._calls is not None and self._calls.is_in_call
+
+    @property
     def num_reasoning_tokens(self) -> int:
         """Tokens that began inside the reasoning."""
         if self._reasoning is None:

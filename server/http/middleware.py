@@ -21,6 +21,7 @@ from server.errors import (
     body_too_large,
     not_found,
     shutting_down,
+    to_api_error,
     unauthorized,
     unknown_host,
 )
@@ -36,7 +37,8 @@ _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
 
 class AnswerMiddleware:
     """Gives answers an ``x-request-id``, the client's own where it is sound, else a new one, also by the
-    name that Anthropic's clients read, and counts them by route template and status."""
+    name that Anthropic's clients read, and counts them by route template and status. An unexpected
+    exception becomes its 500 here, since the framework would answer outside of all middleware."""
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
         self._app = app
@@ -52,8 +54,12 @@ class AnswerMiddleware:
         # The task is this request's own, so nothing has to take it back.
         add_log_fields(x_request_id=request_id)
 
+        has_begun = False
+
         async def send_and_count(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = headers["request-id"] = request_id
                 # The router has put the route it chose into the scope by now.
@@ -63,7 +69,14 @@ class AnswerMiddleware:
                 self._metrics.count("http_requests", method, path, str(message["status"]))
             await send(message)
 
-        await self._app(scope, receive, send_and_count)
+        try:
+            await self._app(scope, receive, send_and_count)
+        except Exception as error:
+            if has_begun:
+                raise
+            found = to_api_error(error)
+            self._metrics.count("rejections", found.code or str(found.status))
+            await found.response(scope)(scope, receive, send_and_count)
 
 
 class BodyLimitMiddleware:

@@ -184,13 +184,14 @@ class ChoiceDeltas:
             reason = info.reason
             if info.stop_token_id in self._plan.request.sampling.stop_token_ids:
                 stop_reason = info.stop_token_id
-        num_reasoning_tokens = 0
+        num_reasoning_tokens, cuts_call = 0, False
         if self._parser is not None:
             num_reasoning_tokens = self._parser.num_reasoning_tokens
-            if self._parser.num_calls and reason == "stop":
+            cuts_call = self._parser.is_in_call
+            if self._parser.num_calls and not cuts_call and reason == "stop":
                 reason = "tool_calls"
         kept = self._assembler.num_kept
-        return ChoiceEnd(reason, stop_reason, kept, info, num_reasoning_tokens)
+        return ChoiceEnd(reason, stop_reason, kept, info, num_reasoning_tokens, cuts_call)
 
 
 class ChoiceSource:

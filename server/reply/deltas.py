@@ -26,7 +26,8 @@ class ReplyToken(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
     """``num_tokens``: those kept. A token that lies wholly behind the cut of a stop string is
-    not.
+    not. ``cuts_call``: the text ends before the arguments of its last tool call do; then ``reason`` is
+    what ended the text, and never "tool_calls".
     """
 
     reason: FinishReason
@@ -34,6 +35,7 @@ class ChoiceEnd:
     num_tokens: int
     info: FinishInfo
     num_reasoning_tokens: int = 0
+    cuts_call: bool = False
 
 
 @dataclass(slots=True)

@@ -88,7 +88,9 @@ class ResponsesWriter(Writer):
         if delta.end is not None:
             if not self._items:  # a response without any has an empty message
                 self._add(Content(""))
-            self._close("incomplete" if delta.end.reason == "length" else "completed")
+            is_call = self._items[-1]["type"] == "function_call"
+            is_cut = delta.end.cuts_call if is_call else delta.end.reason == "length"
+            self._close("incomplete" if is_cut else "completed")
         return self._take()
 
     def finish(self, usage: Usage) -> bytes:

@@ -291,7 +291,7 @@ def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
         raise refused("thread", f"is not supported: {_STATELESS}", "thread_unsupported_request")
     for index, message in enumerate(body.messages):
         for place, part in message.foreign_parts():
-            raise part.refusal(f"messages.{index}.{place}", translator.unserved)
+            raise part.refusal(f"messages.{index}.{place}", translator.info.unserved)
 
 
 _RENAMED = {

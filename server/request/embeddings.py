@@ -44,15 +44,15 @@ def plan_embeddings(
     translator: Translator, body: EmbeddingsRequest, arrival_time: float
 ) -> RequestPlan:
     """Returns a plan with a choice for each text. Raises ApiError."""
-    if translator.pooling == "none":
+    if translator.info.embeddings == "none":
         raise bad_request(
             None,
             "This server makes no embeddings; its operator can have it do so with --embeddings mean or "
             "--embeddings last.",
             code="no_embeddings",
         )
-    if body.dimensions not in (None, translator.hidden_size):
-        raise refused("dimensions", f": this model's embeddings have {translator.hidden_size}")
+    if body.dimensions not in (None, translator.info.hidden_size):
+        raise refused("dimensions", f": this model's embeddings have {translator.info.hidden_size}")
     given: dict[str, Any] = body.model_dump(exclude={"input", "encoding_format", "dimensions"})
     # Texts are text, whatever they spell; nothing is written, so there is nothing to draft.
     given |= {"prompt": body.input, "max_tokens": 1, "seed": 0, "allow_special_tokens": False}
@@ -66,7 +66,7 @@ def plan_embeddings(
     choices = tuple(
         replace(
             each,
-            request=replace(each.request, pooling=translator.pooling, speculative=PLAIN),
+            request=replace(each.request, pooling=translator.info.embeddings, speculative=PLAIN),
         )
         for each in plan.choices
     )

@@ -8,7 +8,7 @@ nothing else of their callers'.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, JsonValue, PlainValidator
@@ -41,6 +41,7 @@ from server.request.translate import Translator
 LATEST = ":latest"
 _DURATION = r"^[+-]?(0|(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+)$"
 _EFFORT = "reasoning_effort"
+_USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _OWN = ("priority", "timeout", "cache_salt", "user", "metadata", "speculative")
 """Fields of this server, which stand among the options."""
 
@@ -50,14 +51,14 @@ _Model = TypeVar("_Model", bound=Body)
 
 @sharing(*_OWN)
 class OllamaOptions(Body):
-    """Defaults are Ollama's, but that there is no penalty."""
+    """Defaults are the model's, then Ollama's, but that there is no penalty."""
 
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
-    temperature: float = optional("0 is greedy.", default=0.8, ge=0, le=2)
-    top_k: int = optional("Keep so many of the likeliest tokens; 0: all.", default=40, ge=-1)
-    top_p: float = optional("Keep the likeliest of this probability.", default=0.9, gt=0, le=1)
-    min_p: float = optional("Keep those of this share of the likeliest.", default=0, ge=0, le=1)
+    temperature: float | None = optional("0 is greedy.", ge=0, le=2)
+    top_k: int | None = optional("Keep so many of the likeliest tokens; 0: all.", ge=-1)
+    top_p: float | None = optional("Keep the likeliest of this probability.", gt=0, le=1)
+    min_p: float | None = optional("Keep those of this share of the likeliest.", ge=0, le=1)
     seed: int = optional("-1: drawn, and reported.", default=-1, ge=-1, le=MAX_SEED)
     num_predict: int = optional(
         "Tokens to write at most; -2, -1 and 0: what the context has room for.",
@@ -66,13 +67,18 @@ class OllamaOptions(Body):
         le=MAX_COUNT,
     )
     stop: StopField = ()
-    repeat_penalty: float = optional("Over prompt and output.", default=1, gt=0, le=10)
+    repeat_penalty: float | None = optional("Over prompt and output.", gt=0, le=10)
     presence_penalty: float = optional("Over the output.", default=0, ge=-2, le=2)
     frequency_penalty: float = optional("Over the output.", default=0, ge=-2, le=2)
 
-    def for_request(self) -> dict[str, Any]:
-        """The fields of a chat or a completion that say the same, but for its length."""
-        return {**self.model_dump(exclude={"num_predict"}), "stop": list(self.stop)}
+    def for_request(self, models: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a chat or a completion that say the same, but for its length. ``models``:
+        defaults that go before Ollama's."""
+        given = {**self.model_dump(exclude={"num_predict"}), "stop": list(self.stop)}
+        for name, usual in _USUAL.items():
+            if given[name] is None and name not in models:
+                given[name] = usual
+        return given
 
     @property
     def limit(self) -> int | None:
@@ -161,7 +167,7 @@ class _OllamaRequest(Body):
             "model": known_name(self.model, translator.served_names),
             "stream": self.stream,
             "response_format": _response_format(self.format),
-            **self.options.for_request(),
+            **self.options.for_request(translator.sampling),
         }
 
     def _for_chat(
@@ -200,7 +206,6 @@ class OllamaGenerateRequest(_OllamaRequest):
 
     asks_by: ClassVar[str] = "prompt"
     unsupported: ClassVar[dict[str, str]] = {
-        "suffix": "text is written after the prompt only",
         "images": TEXT_ONLY,
         "template": "the tokenizer's own template is used; with 'raw' the prompt is taken as it is",
         "context": "nothing is stored here; send the conversation to /api/chat",
@@ -211,12 +216,17 @@ class OllamaGenerateRequest(_OllamaRequest):
 
     prompt: str = ""
     system: str | None = optional("A system message before the prompt.")
+    suffix: str = optional("What follows the text, which fills the gap; no template.", default="")
     raw: bool = optional(
         "The prompt is no message, and no template is put around it.", default=False
     )
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.prompt or self.suffix)
+
     def for_translator(self, translator: Translator) -> ChatRequest | CompletionRequest:
-        if self.raw:
+        if self.raw or self.suffix:
             return self._for_completion(translator)
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.prompt})
@@ -225,12 +235,13 @@ class OllamaGenerateRequest(_OllamaRequest):
     def _for_completion(self, translator: Translator) -> CompletionRequest:
         for name in ("system", "think"):
             if getattr(self, name):
-                raise refused(name, "has no effect with 'raw'")
+                raise refused(name, "has no effect with 'raw' or 'suffix'")
         return check(
             CompletionRequest,
             {
                 **self._for_request(translator),
                 "prompt": self.prompt,
+                "suffix": self.suffix,
                 "max_tokens": self.options.limit or -1,
                 "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             },

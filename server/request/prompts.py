@@ -15,6 +15,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
 from engine.request.info import EngineInfo
 from server.errors import ApiError, bad_request, refused
+from server.request.infill import Infill
 from server.request.special_tokens import Disguise, Spellings, Text, TextEncoder, joined
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._texts = TextEncoder(tokenizer)
         self.template = ChatTemplate(tokenizer, self._texts.spellings)
+        self.infill = Infill(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def of_text(

@@ -169,7 +169,7 @@ class CommonFields(Body):
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
     model: str | None = optional("The served model's name; may be left out.")
-    temperature: float | None = optional("0 is greedy; default 1.", ge=0, le=2)
+    temperature: float | None = optional("0 is greedy.", ge=0, le=2)
     seed: int | None = optional("Default and -1: drawn, and reported.", ge=-1, le=MAX_SEED)
     priority: int = optional("Lower runs first.", default=0, ge=-MAX_COUNT, le=MAX_COUNT)
     timeout: float | None = optional(
@@ -260,13 +260,13 @@ class CompletionRequest(SamplingFields):
     """``POST /v1/completions``."""
 
     unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
-        "suffix": "text is written after the prompt only",
         "prompt_embeds": "prompts are text or token ids",
     }
     prompt: PromptField = Field(description="Text or token ids, one or a batch.")
     max_tokens: int | None = optional(
         "Default 16; -1: what the context has room for.", **TOKEN_LIMIT
     )
+    suffix: str | None = optional("What follows the text, which fills the gap.")
     best_of: int | None = optional("Only the value of 'n' is accepted.", ge=1)
     echo: bool = optional("Begin the text with the prompt.", default=False)
     logprobs: int | None = optional(

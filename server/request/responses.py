@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 
+from engine.request.params import SamplingParams
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
 from server.request.body import Body, WithoutEffect, in_case, optional, refusal
@@ -299,8 +300,8 @@ class ResponsesRequest(CommonFields):
             given["verbosity"] = self.text.verbosity
         return check(ChatRequest, given)
 
-    def repeated(self) -> dict[str, JsonValue]:
-        """Returns the fields that a response repeats."""
+    def repeated(self, sampling: SamplingParams) -> dict[str, JsonValue]:
+        """Returns the fields that a response repeats. ``sampling``: what became of its fields."""
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text else {}
         effort = self.reasoning.effort if self.reasoning else None
         tools = [tool.model_dump() for tool in self.tools or []]
@@ -317,11 +318,11 @@ class ResponsesRequest(CommonFields):
             "safety_identifier": self.safety_identifier,
             "service_tier": SERVICE_TIER,
             "store": False,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": tools,  # type: ignore[dict-item]
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "user": self.user,
         }
@@ -364,12 +365,13 @@ def plan_response(
 ) -> RequestPlan:
     """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
     one."""
-    _refuse_foreign_parts(body.input, translator.unserved)
+    _refuse_foreign_parts(body.input, translator.info.unserved)
     try:
         plan = translator.plan(body.for_chat(), arrival_time)
     except ApiError as error:
         raise _in_own_words(error) from error
-    return plan.in_words_of(_own_name, body.ignored(), body.repeated())
+    repeated = body.repeated(plan.choices[0].request.sampling)
+    return plan.in_words_of(_own_name, body.ignored(), repeated)
 
 
 def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from engine.request.info import AdapterInfo, EngineInfo
-from engine.request.params import GenerationRequest, Pooling, SamplingParams, SpeculativeParams
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
@@ -40,6 +40,7 @@ from server.request.protocol import (
     TokenizeRequest,
     limit_of,
 )
+from server.request.sampling_defaults import API_DEFAULTS
 from server.request.special_tokens import Text
 from server.request.speculative import SpeculativeResolver
 
@@ -62,18 +63,21 @@ class Translator:
         max_choices: int,
         max_seconds: float | None,
         formats: MessageFormats,
+        sampling: dict[str, Any],
         logs_client_fields: bool = False,
     ) -> None:
-        """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one."""
-        self._info = info
+        """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one.
+        ``sampling``: defaults of the model's or the operator's, before those of an API."""
+        self.info = info
         self._prompts = Prompts(info, tokenizer)
         self.resolver = resolver
         self.adapters = adapter_names(info.adapters or ())
-        self._model_name = model_name
+        self.model_name = model_name
         self._max_choices = max_choices
         self._formats = formats
         self._max_seconds = max_seconds
         self._logged = CLIENT_FIELDS if logs_client_fields else ()
+        self.sampling = sampling
         self._vocabulary = Vocabulary(
             info.vocab_size,
             partial(tokenizer.encode, add_special_tokens=False),
@@ -81,33 +85,9 @@ class Translator:
         )
 
     @property
-    def unserved(self) -> tuple[str, ...]:
-        """Returns the parts of the model besides text."""
-        return self._info.unserved
-
-    @property
-    def model_name(self) -> str:
-        return self._model_name
-
-    @property
     def served_names(self) -> tuple[str, ...]:
         """Returns what requests may call their model: its own name, and those of its adapters."""
-        return (self._model_name, *self.adapters)
-
-    @property
-    def max_model_len(self) -> int:
-        """Returns how many tokens a prompt and its text may have."""
-        return self._info.max_model_len
-
-    @property
-    def pooling(self) -> Pooling:
-        """Returns how states are pooled for embeddings; "none": there are no embeddings."""
-        return self._info.embeddings
-
-    @property
-    def hidden_size(self) -> int:
-        """Returns the numbers of an embedding."""
-        return self._info.hidden_size
+        return (self.model_name, *self.adapters)
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -123,6 +103,11 @@ class Translator:
     def takes_tools(self) -> bool:
         """Returns whether the model can be shown tools, and its calls are recognised."""
         return self._prompts.template.takes_tools and self._formats.knows_calls
+
+    @property
+    def fills_in(self) -> bool:
+        """Returns whether a completion may have a suffix."""
+        return bool(self._prompts.infill.marks)
 
     @property
     def splits_reasoning(self) -> bool:
@@ -180,7 +165,7 @@ class Translator:
         adds = is_prompt if body.add_special_tokens is None else body.add_special_tokens
         allows = is_prompt if body.allow_special_tokens is None else body.allow_special_tokens
         if not is_prompt:
-            refuse_foreign_parts(body.messages or (), self.unserved)
+            refuse_foreign_parts(body.messages or (), self.info.unserved)
             text = self._render(body, body.tools or (), allows)
             return self._prompts.encode("messages", text, adds)
         for name in (*TemplateFields.model_fields, "tools"):
@@ -199,6 +184,8 @@ class Translator:
         if body.best_of not in (None, body.n):
             raise refused("best_of", "is supported only if it equals n")
         kept = self._kept(body)
+        if body.suffix:
+            return [self._around_gap(body, each) for each in body.prompt]
         return [
             self._prompts.of_text(
                 "prompt", _marked(given, body.allow_special_tokens), body.add_special_tokens, kept
@@ -208,6 +195,21 @@ class Translator:
             for given in body.prompt
         ]
 
+    def _around_gap(self, body: CompletionRequest, prompt: Any) -> tuple[str, tuple[int, ...]]:
+        """Returns the prompt for what stands between it and the suffix. Raises ApiError."""
+        if not self.fills_in:
+            reason = ": this model's tokenizer has no tokens for it (it does not support insert)"
+            raise refused("suffix", reason)
+        for name, is_at_odds in (
+            ("prompt", not isinstance(prompt, str)),
+            ("echo", body.echo),
+            ("truncate_prompt_tokens", body.truncate_prompt_tokens is not None),
+        ):
+            if is_at_odds:
+                raise refused(name, ": next to 'suffix' only a whole text is supported")
+        text = self._prompts.infill.prompt(prompt, body.suffix or "", body.allow_special_tokens)
+        return self._prompts.of_text("prompt", text, body.add_special_tokens)
+
     def _chat(self, body: ChatRequest) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the only prompt, as text and tokens. Raises ApiError."""
         if body.top_logprobs and not body.logprobs:
@@ -216,7 +218,7 @@ class Translator:
             raise refused("max_tokens", "contradicts max_completion_tokens")
         if body.echo and body.messages[-1].role != "assistant":
             raise refused("echo", "needs a last message that is the assistant's")
-        refuse_foreign_parts(body.messages, self.unserved)
+        refuse_foreign_parts(body.messages, self.info.unserved)
         kept = self._kept(body)
         self._formats.check(body)
         text = self._render(body, body.shown_tools, body.allow_special_tokens)
@@ -273,7 +275,7 @@ class Translator:
             if each.hint.needs_telling(each.value) and not (is_handed or is_read):
                 yield each.path
         field, limit = body.limit
-        if field in body.model_fields_set and (limit or 0) > self._info.max_model_len - longest:
+        if field in body.model_fields_set and (limit or 0) > self.info.max_model_len - longest:
             yield field
         if isinstance(body, ChatRequest) and not body.tools:
             yield from sorted(body.model_fields_set & {"tool_choice", "parallel_tool_calls"})
@@ -314,10 +316,10 @@ class Translator:
     def check_model(self, name: str | None) -> str | None:
         """Returns the adapter that a model's name means; None: the model as it is. Raises ApiError 404
         for one that is not served."""
-        if name is None or name == self._model_name:
+        if name is None or name == self.model_name:
             return None
         if name not in self.adapters:
-            raise unknown_model(name, self._model_name, self.adapters)
+            raise unknown_model(name, self.model_name, self.adapters)
         return name
 
     def _check(
@@ -352,8 +354,8 @@ class Translator:
         if num is None:
             return slice(None)
         if num == -1:
-            room = self._info.max_model_len - (body.limit[1] or 1)
-            num = max(1, room) if room >= 0 else self._info.max_model_len - 1
+            room = self.info.max_model_len - (body.limit[1] or 1)
+            num = max(1, room) if room >= 0 else self.info.max_model_len - 1
         return slice(num) if body.truncation_side == "right" else slice(-num, None)
 
     def _requests(
@@ -372,7 +374,7 @@ class Translator:
         limit = body.limit[1]
         for index in range(len(prompts) * body.n):
             token_ids = prompts[index // body.n]
-            room = self._info.max_model_len - len(token_ids)
+            room = self.info.max_model_len - len(token_ids)
             most = room if limit is None else min(room, limit)
             yield GenerationRequest(
                 request_id=f"{request_id}-{index}",
@@ -400,15 +402,19 @@ class Translator:
 
     def _sampling(self, body: CompletionRequest | ChatRequest, grammar: Grammar) -> dict[str, Any]:
         """Returns the sampling parameters that all choices share."""
-        values = sampling_values(dict(body), self._vocabulary)
+        given = {name: getattr(body, name) for name in body.model_fields_set}
+        sent = API_DEFAULTS | self.sampling | given
+        values = sampling_values(sent, self._vocabulary)
         values.pop("min_tokens", None)
         # One list serves an echo and the prompt's log-probabilities; the writers show of it what was
         # asked for.
         echoed = body.num_logprobs if isinstance(body, CompletionRequest) and body.echo else None
+        is_infill = isinstance(body, CompletionRequest) and body.suffix and not body.ignore_eos
+        ends = self._prompts.infill.end_ids if is_infill else ()
         scored = [num for num in (echoed, body.prompt_logprobs) if num is not None]
         return values | {
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "stop_token_ids": tuple(body.stop_token_ids or ()),
+            "temperature": sent["temperature"],
+            "stop_token_ids": tuple(dict.fromkeys((*(body.stop_token_ids or ()), *ends))),
             "ignore_eos": body.ignore_eos,
             "logprobs": body.num_logprobs,
             "prompt_logprobs": max(scored, default=None),

@@ -15,7 +15,11 @@ from slipstream.client.errors import FlagError
 DEFAULT_URL = "http://127.0.0.1:8000"
 _RESERVED = ("speculative", "prompt", "messages", "stream", "stream_options", "n", "model")
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
-    ("temperature", float, "0 is greedy"),
+    (
+        "temperature",
+        float,
+        "0 is greedy (default of complete and chat: 0.2, unless model or server have defaults)",
+    ),
     ("top_p", float, "keep the likeliest tokens of this total probability"),
     ("top_k", int, "keep so many of the likeliest tokens"),
     ("min_p", float, "keep tokens at least this likely, relative to the likeliest"),

@@ -11,7 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.client.connection import Connection
@@ -22,15 +22,20 @@ from slipstream.client.stream import Reply
 # Statuses that say nothing about which paths a server has.
 _NO_ANSWER = (401, 429)
 _SERVER_FAULT = 500
+_WHOLE = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0}
+_FOCUSED = {"temperature": 0.2}
+"""What is asked for in place of drawing from the whole distribution, which small models make noise of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """``model``: the name that requests give, None where none is needed. ``catalogue``: what
-    ``GET /v1/drafters`` says; None for a server that is not Slipstream."""
+    ``GET /v1/drafters`` says; None for a server that is not Slipstream. ``usual``: fields of requests
+    that do not have them."""
 
     model: str | None
     catalogue: Mapping[str, Any] | None
+    usual: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tells_drafts(self) -> bool:
@@ -57,7 +62,7 @@ class Service:
 
         Raises FlagError for a ``speculative`` object where nobody would read it.
         """
-        body = dict(fields)
+        body = {**self.usual, **fields}
         if self.model is not None:
             body["model"] = self.model
         if self.catalogue is not None:
@@ -95,6 +100,17 @@ async def _catalogue(connection: Connection) -> Mapping[str, Any] | None:
     return found if is_catalogue else None
 
 
+async def _usual_sampling(connection: Connection) -> Mapping[str, Any]:
+    """Returns what to ask for where neither the server's operator nor its model has defaults. Another
+    server's are its own business."""
+    try:
+        said = (await connection.get("/v1/models"))["data"][0]["default_sampling_params"]
+        is_whole = all(said[name] == value for name, value in _WHOLE.items())
+    except (RefusedError, KeyError, IndexError, TypeError):
+        return {}
+    return _FOCUSED if is_whole else {}
+
+
 async def _first_model(connection: Connection) -> str:
     try:
         name = (await connection.get("/v1/models"))["data"][0]["id"]
@@ -115,7 +131,8 @@ def find_service(arguments: Namespace) -> Service:
 
     async def ask() -> Service:
         async with connect(arguments) as connection:
-            return await discover(connection, arguments.model)
+            service = await discover(connection, arguments.model)
+            return replace(service, usual=await _usual_sampling(connection))
 
     return asyncio.run(ask())
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from docs import generate
 from docs.hooks import without_outside_links
 from docs.pictures.draw import PICTURES
+from engine.request.info import SAMPLED
 from server.reply.usage import SpeculativeUsage
 from server.request.anthropic import MessagesRequest
 from server.request.embeddings import EmbeddingsRequest
@@ -101,9 +102,10 @@ def test_generated_tables_are_current() -> None:
 
 def test_the_tables_have_what_they_are_for() -> None:
     flags = set(re.findall(r"^\| `--([\w.-]+)` \|", TEXTS[DOCS / "settings.md"], re.MULTILINE))
-    apart = {"speculative", "speculative_caps", "model", "drafter"}
+    apart = {"speculative", "speculative_caps", "sampling", "model", "drafter"}
     wanted = set(Settings.model_fields) - apart
     wanted |= {f"speculative.{name}" for name in SpeculativeField.model_fields}
+    wanted |= {f"sampling.{name}" for name in SAMPLED}
     assert {name.replace("_", "-") for name in wanted} <= flags
     exported = [name for name, *_ in generate.exported_metrics()]
     assert len(exported) > 40

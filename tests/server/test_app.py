@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from engine.request.errors import EngineError
 from engine.request.info import QuantizationInfo
 from server.app import build_app
+from server.plan import IGNORED_HEADER
 from server.settings import Settings
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect, openai_client
@@ -84,6 +87,51 @@ async def test_models_are_listed_and_retrieved(connect: Connect) -> None:
         listed = [model.id async for model in client.models.list()]
         assert listed == ["test/scripted"]
         assert (await client.models.retrieve("test/scripted")).owned_by == "slipstream"
+
+
+SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+APIS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+OLLAMAS = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
+BAD = {"temperature": 5, "top_p": "x" * 999, "top_k": True, "min_p": float("nan")}
+
+
+@pytest.mark.parametrize(
+    ("models", "settings", "sent", "stated"),
+    [
+        ({}, {}, {}, {}),
+        (SAID, {}, {}, SAID),
+        (SAID, {"generation_config": "none"}, {}, {}),
+        ({"temperature": 0.0}, {}, {}, {"temperature": 0}),
+        (BAD, {}, {}, {}),
+        # The operator's go before the model's, and the request's before both.
+        (SAID, {"sampling": {"top_k": 3}}, {}, SAID | {"top_k": 3}),
+        (SAID, {}, {"temperature": 1.0, "top_p": 1.0}, SAID),
+    ],
+)
+async def test_what_a_request_does_not_say_is_the_operators_the_models_or_the_apis(
+    connect: Connect, caplog: Any, models: Any, settings: Any, sent: Any, stated: Any
+) -> None:
+    engine = ScriptedEngine(info=engine_info(sampling_defaults=models))
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **sent}
+    async with connect(engine, **settings) as client:
+        (card,) = (await client.get("/models")).json()["data"]
+        await client.post("/completions", json={"prompt": "a", **sent})
+        await client.post("/chat/completions", json=chat | {"min_p": None})
+        await client.post("/messages", json=chat)
+        response = (await client.post("/responses", json={"input": "hi", **sent})).json()
+        for raw in (True, False):
+            body = {"prompt": "a", "options": sent, "raw": raw}
+            await client.post("http://test/api/generate", json=body)
+    assert card["default_sampling_params"] == APIS | stated
+    found = [{name: getattr(each.sampling, name) for name in APIS} for each in engine.requests]
+    assert found == [APIS | stated | sent] * 4 + [APIS | OLLAMAS | stated | sent] * 2
+    assert (response["temperature"], response["top_p"]) == (
+        found[0]["temperature"],
+        found[0]["top_p"],
+    )
+    warnings = [text for text in caplog.messages if "is left out" in text]
+    assert len(warnings) == len(BAD) * (models is BAD)
+    assert all(len(each) < 200 for each in warnings)
 
 
 async def test_a_served_name_replaces_the_models(connect: Connect) -> None:
@@ -173,6 +221,44 @@ async def test_a_body_over_the_limit_is_a_413(connect: Connect) -> None:
     for reply in (declared, chunked):
         assert reply.status_code == 413
         assert reply.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "told"),
+    [
+        (None, "https://a.example", None),
+        (["https://a.example", "https://b.example"], "https://a.example", "https://a.example"),
+        (["https://a.example"], "https://a.example.evil", None),
+        (["*"], "null", "*"),
+    ],
+)
+async def test_pages_of_other_origins_may_read_what_the_operator_lets_them(
+    connect: Connect, allowed: Any, origin: str, told: str | None
+) -> None:
+    engine, body = ScriptedEngine(), {"prompt": "a", "store": True}
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    asked["access-control-request-headers"] = "authorization,content-type,x-stainless-os"
+    sent = {"origin": origin, "authorization": "Bearer s3cret"}
+    settings = {"api_key": "s3cret", "max_body_bytes": 2000, "cors_origins": allowed}
+    async with connect(engine, **settings) as client:
+        preflight = await client.options("/completions", headers=asked)
+        replies = [
+            await client.post("/completions", json=each, headers=sent)
+            for each in (body, body | {"stream": True}, {}, {"prompt": "a" * 3000})
+        ]
+        replies.append(await client.get("/models", headers={"origin": origin}))
+        for error in (EngineError("broken"), RuntimeError("unexpected")):
+            engine.break_after, engine.error = 0, error  # type: ignore[assignment]
+            replies.append(await client.post("/completions", json=body, headers=sent))
+    assert [each.status_code for each in replies] == [200, 200, 400, 413, 401, 500, 500]
+    for reply in replies:
+        assert reply.headers.get("access-control-allow-origin") == told
+        exposed = reply.headers.get("access-control-expose-headers", "").split(", ")
+        assert not told or {"x-request-id", IGNORED_HEADER} <= set(exposed)
+        assert reply.headers["x-request-id"]
+    assert (preflight.status_code == 200) == (told is not None)
+    allows = preflight.headers.get("access-control-allow-headers")
+    assert not told or allows == asked["access-control-request-headers"]
 
 
 async def test_an_api_key_guards_v1_only(connect: Connect) -> None:

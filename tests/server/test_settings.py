@@ -80,6 +80,8 @@ def test_the_file_can_be_named_by_a_variable_and_be_toml(
         (("--speculative.num-speculative-tokens", "-1"), "num_speculative_tokens"),
         (("--kv-memory-fraction", "0"), "kv_memory_fraction"),
         (("--min-draft-agreement", "1.5"), "min_draft_agreement"),
+        (("--cors-origins", "https://a.example/"), "cors_origins"),
+        (("--sampling.top-p", "1.5"), "top_p"),
         (("",), "model: "),
         *(
             ((f"--{name.replace('_', '-')}", value), name)
@@ -273,60 +275,33 @@ def test_names_that_can_be_pass() -> None:
         check(settings, settings.engine_config())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--drafters", "none,ngram", "m"),
-        ("--drafters=none,ngram", "m"),
-        ("m", "--drafters", "none", "--drafters", "ngram"),
-        ("m", "--drafters", "none, ngram"),
-        ("m", "--drafters", '["none", "ngram"]'),
-    ],
-)
-def test_a_list_takes_commas_or_repetition(arguments: Sequence[str]) -> None:
-    settings = load(*arguments)
-    assert settings.drafters == ["none", "ngram"]
-    assert settings.model == "m"
-
-
-@pytest.mark.parametrize("value", ["none,ngram", "none ngram", '["none", "ngram"]'])
-def test_a_list_in_a_variable_or_a_file_is_read_alike(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str
-) -> None:
-    path = tmp_path / "slipstream.yaml"
-    path.write_text(f"drafters: {value!r}\nspeculative-caps: {{draft_strategies: {value!r}}}\n")
-    settings = load("--config", str(path))
-    assert settings.drafters == settings.speculative_caps.draft_strategies == ["none", "ngram"]
-    monkeypatch.setenv("SLIPSTREAM_DRAFTERS", value)
-    monkeypatch.setenv("SLIPSTREAM_SPECULATIVE_CAPS__DRAFT_STRATEGIES", value)
-    settings = load()
-    assert settings.drafters == settings.speculative_caps.draft_strategies == ["none", "ngram"]
-
-
-DRAFTS = ("fast=/my models/x", "/heads")
+DRAFTS = ["fast=/my models/x", "/heads"]
+ORIGINS = ["https://a.example:8443", "*", "null"]
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "values", "texts"),
     [
-        ("--draft", DRAFTS[0], "--draft", DRAFTS[1]),
-        ("--draft", ", ".join(DRAFTS)),
-        ("--draft", json.dumps(DRAFTS)),
+        ("drafters", ["none", "ngram"], ["none,ngram", "none ngram", '["none", "ngram"]']),
+        ("cors_origins", ORIGINS, [",".join(ORIGINS)]),
+        # Paths may have spaces.
+        ("draft", DRAFTS, [", ".join(DRAFTS), json.dumps(DRAFTS)]),
     ],
 )
-def test_drafts_take_commas_or_repetition_and_paths_with_spaces(arguments: Sequence[str]) -> None:
-    assert load(*arguments).engine_config().draft == DRAFTS
-    assert load().engine_config().draft == ()
-
-
-def test_drafts_in_a_variable_or_a_file_are_read_alike(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_list_takes_commas_json_or_repetition_wherever_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, values: list[str], texts: list[str]
 ) -> None:
-    path = tmp_path / "slipstream.yaml"
-    path.write_text(json.dumps({"draft": DRAFTS}))
-    assert load("--config", str(path)).engine_config().draft == DRAFTS
-    monkeypatch.setenv("SLIPSTREAM_DRAFT", ",".join(DRAFTS))
-    assert load().engine_config().draft == DRAFTS
+    flag, path = f"--{name.replace('_', '-')}", tmp_path / "slipstream.yaml"
+    repeated = [part for value in values for part in (flag, value)]
+    for arguments in (repeated, *([flag, text] for text in texts), [f"{flag}={texts[0]}"]):
+        for settings in (load(*arguments, "m"), load("m", *arguments)):
+            assert (getattr(settings, name), settings.model) == (values, "m")
+    for given in (*texts, values):
+        path.write_text(json.dumps({name: given}))
+        assert getattr(load("--config", str(path)), name) == values
+    for text in texts:
+        monkeypatch.setenv(f"SLIPSTREAM_{name.upper()}", text)
+        assert getattr(load(), name) == values
 
 
 def test_a_draft_with_a_name_that_cannot_be_is_refused_before_anything_is_loaded() -> None:

@@ -91,6 +91,28 @@ def values_of(model: LlamaForCausalLM) -> Values:
     }
 
 
+def gemma_vocabulary(space: str) -> Values:
+    """Gemma's tokenizer in small: pieces by score, and runs of up to 31 of one white space, which are
+    user-defined and matched before anything is merged. ``space``: how the file spells spaces in them."""
+    runs = [char * size for char in ("\n", "\t", space) for size in range(1, 32)]
+    kinds = {
+        TokenType.CONTROL: ["<pad>", "<eos>", "<bos>", "<unk>"],
+        TokenType.USER_DEFINED: [*(each for each in runs if each != space), "<b>"],
+        TokenType.BYTE: [f"<0x{byte:02X}>" for byte in range(256)],
+        TokenType.NORMAL: ["a", "b", "\u2581", "ab", "\u2581a", "\u2581ab"],
+    }
+    tokens = [(token, int(kind)) for kind, several in kinds.items() for token in several]
+    named = {"padding": 0, "eos": 1, "bos": 2, "unknown": 3}
+    return {
+        "general.architecture": "gemma2",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [token for token, _ in tokens],
+        "tokenizer.ggml.token_type": [kind for _, kind in tokens],
+        "tokenizer.ggml.scores": [-float(number) for number in range(len(tokens))],
+        **{f"tokenizer.ggml.{name}_token_id": number for name, number in named.items()},
+    }
+
+
 def tensors_of(model: LlamaForCausalLM) -> Tensors:
     """By llama.cpp's names, queries and keys in its order of dimensions."""
     names = gguf.get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)

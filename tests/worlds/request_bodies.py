@@ -304,6 +304,7 @@ WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
 
 COMPLETION_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
     "best_of": (1, 2),
+    "suffix": ("", "x"),
     "add_special_tokens": (True, "yes"),
 }
 

@@ -48,6 +48,11 @@ class CallParser(Scanner[Part]):
         self._value = ""
         self.num_calls = 0
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun whose arguments have not ended."""
+        return self._state == self._arguments
+
     def finish(self) -> list[Part]:
         """Returns what was held back, at the end of the choice."""
         parts = super().finish()

@@ -26,10 +26,15 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils.quantization_config import GgufConfig
 
 from bench.gguf_types import fitting
-from engine.gguf.file import find_gguf, read_header, write_outline
+from engine.gguf.file import GgufHeader, find_gguf, read_header, write_outline
 from engine.gguf.tokenizer import gguf_tokenizer
 from engine.model.gguf_weights import load_gguf, read_config, stored_dtype
-from engine.model.loader import eos_token_ids, load_model, load_tokenizer
+from engine.model.loader import (
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    sampling_defaults,
+)
 from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.request.errors import UnsupportedModelError
 from slipstream.cli import main
@@ -40,6 +45,7 @@ from worlds.gguf_files import (
     TOKENS,
     Tensors,
     any_model,
+    gemma_vocabulary,
     tiny_llama,
     write_any,
     write_gguf,
@@ -303,9 +309,16 @@ def test_special_tokens_template_and_ends_are_the_files(written: Path) -> None:
     assert eos_token_ids(load_model(str(written), CPU), tokenizer) == (2, 3)
 
 
-def test_the_ends_that_a_file_says_are_taken(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", values={"tokenizer.ggml.eot_token_id": 7})
-    assert eos_token_ids(load_model(str(path), CPU), None) == (2, 3, 7)
+def test_the_ends_and_the_sampling_that_a_file_says_are_taken(tmp_path: Path) -> None:
+    sampling = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 0}
+    values = {f"general.sampling.{key}": value for key, value in sampling.items()}
+    marks = {"eot": 7, "fim_pre": 8, "fim_suf": 9, "fim_mid": 10}
+    values |= {f"tokenizer.ggml.{name}_token_id": number for name, number in marks.items()}
+    path = str(write_gguf(tmp_path / "tiny.gguf", values=values))
+    assert load_tokenizer(path).init_kwargs["infill_tokens"] == [TOKENS[8:11]]
+    model = load_model(path, CPU)
+    assert eos_token_ids(model, None) == (2, 3, 7)
+    assert sampling_defaults(model) == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
 
 
 @given(st.text(max_size=40))
@@ -336,6 +349,26 @@ def test_other_tokenizers_are_those_of_transformers(tmp_path: Path, splitter: st
         assert ours.encode(text) == theirs.encode(text)
     assert ours.eos_token == theirs.eos_token
     assert ours.chat_template == theirs.chat_template
+
+
+@pytest.mark.parametrize("space", [" ", "\u2581"])
+def test_runs_of_white_space_are_matched_longest_first_as_gemmas_sentencepiece_does(
+    space: str,
+) -> None:
+    """The expected pieces are those of sentencepiece, trained with such user-defined symbols."""
+    tokenizer = gguf_tokenizer(GgufHeader(gemma_vocabulary(space), (), {}))
+    texts = {
+        char * size: [char * 31] * (size // 31) + [char * (size % 31)]
+        for char in "\n\t "
+        for size in (2, 40, 64)
+    }
+    texts[f"a{' ' * 32}ab ab"] = ["a", " " * 31, " ab", " ab"]
+    texts["\n\n   a<b>\t\t  b"] = ["\n\n", "   ", "a", "<b>", "\t\t", "  ", "b"]
+    for text, pieces in texts.items():
+        found = tokenizer.encode(text, add_special_tokens=False)
+        tokens = tokenizer.convert_ids_to_tokens(found)
+        assert [each.replace("\u2581", " ") for each in tokens] == [*filter(None, pieces)]
+        assert tokenizer.decode(found) == text
 
 
 def test_the_servers_tokenizer_needs_no_torch(written: Path) -> None:

@@ -29,9 +29,11 @@ from engine.model.loader import (
     prepare_model,
     refuse_unservable,
     resolve_dtype,
+    sampling_defaults,
 )
 from engine.model.selfcheck import check_logits, reference_logits
 from engine.request.errors import UnsupportedModelError
+from engine.request.info import SAMPLED
 from worlds.tiny_models import (
     CPU,
     VOCAB_SIZE,
@@ -336,6 +338,24 @@ def test_end_of_text_ids_from_generation_config_model_or_tokenizer() -> None:
     assert eos_token_ids(model, None) == (5,)
     model.generation_config.eos_token_id = [7, 9]
     assert eos_token_ids(model, None) == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("said", "greedy"),
+    [
+        ({"do_sample": True, "top_k": 20, "min_p": 0.1, "max_new_tokens": 9}, None),
+        ({"temperature": "hot", "top_p": -5}, None),
+        ({"do_sample": False, "top_p": 0.9, "repetition_penalty": 2}, {"repetition_penalty": 2}),
+    ],
+)
+def test_sampling_defaults_are_what_the_generation_config_says_unchecked(
+    tmp_path: Path, said: dict[str, Any], greedy: dict[str, Any] | None
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    expected = {name: value for name, value in said.items() if name in SAMPLED}
+    found = sampling_defaults(load_model(str(tmp_path), CPU))
+    assert found == (expected if greedy is None else {"temperature": 0, **greedy})
 
 
 def test_positions_end_where_rotary_frequencies_would_follow_the_longest_neighbour() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 
 from server.plan import IGNORED_HEADER
 from worlds.scripted_engine import BOS, EOS, ScriptedEngine, byte_tokenizer, engine_info
@@ -252,6 +252,55 @@ async def test_the_openai_client_raises_its_own_errors(connect: Connect) -> None
     assert missing.value.param == "model"
     assert missing.value.code == "model_not_found"
     assert refused.value.param == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("marks", "written"),
+    [
+        ("<|fim_prefix|> <|fim_suffix|> <|fim_middle|> <|fim_pad|>", "0def 1\n2"),
+        ("<fim_prefix> <fim_suffix> <fim_middle> <file_sep>", "0def 1\n2"),
+        ("<｜fim▁begin｜> <｜fim▁hole｜> <｜fim▁end｜> <EOT>", "0def 1\n2"),
+        ("▁<PRE> ▁<SUF> ▁<MID> ▁<EOT>", "0def 1\n2"),
+        ("[PREFIX] [SUFFIX] [OTHER] <EOT>", "1\n0def "),
+        # Named by a GGUF file alone.
+        ("<before> <after> <gap> <EOT>", "0def 1\n2"),
+    ],
+)
+async def test_a_gap_is_filled_by_the_marks_that_the_tokenizer_has(
+    connect: Connect, marks: str, written: str
+) -> None:
+    tokenizer, tokens = byte_tokenizer(), marks.split()
+    tokenizer.init_kwargs["infill_tokens"] = [tokens[:3]] if "<gap>" in tokens else []
+    # As in Qwen's, they need not be special.
+    is_special = "<|fim_pad|>" not in tokens
+    tokenizer.add_tokens([AddedToken(each, special=is_special) for each in tokens])
+    ids = tokenizer.convert_tokens_to_ids(tokens)
+    engine = ScriptedEngine(
+        script=lambda _: [*b"f()", ids[3], *b"more", EOS], info=engine_info(vocab_size=300)
+    )
+    body, url = {"prompt": "def ", "suffix": "\n"}, "http://test/api"
+    async with connect(engine, tokenizer) as client:
+        ollama = await client.post(f"{url}/generate", json=body | {"stream": False})
+        # Who is not trusted with special tokens spells none.
+        spelled = {"prompt": f"{tokens[1]}a", "allow_special_tokens": False}
+        changed = ({}, {"ignore_eos": True}, {"suffix": ""}, spelled)
+        taken = [await client.post("/completions", json=body | each) for each in changed]
+        at_odds = {"echo": True, "truncate_prompt_tokens": 3, "prompt": [1]}
+        for name, value in at_odds.items():
+            refused = await client.post("/completions", json=body | {name: value})
+            assert refused.json()["error"]["param"] == name
+        assert (await client.get("/models")).json()["data"][0]["fills_in"]
+        shown = (await client.post(f"{url}/show", json={})).json()
+    assert "insert" in shown["capabilities"]
+    *prompts, of_spelled = [
+        "".join(chr(each) if each < 256 else str(ids.index(each)) for each in found)
+        for found in (each.prompt_token_ids for each in engine.requests)
+    ]
+    assert prompts == [written, written, written, "def "]
+    assert of_spelled.count("1") == (1 if is_special else 2)
+    texts = [each.json()["choices"][0]["text"] for each in taken]
+    assert texts[0] == ollama.json()["response"] == "f()"
+    assert texts[1].endswith("more")
 
 
 async def test_a_batch_of_prompts_bills_each_prompt_once(connect: Connect) -> None:

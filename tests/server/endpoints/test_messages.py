@@ -263,24 +263,6 @@ async def test_the_count_is_that_of_the_message() -> None:
     assert counts[0] == counts[2] < counts[1]
 
 
-@pytest.mark.parametrize(
-    ("asked", "reason", "sequence"),
-    [
-        ({}, "end_turn", None),
-        ({"max_tokens": 5}, "max_tokens", None),
-        ({"max_tokens": 20_000}, "end_turn", None),
-        ({"stop_sequences": ["x", "wör"]}, "stop_sequence", "wör"),
-    ],
-)
-async def test_reasons_of_the_end(asked: Any, reason: str, sequence: str | None) -> None:
-    async with anthropic_client(ScriptedEngine(TEXT)) as client:
-        message = await client.messages.create(**ASKED | asked)
-        async with client.messages.stream(**ASKED | asked) as stream:
-            streamed = await stream.get_final_message()
-    for each in (message, streamed):
-        assert (each.stop_reason, each.stop_sequence) == (reason, sequence)
-
-
 async def test_more_tokens_than_there_is_room_for_are_what_there_is_room_for() -> None:
     engine = ScriptedEngine(script=lambda _: [97] * 600, info=engine_info(max_model_len=64))
     async with anthropic_client(engine) as client:
@@ -288,17 +270,6 @@ async def test_more_tokens_than_there_is_room_for_are_what_there_is_room_for() -
             message = await client.messages.create(**ASKED | {"max_tokens": asked})
             assert message.stop_reason == "model_context_window_exceeded"
             assert message.usage.output_tokens == 64 - len(engine.requests[0].prompt_token_ids)
-
-
-async def test_arguments_that_were_cut_off_are_what_is_whole_of_them() -> None:
-    asked = ASKED | {"tools": [TOOL], "max_tokens": len(CALL[: CALL.index("ln")].encode())}
-    async with anthropic_client(ScriptedEngine(CALL), tool_call_parser="hermes") as client:
-        whole = await client.messages.create(**asked)
-        async with client.messages.stream(**asked) as stream:
-            streamed = await stream.get_final_message()
-    assert said(whole) == said(streamed)
-    assert said(whole)[0]["input"] == {}
-    assert whole.stop_reason == streamed.stop_reason == "max_tokens"
 
 
 @pytest.mark.parametrize(

@@ -322,21 +322,6 @@ async def test_a_level_that_the_template_does_not_read_is_refused(connect: Conne
             await client.chat("test/scripted", MESSAGES, think="low")
 
 
-async def test_a_call_that_was_cut_off_is_text(connect: Connect) -> None:
-    body = {
-        "messages": MESSAGES,
-        "tools": TOOLS,
-        "options": {"num_predict": len(CALL.encode()) - 17},
-    }
-    async with connect(ScriptedEngine(CALL)) as http:
-        reply = (await http.post("http://test/api/chat", json=body | {"stream": False})).json()
-        streamed = lines((await http.post("http://test/api/chat", json=body)).text)
-    cut = '{"name": "get_weather", "arguments": {"city": "Köl'
-    assert reply["message"] == {"role": "assistant", "content": cut}
-    assert reply["done_reason"] == "length"
-    assert "".join(each["message"]["content"] for each in streamed) == cut
-
-
 async def test_logprobs_come_with_their_pieces(connect: Connect) -> None:
     async with ollama_client(connect, ScriptedEngine(TEXT)) as client:
         whole = await client.chat("test/scripted", MESSAGES, logprobs=True, top_logprobs=2)

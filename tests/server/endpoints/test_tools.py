@@ -93,18 +93,77 @@ async def test_a_conversation_with_calls_goes_back_through_the_template(connect:
     assert written.endswith("tool: rain\n")
 
 
+CUT = CALL[: CALL.index("ln")]
+PARTIAL = '{"city": "Kö'
+
+
 @pytest.mark.parametrize(
-    ("text", "max_tokens", "reason"),
-    [("plain", 64, "stop"), (CALL, 60, "length"), ("<tool_call>{oh}", 64, "stop")],
+    ("text", "asked", "reasons", "arguments"),
+    [
+        ("plain", {}, "stop end_turn stop", None),
+        ("plain", {"max_tokens": 3}, "length max_tokens length", None),
+        ("<tool_call>{oh}", {}, "stop end_turn stop", None),
+        (CALL, {}, "tool_calls tool_use stop", ARGUMENTS),
+        # What ends the text within a call is told, and no call that could be run.
+        (CALL, {"stop": "ln"}, "stop stop_sequence stop", PARTIAL),
+        (CALL, {"stop": "city"}, "stop stop_sequence stop", '{"'),
+        (CUT, {}, "stop end_turn stop", PARTIAL),
+        (CALL, {"max_tokens": len(CUT.encode())}, "length max_tokens length", PARTIAL),
+        # Nothing is missing of a call that ends before the text does.
+        (CALL, {"stop": "</tool"}, "tool_calls tool_use stop", ARGUMENTS),
+        (CALL + CALL, {"stop": "><tool"}, "tool_calls tool_use stop", ARGUMENTS),
+        (CALL, {"max_tokens": len(CALL)}, "length max_tokens length", ARGUMENTS),
+    ],
 )
-async def test_the_finish_reason_says_whether_there_is_a_call(
-    connect: Connect, text: str, max_tokens: int, reason: str
+async def test_the_reason_of_the_end_says_whether_there_is_a_call_to_run(
+    connect: Connect, text: str, asked: Any, reasons: str, arguments: str | None
 ) -> None:
-    body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": max_tokens}
+    of_chat, of_message, of_ollama = reasons.split()
+    limit, stops = asked.get("max_tokens", 400), [asked["stop"]] if "stop" in asked else []
+    function = TOOLS[0]["function"]
+    tool = {"name": function["name"], "input_schema": function["parameters"]}
+    options = {"num_predict": limit, "stop": stops}
+    bodies: dict[str, Any] = {
+        "/chat/completions": {"messages": MESSAGES, "tools": TOOLS, **asked},
+        "/messages": {"messages": MESSAGES, "max_tokens": limit, "stop_sequences": stops},
+        "http://test/api/chat": {"messages": MESSAGES, "tools": TOOLS, "options": options},
+        "/responses": {"input": "hi", "max_output_tokens": limit},
+    }
+    bodies["/messages"]["tools"] = [tool]
+    bodies["/responses"]["tools"] = [{"type": "function", **function}]
     async with connect(ScriptedEngine(text)) as client:
-        choice = (await client.post("/chat/completions", json=body)).json()["choices"][0]
-    assert choice["finish_reason"] == reason
-    assert choice["message"]["content"] == (text if reason == "stop" else None)
+        wholes, streams = [], []
+        for path, body in bodies.items():
+            wholes.append((await client.post(path, json=body | {"stream": False})).json())
+            streams.append((await client.post(path, json=body | {"stream": True})).text)
+    chat, message, ollama, response = wholes
+    choice = chat["choices"][0]
+    streamed = events(streams[0])[-2]["choices"][0]
+    assert choice["finish_reason"] == streamed["finish_reason"] == of_chat
+    calls = choice["message"].get("tool_calls", [])
+    assert [each["function"]["arguments"] for each in calls] == [arguments] * bool(arguments)
+    written = text[:3] if limit == 3 else text
+    assert choice["message"]["content"] == (None if arguments else written)
+    sequence = stops[0] if of_message == "stop_sequence" else None
+    assert (message["stop_reason"], message["stop_sequence"]) == (of_message, sequence)
+    assert f'"stop_reason":"{of_message}"' in streams[1]
+    # The fields that are whole.
+    inputs = [each["input"] for each in message["content"] if each["type"] == "tool_use"]
+    assert inputs == [json.loads(ARGUMENTS) if arguments == ARGUMENTS else {}] * bool(arguments)
+    # Ollama's clients run every call that they get: one that was cut off is text.
+    lines = [json.loads(line) for line in streams[2].splitlines()]
+    assert ollama["done_reason"] == lines[-1]["done_reason"] == of_ollama
+    assert ("tool_calls" in ollama["message"]) == (arguments == ARGUMENTS)
+    cut = f'{{"name": "get_weather", "arguments": {arguments}' if arguments else written
+    assert ollama["message"]["content"] == ("" if arguments == ARGUMENTS else cut)
+    assert "".join(each["message"]["content"] for each in lines) == ollama["message"]["content"]
+    if not stops:  # Responses have none
+        is_cut = arguments == PARTIAL or (arguments is None and of_chat == "length")
+        assert response["output"][-1]["status"] == ("incomplete" if is_cut else "completed")
+        details = {"reason": "max_output_tokens"} if of_chat == "length" else None
+        assert response["incomplete_details"] == details
+        assert response["status"] == ("completed" if details is None else "incomplete")
+        assert f"event: response.{response['status']}\n" in streams[3]
 
 
 async def test_markers_are_seen_though_special_tokens_are_left_out(connect: Connect) -> None:

@@ -33,6 +33,6 @@ def test_a_host_is_no_tag() -> None:
 
 
 def test_every_option_is_a_field_of_chats() -> None:
-    said = OllamaOptions().for_request().keys()
+    said = OllamaOptions().for_request({}).keys()
     assert set(OllamaOptions.model_fields) - said == {"num_predict"}
     assert said <= {*ChatRequest.model_fields, *ChatRequest.synonyms}

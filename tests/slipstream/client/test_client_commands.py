@@ -13,6 +13,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.client.bench_report import UNSTEADY
 from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
+from worlds.scripted_engine import engine_info
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +88,15 @@ def test_a_prompt_comes_through_a_pipe(
     pipe(monkeypatch, "from a pipe\n")
     assert main(["complete", *arguments]) == 0
     assert bytes(engine.requests[0].prompt_token_ids[-12:]) == b"from a pipe\n"
+    # Nobody has said how to sample, and from the whole distribution small models write noise.
+    assert engine.requests[0].sampling.temperature == 0.2
+
+
+def test_what_the_model_or_the_operator_says_of_sampling_is_left_as_it_is() -> None:
+    engine = ScriptedEngine(info=engine_info(sampling_defaults={"top_k": 20}))
+    with slipstream(engine) as url:
+        assert main(["chat", "--message", "hi", "--url", url]) == 0
+    assert (engine.requests[0].sampling.temperature, engine.requests[0].sampling.top_k) == (1, 20)
 
 
 @pytest.mark.usefixtures("url")
@@ -171,6 +181,7 @@ def test_another_server_is_used_and_said_to_tell_nothing(
     assert "# 5 tokens, ended" in err
     assert "# this server does not tell which tokens were drafted" in err
     assert other.bodies[0]["model"] == "other/model"
+    assert "temperature" not in other.bodies[0]
     assert main(["chat", "--message", "count"]) == 0
     assert capsys.readouterr().out == "one two three\n"
 
