@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
@@ -21,7 +22,12 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from engine.logs import add_log_fields
-from server.errors import CLIENT_GONE_STATUS, REQUEST_ID_KEY, ApiError, to_api_error
+from server.errors import (
+    CLIENT_GONE_STATUS,
+    REQUEST_ID_KEY,
+    ApiError,
+    to_api_error,
+)
 from server.http.protocol import SEND_BODY, SendBody
 from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
 from server.plan import ChoicePlan, RequestPlan
@@ -35,6 +41,8 @@ ADMISSION_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
 IGNORED_HEADER = "x-slipstream-ignored"
 """Names the request's hints that nothing came of."""
+
+_MAX_IGNORED_CHARS = 2048
 
 T = TypeVar("T")
 Run = Callable[[ChoicePlan, Sink, ChoiceRecord | None], Awaitable[None]]
@@ -233,7 +241,9 @@ async def answer(request: Request, run: Run, writer: WholeWriter) -> Response:
     if record is not None:
         record.begin(plan)
     account = partial(_account, plan, request.scope.get(REQUEST_ID_KEY))
-    headers = {IGNORED_HEADER: ", ".join(plan.ignored)} if plan.ignored else {}
+    # Paths hold names of clients' own.
+    ignored = quote(", ".join(plan.ignored), safe=" ,$@:/[]")[:_MAX_IGNORED_CHARS]
+    headers = {IGNORED_HEADER: ignored} if ignored else {}
     feed = DeltaFeed(run, plan, record)
     try:
         if plan.stream:

@@ -315,7 +315,7 @@ def plan_messages(
     if body.context_management is not None:
         repeated["context_management"] = {"applied_edits": []}
     ignored = [*body.ignored(translator.template_variables)]
-    ignored += [each for each in plan.ignored if each.startswith("chat_template_kwargs.")]
+    ignored += map(_own_name, plan.ignored)
     return replace(plan, repeated=repeated, ignored=tuple(dict.fromkeys(ignored)))
 
 

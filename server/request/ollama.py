@@ -489,9 +489,11 @@ def plan_ollama(
     except ApiError as error:
         raise _in_own_words(error, body) from error
     plan = plan.with_grammars_of(_own_name)
-    ignored = tuple(each.path for each in body.hints() if each.hint.needs_telling(each.value))
+    ignored = [each.path for each in body.hints() if each.hint.needs_telling(each.value)]
     name = body.model or translator.model_name
-    return replace(plan, repeated={"model": name}, ignored=(*ignored, *plan.ignored))
+    return replace(
+        plan, repeated={"model": name}, ignored=(*ignored, *map(_own_name, plan.ignored))
+    )
 
 
 def _in_own_words(error: ApiError, body: OllamaChatRequest | OllamaGenerateRequest) -> ApiError:
@@ -506,5 +508,5 @@ def _own_name(param: str) -> str:
     """The field of this request that became one of the other's."""
     for name, own in _RENAMED.items():
         if param == name or param.startswith(f"{name}."):
-            return own + ("" if own in ("format", "think") else param.removeprefix(name))
+            return own + ("" if own == "think" else param.removeprefix(name))
     return param

@@ -161,7 +161,7 @@ class Translator:
             prompt_cache_key=body.prompt_cache_key,
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
-            ignored=tuple(dict.fromkeys(self._ignored(body))),
+            ignored=tuple(dict.fromkeys((*self._ignored(body), *grammar.ignored))),
         )
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
