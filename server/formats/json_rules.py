@@ -260,7 +260,8 @@ class _Rules:
         least, most = node.get("minItems", 0), node.get("maxItems", "")
         if most != "" and most < max(1, least):
             return "" if least else '"[" "]"'
-        more = f"({self._comma} {items}){{{max(0, least - 1)},{most and most - 1}}}"
+        bounds = f"{max(0, least - 1)},{most and most - 1}"
+        more = "" if most == 1 else f"({self._comma} {items}){{{bounds}}}"
         return f'"[" ({items} {more}){"" if least else "?"} "]"'
 
     def _string(self, node: dict[str, Any], path: str) -> str:
