@@ -250,7 +250,8 @@ class _Rules:
                 value = self.of(named[name], f"{path}.properties.{name}")
                 members.append((f"{_quoted(name)} {self._colon} {value}", name in required))
         if more is not False:
-            key = self._terminal(f"{_KEY} & ~({' | '.join(map(_quoted, named)) or '/(?!)/'})")
+            taken = f" & ~({' | '.join(map(_quoted, named))})" if named else ""
+            key = self._terminal(_KEY + taken)
             item = f"{key} {self._colon} {self.of(more, f'{path}.additionalProperties')}"
             members.append((f"{item} ({self._comma} {item})*", False))
         return f'"{{" ({listed(members, self._comma)}) "}}"'
