@@ -69,7 +69,7 @@ def kind_of(value: Any) -> str:
 
 def pointed_at(root: Any, reference: str) -> Any:
     """Returns the schema that a ``$ref`` names. Raises SchemaError where it is none of this one."""
-    found: Any = root if reference.startswith("#") else None
+    found: Any = root if f"{reference}/".startswith("#/") else None
     try:
         for step in reference.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")

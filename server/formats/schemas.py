@@ -5,6 +5,7 @@ or annotations. ``$schema`` makes no difference: they mean what draft 2020-12 sa
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ _VOID = {"uniqueItems": False, "propertyNames": {"type": "string"}, "unevaluated
 """What is not supported, unless it says nothing."""
 _UNREACHED = 1 << 31
 """So many characters, items or properties no text has."""
-_MAX_PARTS, _MAX_PART_CHARS, _MAX_BRANCHES, _DEPTH = 16, 2048, 256, 8
+_MAX_PARTS, _MAX_PART_CHARS, _MAX_STEPS, _DEPTH = 16, 2048, 400_000, 8
 
 
 class SchemaReader:
@@ -38,7 +39,7 @@ class SchemaReader:
 
     def __init__(self, root: Any) -> None:
         """Raises SchemaError."""
-        self._root = root
+        self._root, self._num_steps = root, 0
         self.ignored: list[str] = []
         self.parts: list[tuple[str, Any]] = []
         self.schema = self._read(root, "")
@@ -78,7 +79,7 @@ class SchemaReader:
         beside = {"required": made.get("required", [])}
         for at, one in enumerate(made["oneOf"]):
             for before, other in enumerate(made["oneOf"][:at]):
-                if at >= _MAX_BRANCHES or not self._exclude([one, beside], [other], _DEPTH):
+                if not self._exclude([one, beside], [other], _DEPTH):
                     reason = (
                         f"cannot be held to: branches {before} and {at} may both match. Give each a"
                     )
@@ -88,8 +89,10 @@ class SchemaReader:
     def _exclude(self, one: Sequence[Any], other: Sequence[Any], depth: int) -> bool:
         """Whether no value matches all of both; False also where that does not show."""
         left, right = self._all_of(one, depth), self._all_of(other, depth)
-        if depth == 0 or False in left or False in right:
-            return depth > 0
+        if depth == 0 or self._num_steps > _MAX_STEPS:
+            return False
+        if False in left or False in right:
+            return True
         for these, those in ((left, right), (right, left)):
             for ways in (x[k] for x in these for k in ("anyOf", "oneOf") if k in x):
                 if all(self._exclude([each], those, depth - 1) for each in ways):
@@ -99,8 +102,8 @@ class SchemaReader:
             values = [
                 v for x in (left, right) if (v := next(filter(None, map(values_of, x)), None))
             ]
-            are_apart = len(values) == 2 and not any(each in values[1] for each in values[0])
-            return not kinds or are_apart
+            self._num_steps += math.prod(map(len, values)) // 100
+            return not kinds or (len(values) == 2 and not any(x in values[1] for x in values[0]))
         names = {name for each in left + right for name in each.get("required", ())}
         return any(
             self._exclude(_property(left, each), _property(right, each), depth - 1)
@@ -111,8 +114,9 @@ class SchemaReader:
         """The schemas that have to match together; False where one of them matches nothing."""
         found: list[Any] = []
         for node in nodes:
+            self._num_steps += 1
             found += [node] if isinstance(node, dict) else [False] if node is False else []
-            if isinstance(node, dict) and depth > 0:
+            if isinstance(node, dict) and depth > 0 and self._num_steps <= _MAX_STEPS:
                 target = [pointed_at(self._root, node["$ref"])] if "$ref" in node else []
                 found += self._all_of([*node.get("allOf", ()), *target], depth - 1)
         return found
