@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
 from engine.request.params import GenerationRequest
 
@@ -13,12 +13,12 @@ POOLED_AT_ONCE = 64
 IGNORED_HEADER = "x-slipstream-ignored"
 """Lists the request's fields without effect."""
 _MAX_PATH_CHARS, _MAX_IGNORED_CHARS = 120, 2000
-_UNFIT = re.compile(r"[^!-+\--~]")
 
 
 def ignored_header(paths: Iterable[str]) -> dict[str, str]:
-    """Returns the header that lists these fields, whatever letters and lengths their names have."""
-    listed = ", ".join(_UNFIT.sub("?", each[:_MAX_PATH_CHARS]) for each in paths)
+    """Returns the header that lists these fields, whatever letters and lengths their names have: names in
+    JSON schemas are clients' own."""
+    listed = ", ".join(quote(each[:_MAX_PATH_CHARS], safe=" $@:/[]") for each in paths)
     if len(listed) > _MAX_IGNORED_CHARS:
         listed = listed[:_MAX_IGNORED_CHARS].rpartition(", ")[0] + ", ..."
     return {IGNORED_HEADER: listed} if listed else {}

@@ -87,11 +87,16 @@ class GrammarCompiler:
         fault = self._tried(grammar)
         if not fault:
             return
-        blamed = fields[0][0] if fields else "grammar"
+        blamed = whole = ""
         for field, part in fields:
-            if part != grammar and (reason := self._tried(part)):
+            is_sound = field != whole and f"{field}.".startswith(f"{whole}.")
+            if is_sound or part == grammar or (blamed and not field.startswith(f"{blamed}.")):
+                continue
+            if reason := self._tried(part):
                 blamed, fault = field, reason
-                break
+            else:
+                whole = field
+        blamed = blamed or (fields[0][0] if fields else "grammar")
         raise RequestError(blamed, f"{blamed} cannot be used: {fault}")
 
     def _tried(self, grammar: str) -> str:

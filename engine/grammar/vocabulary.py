@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,5 +65,9 @@ def new_matcher(vocabulary: Any, grammar: str, log_level: int = 0) -> Any:
 
 def error_of(matcher: Any) -> str:
     """Returns what is wrong with a matcher, in one line."""
-    lines = str(matcher.get_error()).strip().splitlines()
-    return lines[0][:300] if lines else ""
+    text = str(matcher.get_error()).strip()
+    # Below an expression stands where it is at fault, then why.
+    reason = re.search("^error: (.*)", text, re.MULTILINE)
+    text = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", text)
+    line = text.partition("\n")[0] + (f" {reason[1]}" if reason else "")
+    return line if len(line) <= 300 else f"{line[:200]} ... {line[-90:]}"

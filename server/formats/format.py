@@ -6,13 +6,14 @@ wait until it is settled what it is.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from regex import Match, Pattern, compile
+
+from server.formats.json_rules import json_rule
 
 Settled = TypeVar("Settled")
 State: TypeAlias = Callable[[bool], bool]
@@ -119,10 +120,6 @@ GrammarLines: TypeAlias = Callable[[str, Schema], Iterator[str]]
 """Lines of a grammar of llguidance, of which the rule of the given name is what arguments of the schema
 may be written as. Raises ValueError where they cannot be held to the schema."""
 
-AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as ``json.dumps`` writes it: what models have read most. One way to write it leaves fewer tokens
-to choose."""
-
 SPACE = r"\s{0,64}"
 """White space between the words of a call. Bounded, since what it matches is looked at again with
 every token."""
@@ -136,11 +133,6 @@ JSON_HEAD = (
 
 _OUTSIDE_STRINGS, _IN_STRING = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 _ESCAPED = re.compile(".", re.DOTALL)
-
-
-def json_rule(rule: str, schema: Schema) -> Iterator[str]:
-    """A value that matches the schema, as JSON."""
-    yield f"{rule}: %json {json.dumps({**schema, 'x-guidance': AS_WRITTEN})}"
 
 
 class ArgumentsReader(Scanner[str]):

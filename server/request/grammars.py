@@ -12,8 +12,10 @@ from pydantic import ConfigDict, Field, JsonValue
 from pydantic.config import JsonDict
 
 from server.errors import refused
-from server.formats.format import AS_WRITTEN
+from server.formats.json_rules import AS_WRITTEN, SchemaError, json_rule
+from server.formats.schemas import SchemaReader
 from server.request.body import Body, in_case, optional
+from server.request.parsing import read_float
 
 _Grammar = Annotated[str, Field(min_length=1, max_length=1 << 17)]
 _Choice = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -88,10 +90,13 @@ class StructuredOutputs(Body):
 
 class Grammar(NamedTuple):
     """For ``SamplingParams.grammar``; "" for any text. ``fields``: what it is made of, by the fields that
-    say it, for ``SamplingParams.grammar_fields``. Whether it can be used is found by the engine."""
+    say it, for ``SamplingParams.grammar_fields``. Whether it can be used is found by the engine.
+    ``ignored``: paths of what of a ``schema``, which is as it was read, is not enforced."""
 
     text: str = ""
     fields: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+    schema: Any = None
 
     def __bool__(self) -> bool:
         return bool(self.text)
@@ -135,7 +140,7 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> Grammar:
                 raise refused(f"structured_outputs.{name}", f"has no effect with {way!r}")
         return written(field, lambda library: _WRITERS[way](library, given[way]))
     schema = _ANY_OBJECT if way == "json_object" else _schema(given[way], field)
-    return json_grammar(schema, field, _whitespace(given))
+    return json_grammar(schema, field, AS_WRITTEN | _whitespace(given))
 
 
 _WRITERS: dict[str, Callable[[Any, Any], str]] = {
@@ -147,19 +152,31 @@ _WRITERS: dict[str, Callable[[Any, Any], str]] = {
 }
 
 
-def json_grammar(schema: Any, field: str, options: Mapping[str, Any] | None = None) -> Grammar:
+def json_grammar(schema: Any, field: str, options: Mapping[str, Any] = AS_WRITTEN) -> Grammar:
     """JSON that matches a schema. ``options``: of llguidance's JSON compiler. Raises ApiError 400 naming
-    ``field`` where the schema is none."""
-    if schema is False:
-        raise refused(field, "matches nothing")
-    overrides = AS_WRITTEN if options is None else options
+    ``field``, or the path in it that is at fault."""
+    try:
+        read = SchemaReader(schema)
+        if read.schema is False:
+            raise SchemaError("", "matches nothing")
+        parts = [("", read.schema), *read.parts]
+        fields = tuple((field + path, _json_text(part, options)) for path, part in parts)
+    except SchemaError as error:
+        raise refused(field + error.path, str(error)) from error
+    except RecursionError as error:
+        raise refused(field, "is nested too deeply") from error
+    except (TypeError, AttributeError, KeyError) as error:
+        raise refused(field, "is not a well-formed JSON schema") from error
+    ignored = tuple(field + each for each in read.ignored)
+    return Grammar(fields[0][1], fields, ignored, read.schema)
 
-    def write(library: Any) -> str:
-        text = json.dumps({} if schema is True else schema)
-        grammar: str = library.LLMatcher.grammar_from_json_schema(text, overrides=overrides)
-        return grammar
 
-    return written(field, write)
+def _json_text(schema: Any, options: Mapping[str, Any]) -> str:
+    lines = [*json_rule("start", schema, options)]
+    if options["whitespace_flexible"]:
+        space = options.get("whitespace_pattern", r"[\x20\x0A\x0D\x09]+").replace("/", "\\/")
+        lines += ['%llguidance {"ignore_once": true}', f"%ignore /{space}/"]
+    return "\n".join(lines)
 
 
 def written(field: str, write: Callable[[Any], str]) -> Grammar:
@@ -176,7 +193,7 @@ def written(field: str, write: Callable[[Any], str]) -> Grammar:
 
 def _schema(given: Any, field: str) -> Any:
     try:
-        schema = json.loads(given) if isinstance(given, str) else given
+        schema = json.loads(given, parse_float=read_float) if isinstance(given, str) else given
     except ValueError as error:
         raise refused(field, f"is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
@@ -184,12 +201,13 @@ def _schema(given: Any, field: str) -> Any:
     return schema
 
 
-def _whitespace(given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _whitespace(given: Mapping[str, Any]) -> dict[str, Any]:
     pattern = given.get("whitespace_pattern")
     is_barred = given.get("disable_any_whitespace")
-    if pattern is not None:
-        if is_barred:
-            name = "structured_outputs.whitespace_pattern"
-            raise refused(name, "contradicts disable_any_whitespace")
-        return {"whitespace_flexible": True, "whitespace_pattern": pattern}
-    return {"whitespace_flexible": True} if is_barred is False else None
+    if pattern is None and is_barred is not False:
+        return {}
+    if pattern is not None and is_barred:
+        name = "structured_outputs.whitespace_pattern"
+        raise refused(name, "contradicts disable_any_whitespace")
+    own = {} if pattern is None else {"whitespace_pattern": pattern}
+    return {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":", **own}

@@ -20,10 +20,11 @@ from server.formats.format import (
     Spelling,
     ToolCallFormat,
 )
+from server.formats.json_rules import word
 from server.formats.registry import F, format_of, markers_of, reasoning_formats, tool_call_formats
-from server.formats.tool_calls.arguments import in_regex, word
+from server.formats.tool_calls.arguments import in_regex
 from server.plan import TextOptions
-from server.request.grammars import Grammar, written
+from server.request.grammars import Grammar, json_grammar, written
 from server.request.messages import NamedTool, Tool, ToolFields
 
 AUTO, NONE = "auto", "none"
@@ -92,15 +93,16 @@ class MessageFormats:
 
         Raises ApiError 400 where no grammar can be made of a function's schema.
         """
-        rules, fields = None, answer.fields
+        rules, fields, ignored = None, answer.fields, answer.ignored
         if text.tool_calls:
             rules, of_calls = self._call_rules(body, bool(answer))
-            fields = (*fields, *of_calls)
+            fields = (*fields, *(pair for each in of_calls for pair in each.fields))
+            ignored = (*ignored, *(path for each in of_calls for path in each.ignored))
         if rules is None and not (answer and text.parses):
             return answer
         grammar = MessageGrammar(self._special, rules, answer.text)
         reasoning = reasoning_formats().get(text.reasoning)
-        return Grammar(grammar.write(reasoning, text.reasoning_is_open), fields)
+        return Grammar(grammar.write(reasoning, text.reasoning_is_open), fields, ignored)
 
     def _format_of(self, body: ToolFields) -> str:
         """Returns the name of the format in which calls come; "" where they cannot."""
@@ -108,9 +110,9 @@ class MessageFormats:
 
     def _call_rules(
         self, body: ToolFields, has_answer: bool
-    ) -> tuple[CallRules | None, list[tuple[str, str]]]:
-        """None where the model may write calls as it likes. Also the fields that say how calls are, and
-        the grammars of each."""
+    ) -> tuple[CallRules | None, list[Grammar]]:
+        """None where the model may write calls as it likes. Also the grammars of arguments, by which it
+        shows whether they can be held to."""
         tools = _callable(body)
         must = body.must_call
         is_strict = any(tool.function.strict for _, tool in tools)
@@ -119,16 +121,19 @@ class MessageFormats:
             return None, []
         form = tool_call_formats()[self._format_of(body)]
         spelling = form.spelling(self._template)
-        functions, fields = [], []
+        functions, grammars = [], []
         for place, tool in tools:
             schema = tool.function.schema_of_arguments()
             if not must and not tool.function.strict:
                 schema = {"type": "object"}
-            fields += argument_grammars(schema, spelling, f"tools.{place}.function.parameters")
-            functions.append((tool.function.name, schema))
+            field = f"tools.{place}.function.parameters"
+            # Of what is wrong with the schema itself, the first knows where.
+            plain = json_grammar(schema, field)
+            grammars += [plain, spelt(plain.schema, spelling, field)]
+            functions.append((tool.function.name, plain.schema))
         # A function that is named is called once.
         parallel = parallel and not isinstance(body.tool_choice, NamedTool)
-        return CallRules(functions, form, spelling, must, parallel), fields
+        return CallRules(functions, form, spelling, must, parallel), grammars
 
 
 def _named(wanted: str, formats: dict[str, F], template: str) -> str:
@@ -288,17 +293,12 @@ def _nested(lark: str, answer: str) -> str:
     return json.dumps({"grammars": [first, {**given[0], "name": "given"}, *given[1:]]})
 
 
-def argument_grammars(schema: Schema, spelling: Spelling, field: str) -> list[tuple[str, str]]:
-    """Returns grammars by which it shows whether arguments that are spelt so can be held to the schema.
-    Raises ApiError 400 where none can be made."""
+def spelt(schema: Schema, spelling: Spelling, field: str) -> Grammar:
+    """The grammar of arguments that are spelt so. Raises ApiError 400 where none can be made."""
 
     def write(library: Any) -> str:
         lines = ["start: arguments", *spelling.arguments("arguments", schema)]
         grammar: str = library.LLMatcher.grammar_from_lark("\n".join(lines))
         return grammar
 
-    # Of what is wrong with the schema itself, this knows where.
-    plain = written(
-        field, lambda library: library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    )
-    return [*plain.fields, *written(field, write).fields]
+    return written(field, write)

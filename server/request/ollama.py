@@ -421,5 +421,5 @@ def _own_name(param: str) -> str:
     """The field of this request that became one of the other's."""
     for name, own in _RENAMED.items():
         if param == name or param.startswith(f"{name}."):
-            return own + ("" if own in ("format", "think") else param.removeprefix(name))
+            return own + ("" if own == "think" else param.removeprefix(name))
     return param

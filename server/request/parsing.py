@@ -5,8 +5,11 @@ whichever process reads them. Every refusal says what is wrong, and where.
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -58,7 +61,7 @@ def _read_json(content: bytes) -> dict[str, Any]:
     try:
         # Some clients begin with a byte order mark.
         text = content.decode("utf-8-sig")
-        data = json.loads(text)
+        data = json.loads(text, parse_float=read_float)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         place = f"byte {error.start} (0x{byte:02x})"
@@ -76,6 +79,13 @@ def _read_json(content: bytes) -> dict[str, Any]:
     if _HALF_ESCAPE.search(text):
         _refuse_half_characters(data)
     return data
+
+
+def read_float(text: str) -> float:
+    """A number that no double reaches is an integer, which has no more digits than Python allows."""
+    number = float(text)
+    is_beyond = math.isinf(number) and Decimal(text).adjusted() < sys.get_int_max_str_digits()
+    return int(Decimal(text)) if is_beyond else number
 
 
 _JSON_NAMES: dict[type, str] = {

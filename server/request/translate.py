@@ -153,7 +153,9 @@ class Translator:
             cache_salt=body.cache_salt or "",
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
-            ignored=tuple(dict.fromkeys(self._ignored(body, max(map(len, token_ids))))),
+            ignored=tuple(
+                dict.fromkeys((*self._ignored(body, max(map(len, token_ids))), *grammar.ignored))
+            ),
         )
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 from engine.request.params import GenerationRequest
@@ -29,6 +31,20 @@ TOOLS = [
         },
     }
 ]
+
+
+def with_values(body: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
+    """The body with these values at these paths, in a list's every part."""
+    body = deepcopy(body)
+    for path, value in paths.items():
+        *parts, name = path.split(".")
+        insides = [body]
+        for part in parts:
+            found = [inside.setdefault(part, {}) for inside in insides]
+            insides = list(chain(*(each if isinstance(each, list) else [each] for each in found)))
+        for inside in insides:
+            inside[name] = value
+    return body
 
 
 class Outcome:

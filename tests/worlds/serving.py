@@ -9,13 +9,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
+from llguidance import LLMatcher, LLTokenizer
 from openai import (
     AsyncOpenAI,
 )
 
 from server.app import build_app
 from server.settings import Settings
-from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+from worlds.scripted_engine import EOS, VOCAB_SIZE, ScriptedEngine, byte_tokenizer
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
@@ -50,6 +51,18 @@ def events(text: str) -> list[Any]:
         for line in (part.removeprefix("data: ") for part in text.split("\n\n"))
         if line
     ]
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Whether a text matches a grammar."""
+    tokenizer = byte_tokenizer()
+    vocabulary = LLTokenizer(
+        tokenizer.backend_tokenizer.to_str(), n_vocab=VOCAB_SIZE, eos_token=[EOS]
+    )
+    matcher = LLMatcher(vocabulary, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and bool(matcher.is_accepting())
 
 
 def endless(**options: Any) -> ScriptedEngine:

@@ -100,11 +100,6 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def word(text: str) -> str:
-    """Returns a text that is to be written as it is, in a grammar."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def in_regex(text: str) -> str:
     """Returns a text that is to be matched as it is, in a grammar's regular expression."""
     return str(escape(text)).replace("/", "\\/").replace("\\\n", "\\n")

@@ -16,8 +16,8 @@ from server.formats.format import (
     Schema,
     Spelling,
     ToolCallFormat,
-    json_rule,
 )
+from server.formats.json_rules import json_rule, listed, word
 from server.formats.tool_calls.arguments import (
     escaped,
     json_of,
@@ -25,7 +25,6 @@ from server.formats.tool_calls.arguments import (
     takes_any,
     types_of,
     values_of,
-    word,
 )
 
 _KEY: Pattern[str] = compile(rf"(?P<key>[A-Za-z_]\w{{0,127}}){SPACE}=|(?P<close>\))")
@@ -143,13 +142,12 @@ def _meant(escape: str) -> str:
 
 def _rules(rule: str, schema: Schema) -> Iterator[str]:
     """Required arguments first, then those that may be left out, each in the order of the schema."""
-    required: list[str] = []
-    optional: list[str] = []
+    members: list[tuple[str, bool]] = []
     for number, each in enumerate(parameters_of(schema)):
         if not fullmatch(r"[A-Za-z_]\w{0,127}", each.name):
             raise ValueError(f"the name {each.name!r} cannot be written in this model's format")
         part = f"{rule}_{number}"
-        (required if each.is_required else optional).append(part)
+        members.append((part, each.is_required))
         yield f"{part}: {word(each.name + '=')} {part}_value"
         yield from _value_rules(f"{part}_value", each.schema)
     if takes_any(schema):
@@ -157,14 +155,8 @@ def _rules(rule: str, schema: Schema) -> Iterator[str]:
         yield f'{rule}_any: /[A-Za-z_][A-Za-z_0-9]{{0,63}}/ "=" {rule}_any_value'
         yield from json_rule(f"{rule}_any_value", {})
         return
-    first = ' ", " '.join(required)
-    ways = [first] if first else ['""', *optional]
-    rest = [optional[at + 1 :] for at in range(len(optional))]
-    tails = [optional] if first else [[], *rest]
-    yield f"{rule}: " + " | ".join(
-        " ".join([way, *(f'(", " {each})?' for each in tail)])
-        for way, tail in zip(ways, tails, strict=True)
-    )
+    members.sort(key=lambda each: not each[1])
+    yield f"{rule}: {listed(members, word(', '))}"
 
 
 def _value_rules(rule: str, schema: dict[str, Any]) -> Iterator[str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from regex import Pattern, compile, escape, fullmatch
 
-from server.formats.format import ArgumentsReader, Schema, json_rule
+from server.formats.format import ArgumentsReader, Schema
+from server.formats.json_rules import found_in, json_rule, word
 from server.formats.tool_calls.arguments import (
     ANNOTATIONS,
     Parameter,
@@ -20,7 +21,6 @@ from server.formats.tool_calls.arguments import (
     takes_any,
     types_of,
     values_of,
-    word,
 )
 
 _SAID_OF_TEXTS = {
@@ -91,7 +91,7 @@ class Tags:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         # Up to the first tag: no text can hold one.
         terminal, after = rule.upper(), in_regex(self.after)
-        held = f" & /{_unanchored(schema['pattern'])}{after}/" if "pattern" in schema else ""
+        held = f" & ({found_in(schema['pattern'], '', after)})" if "pattern" in schema else ""
         yield f"{rule}[lazy]: {terminal}"
         yield f"{terminal}: /(?s:.{{{least},{most}}}){after}/{held}"
 
@@ -151,11 +151,3 @@ class TaggedArguments(ArgumentsReader):
         self._held.clear()
         self._state = self._between
         return True
-
-
-def _unanchored(pattern: str) -> str:
-    """Returns an expression for all texts in which the pattern is found."""
-    before = "" if pattern.startswith("^") else "(?s:.*)"
-    after = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
-    inner = pattern.removeprefix("^").removesuffix("$" if not after else "")
-    return f"{before}(?:{inner})".replace("/", "\\/") + after

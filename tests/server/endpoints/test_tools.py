@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from worlds.request_bodies import TOOLS
@@ -18,7 +17,7 @@ from worlds.scripted_engine import (
     byte_tokenizer,
     engine_info,
 )
-from worlds.serving import Connect, events, openai_client
+from worlds.serving import Connect, allows, events, openai_client
 
 pytestmark = pytest.mark.anyio
 
@@ -201,18 +200,6 @@ async def test_without_calls_nothing_is_told_and_nothing_parsed(connect: Connect
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
 OTHER = {"type": "function", "function": {"name": "other"}}
-
-
-def allows(grammar: str, text: str) -> bool:
-    """Whether a text matches."""
-    tokenizer = byte_tokenizer()
-    vocabulary = LLTokenizer(
-        tokenizer.backend_tokenizer.to_str(), n_vocab=VOCAB_SIZE, eos_token=[EOS]
-    )
-    matcher = LLMatcher(vocabulary, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    return matcher.try_consume_tokens(token_ids) == len(token_ids) and bool(matcher.is_accepting())
 
 
 PLAIN = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'

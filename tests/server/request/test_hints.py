@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from copy import deepcopy
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from worlds.request_bodies import (
     RESPONSE_IGNORED,
     TEXT,
     TOOLS,
+    with_values,
 )
 from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect, openai_client
@@ -35,20 +34,6 @@ IGNORED = {
     "/responses": RESPONSE_IGNORED,
     "/messages": MESSAGES_IGNORED,
 }
-
-
-def with_values(body: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
-    """The body with these values at these paths, in a list's every part."""
-    body = deepcopy(body)
-    for path, value in paths.items():
-        *parts, name = path.split(".")
-        insides = [body]
-        for part in parts:
-            found = [inside.setdefault(part, {}) for inside in insides]
-            insides = list(chain(*(each if isinstance(each, list) else [each] for each in found)))
-        for inside in insides:
-            inside[name] = value
-    return body
 
 
 @pytest.mark.parametrize(

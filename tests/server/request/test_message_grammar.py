@@ -18,7 +18,7 @@ from server.formats.registry import reasoning_formats, tool_call_formats
 from server.formats.tool_calls.parser import CallParser
 from server.plan import TextOptions
 from server.request.grammars import json_grammar
-from server.request.message_formats import CallRules, MessageGrammar, argument_grammars
+from server.request.message_formats import CallRules, MessageGrammar, spelt
 from worlds.call_texts import written
 from worlds.scripted_engine import EOS, byte_tokenizer
 
@@ -219,6 +219,6 @@ def test_what_a_format_cannot_be_held_to_is_a_400(form: str, schema: dict[str, A
 
 
 def refuse_as_the_engine_does(schema: dict[str, Any], spelling: Spelling) -> None:
-    for field, grammar in argument_grammars(schema, spelling, "tools.0"):
+    for field, grammar in spelt(schema, spelling, "tools.0").fields:
         if LLMatcher.validate_grammar(grammar):
             raise refused(field, "cannot be used")
