@@ -44,6 +44,10 @@ _SAVED_AT_ONCE = 8
 """Blocks that are copied while nothing is asked, before the inbox is looked into again: a millisecond
 or so."""
 _WAIT_FOR_TIER = 0.01
+_LEAST_MASK_SECONDS = 0.005
+_LEAST_SHARE = 0.0002
+_GROWTH = 1.05
+"""Of the time for masks from step to step: one slow forward says little of the next."""
 _SAVE_SECONDS = 5.0
 _FATAL = (MemoryError, torch.AcceleratorError, RanksError)
 """The process's memory, the device's state or another rank is gone: every later step would break as well.
@@ -106,6 +110,7 @@ class EngineCore:
         self._counted = (0,) * 6
         self._early = EarlyFinishers()
         self._num_failed_steps = 0
+        self._mask_seconds = _LEAST_MASK_SECONDS
 
     @property
     def has_work(self) -> bool:
@@ -202,6 +207,7 @@ class EngineCore:
         with clock.measure("draft"):
             self.speculation.settle()
         plan = self.scheduler.plan()
+        self._share_mask_time()
         for _ in plan.admitted:
             self._early.start()
         if plan.scheduled:
@@ -213,6 +219,13 @@ class EngineCore:
         if self._check_integrity:
             self.pool.check_integrity()
         return self.take_result()
+
+    def _share_mask_time(self) -> None:
+        """The masks of a step's grammars, all together, may take as long as a forward does."""
+        grammars = [each.sampling.grammar for each in self.scheduler.running]
+        times = [each.time for each in grammars if each is not None]
+        for each in times:
+            each.begin_step(max(_LEAST_SHARE, self._mask_seconds / len(times)))
 
     def _expire(self) -> None:
         """End what is past its deadline, whether it waits or runs."""
@@ -230,6 +243,9 @@ class EngineCore:
         done = self._verify(plan.scheduled, output.logits, clock)
         if output.seconds is not None:
             clock.forward_took(output.seconds())
+        self._mask_seconds = max(
+            _LEAST_MASK_SECONDS, min(clock.forward, _GROWTH * self._mask_seconds)
+        )
         states = dict(zip(batch.hidden_layers, output.hidden, strict=True))
         done = self._commit(self._pool(done, states))
         self._tell_cache()
@@ -399,7 +415,7 @@ class EngineCore:
                 )
             self._remove(request)
             self._early.finish(request.stats)
-            finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id)
+            finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id, outcome.cut)
         event = TokenEvent(
             request_id=request.request_id,
             token_ids=outcome.emitted_token_ids,

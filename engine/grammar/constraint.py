@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.grammar.mask_time import MaskTime
 from engine.grammar.vocabulary import error_of
 
 Path = tuple[int, ...]
 """Draft tokens after the text."""
+_LEXER_ERROR = "lexer error"
+"""Copies of a compiled grammar share their lexer and its limits. Other errors come of the text alone, and
+come again."""
+_MAX_RENEWALS = 3
+_MAX_RENEWAL_SECONDS = 0.25
+_TOKENS_AT_ONCE = 16
 
 
 class GrammarConstraint:
@@ -24,7 +31,7 @@ class GrammarConstraint:
 
     A text may come to where it cannot go on: its grammar leaves no way to an end, or the matcher reaches
     one of its limits; trials at admission see that near the start only. There the text ``is_cut``: it may
-    end, and nothing else.
+    end, and nothing else. ``time`` says what the matcher takes and may take.
     """
 
     def __init__(
@@ -33,6 +40,7 @@ class GrammarConstraint:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         renew: Callable[[], Any],
+        time: MaskTime | None = None,
     ) -> None:
         """``matcher``: an ``llguidance.LLMatcher`` of the request's own, at the start of the text. Once
         in error it stays so, and ``renew`` makes another one. ``eos_token_ids`` end a text."""
@@ -40,6 +48,10 @@ class GrammarConstraint:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._renew = renew
+        self.time = time or MaskTime()
+        self._num_renewals = 0
+        # A copy that has stayed at the text, made before the matcher leaves it.
+        self._spare: Any = None
         self._text: list[int] = []
         self._at: Path = ()
         self._masks: dict[Path, NDArray[np.uint8] | None] = {}
@@ -50,32 +62,31 @@ class GrammarConstraint:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """The text has grown. Raises ValueError where the grammar does not allow it."""
+        num_rows = len(self._masks)
         self._masks.clear()
         self._forced.clear()
         self._cuts.clear()
         if not self._lost:
-            self._take_in(tuple(token_ids))
+            with self.time.measured():
+                self._take_in(tuple(token_ids))
         self._text.extend(token_ids)
+        self._lost = self.time.end_step(num_rows) or self._lost
 
     def _take_in(self, path: Path) -> None:
         """Make ``path`` the place that paths begin at."""
-        for _ in range(2):
-            if self._go_back(path) and self._go_on(path):
-                self._at = ()
-                return
-            if not self._matcher.is_error():
-                raise ValueError(f"the grammar does not allow token {path[len(self._at)]} here")
-            reason = error_of(self._matcher)
-            self._restart()
-            if self._lost:
-                return
-        self._lost = reason
+        if self._move(path, comes_back=False):
+            self._at, self._spare = (), None
+        elif self._matcher.is_error():
+            self._lost = self._lost or error_of(self._matcher)
+        elif not self._lost:
+            raise ValueError(f"the grammar does not allow token {path[len(self._at)]} here")
 
     def allowed(self, path: Path) -> NDArray[np.bool_] | None:
         """Tokens that may follow ``path``, one bool per token: ``[vocab_size]``. None where the path
         itself is not allowed, or ends the text."""
         if path not in self._masks:
-            self._masks[path] = self._mask(path)
+            with self.time.measured():
+                self._masks[path] = self._mask(path)
         mask = self._masks[path]
         if mask is None:
             return None
@@ -83,13 +94,29 @@ class GrammarConstraint:
 
     def accepts(self, path: Path) -> bool:
         """Returns whether the text may go on with ``path``. A token that ends the text is none of it."""
-        return self._masks.get(path) is not None or self._move(path)
+        if self._masks.get(path) is not None:
+            return True
+        with self.time.measured():
+            return self._move(path)
+
+    def num_maskable(self, paths: Sequence[Path]) -> int:
+        """Masks one path after another while the step has time for it, the first in any case. Returns how
+        many."""
+        start = self.time.spent
+        for num_masked, path in enumerate(paths):
+            if num_masked and self.time.is_spent(start):
+                return num_masked
+            self.allowed(path)
+        return len(paths)
 
     def forced(self, path: Path = ()) -> Path:
         """The tokens that have to follow an allowed ``path``, up to the next choice."""
         if path not in self._forced:
-            may_come = not self._lost and self._move(path)
-            self._forced[path] = tuple(self._matcher.compute_ff_tokens()) if may_come else ()
+            self._forced[path] = ()
+            with self.time.measured():
+                if self._move(path) and not self._lost:
+                    self._keep_spare()
+                    self._forced[path] = tuple(self._matcher.compute_ff_tokens())
         return self._forced[path]
 
     def is_cut(self, path: Path) -> str:
@@ -109,9 +136,11 @@ class GrammarConstraint:
             mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             if not self._matcher.is_error() and self._may_follow(path, mask):
                 return mask[: -(-self._vocab_size // 8)]
-            # It may have been a draft that used up what the matcher has: the second one has seen none.
             self._cuts[path] = error_of(self._matcher)
-            self._restart()
+            if not self._cuts[path].startswith(_LEXER_ERROR):
+                if not path:
+                    self._lost = self._cuts[path]
+                break
         self._cuts[path] = self._lost or self._cuts[path]
         return self._only_ends()
 
@@ -134,18 +163,27 @@ class GrammarConstraint:
         bits[[each for each in self._eos_token_ids if each < self._vocab_size]] = True
         return np.packbits(bits, bitorder="little")
 
-    def _move(self, path: Path) -> bool:
+    def _move(self, path: Path, comes_back: bool = True) -> bool:
         """Take the matcher to ``path``; False where it leads nowhere."""
         for _ in range(2):
+            if self._matcher.is_error() and not self._lost:
+                # Another request's, since they share a lexer, or a draft's doing.
+                self._restart()
             if self._lost:
                 break
-            if self._go_back(path) and self._go_on(path):
-                return True
+            if self._go_back(path):
+                if path and comes_back:
+                    self._keep_spare()
+                if self._go_on(path):
+                    return True
             if not self._matcher.is_error():
                 return False
-            # Another request's, since they share a lexer, or a draft's doing: the second one is unharmed.
-            self._restart()
         return path == ()
+
+    def _keep_spare(self) -> None:
+        """To be called before the matcher leaves the text, or may break there."""
+        if self._spare is None and not self._at:
+            self._spare = self._matcher.deep_copy()
 
     def _go_back(self, path: Path) -> bool:
         """To where ``path`` parts from where the matcher is."""
@@ -166,8 +204,24 @@ class GrammarConstraint:
         return len(self._at) == len(path)
 
     def _restart(self) -> None:
-        """Another matcher, at the text."""
-        self._matcher = self._renew()
+        """Another matcher, at the text: the spare one. Where its lexer is of no use, the text is taken in
+        again, which is done a few times only, and only if it does not take long."""
+        is_lexers = error_of(self._matcher).startswith(_LEXER_ERROR)
         self._at = ()
-        if self._matcher.try_consume_tokens(self._text) < len(self._text):
-            self._lost = error_of(self._matcher) or "its text cannot be followed again"
+        if self._spare is not None and not is_lexers:
+            self._matcher, self._spare = self._spare, None
+            return
+        self._num_renewals += 1
+        if self._num_renewals > _MAX_RENEWALS:
+            self._lost = error_of(self._matcher)
+            return
+        self._matcher, self._spare = self._renew(), None
+        end = self.time.clock() + _MAX_RENEWAL_SECONDS
+        for first in range(0, len(self._text), _TOKENS_AT_ONCE):
+            part = self._text[first : first + _TOKENS_AT_ONCE]
+            if self._matcher.try_consume_tokens(part) < len(part):
+                self._lost = error_of(self._matcher) or "its text cannot be followed again"
+            elif self.time.clock() > end:
+                self._lost = "its text takes too long to be followed again"
+            if self._lost:
+                return

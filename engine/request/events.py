@@ -28,7 +28,8 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class FinishInfo:
     """Comes with the last event of a request. ``arrival_time`` is on ``time.perf_counter``'s clock.
-    ``embedding``: of a request that is pooled, a vector of length 1 in fp32, little end first."""
+    ``embedding``: of a request that is pooled, a vector of length 1 in fp32, little end first.
+    ``cut``: as in ``Outcome``."""
 
     reason: FinishReason
     stop_token_id: int | None
@@ -42,6 +43,7 @@ class FinishInfo:
     e2e_seconds: float
     num_preemptions: int = 0
     embedding: bytes | None = None
+    cut: str = ""
 
 
 class TokenEvent(NamedTuple):

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, TypeVar
 
 Reason = Literal[
-    "", "no_match", "client_cap", "no_kv", "policy", "low_acceptance", "overload", "shed"
+    "", "no_match", "client_cap", "no_kv", "policy", "low_acceptance", "overload", "shed", "masks"
 ]
 """The reason why a grant is smaller than what could have been drafted.
 
 ``""``: it is not. ``no_match``: the drafter had nothing to offer. ``client_cap``: a bound the
 client set (nodes, or tokens left to write). ``no_kv``: no room in the cache. ``policy``: the
 policy's own gamma. ``low_acceptance``: would not pay even alone on the engine. ``overload``: would
-pay alone, not now. ``shed``: drafts yield to the requests that wait.
+pay alone, not now. ``shed``: drafts yield to the requests that wait. ``masks``: those of
+the request's grammar take too long.
 """
 Phase = Literal["draft", "forward", "verify"]
 _MAX_GAMMA_CHANGES = 64

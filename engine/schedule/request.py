@@ -14,7 +14,7 @@ from engine.request.events import FinishInfo, FinishReason, TokenLogprobs
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest
 from engine.request.stats import Reason, RequestStats
-from engine.sampling.state import SamplingState
+from engine.sampling.state import SamplingState, paths
 from kvpool.block_pool import Restoration
 
 if TYPE_CHECKING:
@@ -77,6 +77,11 @@ class Request:
         return self.sampling.max_num_tokens - len(self.token_ids)
 
     @property
+    def owed_mask_seconds(self) -> float:
+        """What its grammar has taken beyond its shares of the steps so far."""
+        return 0.0 if self.sampling.grammar is None else self.sampling.grammar.time.owed
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Orders requests: lower priority value first, then earlier arrival."""
         return (self.params.priority, self.arrival_order)
@@ -129,7 +134,9 @@ class Request:
         if emitted_token_ids and self.first_token_time is None:
             self.first_token_time = time.perf_counter()
 
-    def finish_info(self, reason: FinishReason, stop_token_id: int | None = None) -> FinishInfo:
+    def finish_info(
+        self, reason: FinishReason, stop_token_id: int | None = None, cut: str = ""
+    ) -> FinishInfo:
         """The account that goes out with the last event; the request is over."""
         now = time.perf_counter()
         scheduled = self.first_scheduled_time or now
@@ -147,6 +154,7 @@ class Request:
             e2e_seconds=now - arrival,
             num_preemptions=self.num_preemptions,
             embedding=self.embedding,
+            cut=cut,
         )
 
 
@@ -212,6 +220,22 @@ class ScheduledRequest:
     def anchor_logit(self) -> int:
         """The anchor's row among the step's logits, if the request samples; the nodes' rows follow."""
         return self.rows.first_logit + self.rows.num_logits - 1 - len(self.draft)
+
+    def leave_out_late_drafts(self) -> None:
+        """Mask the rows, and leave out nodes for which the step has no time.
+
+        In a chain that is decided before a node's own token is looked at, so it tells nothing of it. In
+        a sampled tree of several branches it would: that one stays whole."""
+        grammar, draft = self.sampling.grammar, self.draft
+        if grammar is None or not draft:
+            return
+        if self.sampling.verification != "match" and not draft.is_chain():
+            return
+        num_left_out = 1 + len(draft) - grammar.num_maskable(paths(draft))
+        if num_left_out:
+            self.draft = draft.subtree(range(len(draft) - num_left_out))
+            self.rows.num_logits -= num_left_out
+            self.reason = "masks"
 
     @property
     def known_token_ids(self) -> list[int]:

@@ -102,10 +102,14 @@ class Scheduler:
         for request in self.running:
             self.waiting.charge(request)
         self._admit(plan)
+        resting = self._resting()
         budget = self.max_num_batched_tokens
         index = 0
         while index < len(self.running):
             request = self.running[index]
+            if request in resting:
+                index += 1
+                continue
             # Each request after it keeps at least a row, so long prompts do not stall decoding.
             behind = len(self.running) - index - 1
             num_known = min(request.num_new_tokens, self.prefill_chunk, budget - behind)
@@ -118,6 +122,14 @@ class Scheduler:
         plan.spare_rows = budget
         plan.num_waiting = len(self.waiting)
         return plan
+
+    def _resting(self) -> set[Request]:
+        """Running requests that sit out the step, since their grammars' masks have taken more than their
+        share; never all."""
+        resting = {each for each in self.running if each.owed_mask_seconds > 0}
+        if len(resting) == len(self.running):
+            resting -= {min(resting, key=lambda each: each.owed_mask_seconds, default=None)}
+        return resting
 
     def _allocate(self, request: Request, num_known: int, plan: Plan) -> bool:
         """Slots for the rows, preempting from the back of the ranks. False: it preempted itself."""

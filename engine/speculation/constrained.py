@@ -51,6 +51,8 @@ class _Shaping:
 
     def add_forced(self, node: int) -> None:
         """The run that has to follow a node."""
+        if self._grammar.time.is_spent():
+            return
         for token_id in self._grammar.forced(self._paths[node]):
             if len(self._paths[node]) >= self._depth:
                 return
@@ -61,6 +63,8 @@ class _Shaping:
         places = {ROOT: ROOT}
         inner = set()
         for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+            if self._grammar.time.is_spent():
+                break
             above = places.get(parent)
             if above is None or not self._grammar.accepts((*self._paths[above], token_id)):
                 continue

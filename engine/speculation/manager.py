@@ -250,16 +250,23 @@ class Speculation:
         grammar = request.sampling.grammar
         if num_nodes <= 0 and grammar is None:
             return False
+        most = self.max_num_nodes
+        if grammar is not None:
+            most = min(most, grammar.time.num_affordable_drafts)
+            if most < num_nodes:
+                each.reason = "masks"
+            if most <= 0:
+                return False
         each.max_depth = min(wanted.shape.depth, request.num_tokens_left - 1)
         if each.max_depth <= 0:
             each.reason = each.reason or "client_cap"
             return False
-        each.max_nodes = each.num_asked = min(num_nodes, self.max_num_nodes)
+        each.max_nodes = each.num_asked = min(num_nodes, most)
         if grammar is not None:
             # What is forced is worth its rows whether or not the drafter rests or yields.
-            most = max(wanted.num_speculative_tokens, wanted.max_speculative_tokens)
-            num_free = min(len(grammar.forced()), most)
-            each.max_nodes = min(max(each.num_asked, num_free), self.max_num_nodes)
+            cap = max(wanted.num_speculative_tokens, wanted.max_speculative_tokens)
+            num_free = min(len(grammar.forced()), cap)
+            each.max_nodes = min(max(each.num_asked, num_free), most)
         return True
 
     def _sheds(self, num_waiting: int, weighs_cost: bool) -> bool:
@@ -405,7 +412,8 @@ class Speculation:
         nodes, num_offered = grant.nodes, len(each.proposal)
         if nodes and nodes[-1] >= num_offered:  # policies may see more than there is
             nodes = [node for node in nodes if node < num_offered]
-        if each.reason != "shed":
+        is_late = each.reason == "masks" and len(nodes) >= each.max_nodes
+        if each.reason != "shed" and not is_late:
             each.reason = "" if 0 < num_offered == len(nodes) else grant.reason
         room = self._lease(each.request, len(nodes))
         if room < len(nodes):

@@ -55,6 +55,8 @@ def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepC
     readback = Readback()
     sampling = [each for each in requests if each.samples]
     with clock.measure("verify"):
+        for each in sampling:
+            each.leave_out_late_drafts()
         finish_verification, tokens = begin_verification(logits, sampling, readback)
     with clock.measure("draft"):
         finish_tops = begin_top_rows(sampling, logits, readback)

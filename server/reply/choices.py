@@ -184,6 +184,8 @@ class ChoiceDeltas:
             reason = info.reason
             if info.stop_token_id in self._plan.request.sampling.stop_token_ids:
                 stop_reason = info.stop_token_id
+            elif info.cut:
+                stop_reason = f"the grammar {info.cut}"
         num_reasoning_tokens, cuts_call = 0, False
         if self._parser is not None:
             num_reasoning_tokens = self._parser.num_reasoning_tokens
