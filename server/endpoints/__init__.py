@@ -32,7 +32,7 @@ Writer = TypeVar("Writer")
 @dataclass(slots=True)
 class Services:
     """The parts of one application. ``fingerprint``: equal for servers that write the same tokens
-    for the same seed. ``step_timeout``: seconds after which the engine's step counts as hung.
+    for the same seed. ``step_timeout``: seconds without progress after which the engine counts as hung.
     ``state``: "serving" between the app's start and the first word of its end.
     """
 
@@ -107,7 +107,7 @@ class Services:
 
     @property
     def is_hung(self) -> bool:
-        return self.engine.step_seconds > self.step_timeout
+        return self.engine.stalled_seconds > self.step_timeout
 
 
 def _terms(request: Request) -> Terms | None:
