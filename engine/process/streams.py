@@ -25,6 +25,7 @@ from engine.request.errors import (
     RequestError,
     ShuttingDownError,
     UnknownAdapterError,
+    panics_as_errors,
 )
 from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.info import AdapterInfo, EngineInfo
@@ -76,7 +77,8 @@ class _Stream:
 
     def _hand_over(self, event: TokenEvent, take: Take, turn: _Turn) -> None:
         try:
-            wait = take(event)
+            with panics_as_errors():
+                wait = take(event)
         except Exception as error:
             turn.set_exception(error)
         else:

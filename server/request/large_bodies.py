@@ -31,6 +31,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
+from engine.request.errors import panics_as_errors
 from server.errors import CLIENT_GONE_STATUS, ApiError, bad_request, shutting_down
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
@@ -84,7 +85,9 @@ class BodyRoute(APIRoute):
                 check_content_type(request.headers.get("content-type", ""))
             is_large = len(content) > LARGE
             body = LargeBody(kind, content) if is_large else parse(kind, content)
-            response: Response = await self.endpoint(body, request, request.app.state.services)
+            with panics_as_errors():
+                services = request.app.state.services
+                response: Response = await self.endpoint(body, request, services)
             return response
 
         return handle
@@ -257,6 +260,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+@panics_as_errors()
 def _read_here(
     body: LargeBody,
     work: Work[Result],
