@@ -1,0 +1,94 @@
+"""Bounds on what a chat template, which anyone may have written, takes to render.
+
+A signal counts processor time. On the event loop it ends a rendering that is not quick, and the body goes
+to a process for bodies; there it ends that process. What no signal can interrupt, since one operation of
+the interpreter does it, is for those processes from the first.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from jinja2 import nodes
+
+_QUICK_SECONDS = 0.2
+_AGAIN_SECONDS = 0.02
+_MOST_NUMBER = 200
+_GROWING = frozenset(
+    {"replace", "join", "center", "ljust", "rjust", "zfill", "indent", "batch", "slice"}
+    | {"round", "format", "expandtabs", "wordwrap", "lipsum", "tojson"}
+)
+"""Filters, methods and functions that may make much of little, unless their arguments are small."""
+
+
+class SlowTemplateError(BaseException):
+    """No ``Exception``, which filters catch."""
+
+
+class RenderLimit:
+    """Of this process. ``is_last``: no other one is to be had that might render instead; ``may_die``: it
+    may be ended for that. ``most_seconds``: for the last."""
+
+    is_last = may_die = False
+    most_seconds = 5.0
+
+    def run(self, render: Callable[[], str], is_heavy: bool) -> str:
+        """Raises SlowTemplateError where it takes too long, or is not for this process."""
+        # Signals are the main thread's.
+        is_main = threading.current_thread() is threading.main_thread()
+        if not self.is_last and (is_heavy or not is_main):
+            raise SlowTemplateError
+        if is_main:
+            signal.signal(signal.SIGPROF, signal.SIG_DFL if self.may_die else _expire)
+            seconds = self.most_seconds if self.is_last else _QUICK_SECONDS
+            signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_SECONDS)
+        try:
+            return _run(render)
+        finally:
+            if is_main:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+LIMIT = RenderLimit()
+
+
+def _run(render: Callable[[], str]) -> str:
+    return render()
+
+
+def _expire(number: int, frame: FrameType | None) -> None:
+    """Ends what ``_run`` runs, and nothing else, however late it is called."""
+    del number
+    while frame is not None:
+        if frame.f_code is _run.__code__:
+            raise SlowTemplateError
+        frame = frame.f_back
+
+
+def is_heavy(tree: nodes.Template) -> bool:
+    """Whether a single operation of the template may take more time or memory than a rendering has."""
+    return any(map(_grows, tree.find_all((nodes.BinExpr, nodes.Call, nodes.Filter))))
+
+
+_MAKES_TEXT = nodes.Const | nodes.Concat | nodes.Add
+
+
+def _grows(node: Any) -> bool:
+    if isinstance(node, nodes.BinExpr):
+        is_text = isinstance(node, nodes.Mod) and isinstance(node.left, _MAKES_TEXT)
+        return is_text or isinstance(node, nodes.Mul | nodes.Pow)
+    by_name = node if isinstance(node, nodes.Filter) else node.node
+    called = getattr(by_name, "attr", None) or getattr(by_name, "name", None)
+    arguments = (*node.args, *(each.value for each in node.kwargs))
+    given = [getattr(each, "value", None) for each in arguments]
+    if called == "map" and node.args:
+        called, *given = given  # it calls the filter of that name
+    return (called is None or called in _GROWING) and not all(map(_is_small, given))
+
+
+def _is_small(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, int) and value <= _MOST_NUMBER)
