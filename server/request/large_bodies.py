@@ -105,13 +105,23 @@ class AnyTypeRoute(BodyRoute):
     needs_type = False
 
 
-def _parsed(body: Body | LargeBody) -> Body:
-    return parse(body.kind, body.content) if isinstance(body, LargeBody) else body
-
-
 Result = TypeVar("Result")
 Work = Callable[[Translator, Any], Result]
 """The work on a body that is a model by then; from a module's top, so that it can be sent."""
+
+
+def _read(translator: Translator, body: Body | LargeBody, work: Work[Result]) -> Result:
+    """Where the body goes to no further process. Raises ApiError."""
+    LIMIT.is_last = True
+    try:
+        return work(
+            translator, parse(body.kind, body.content) if isinstance(body, LargeBody) else body
+        )
+    except SlowTemplateError:
+        message = "The chat template takes too long with these messages."
+        raise ApiError(500, message, code="chat_template_error") from None
+    finally:
+        LIMIT.is_last = False
 
 
 class BodyReader:
@@ -141,7 +151,7 @@ class BodyReader:
                 return work(self.translator, body)
         pool = self._get_pool()
         if pool is None:
-            return self._read(body, work)
+            return _read(self.translator, body, work)
         try:
             return await self._read_in(pool, body, work)
         except BrokenProcessPool:
@@ -157,7 +167,7 @@ class BodyReader:
         """In a new process, which reads nothing else. Raises ApiError, a 400 where that ends, too."""
         pool = self._begin_pool(1)
         if pool is None:
-            return self._read(body, work)
+            return _read(self.translator, body, work)
         own, has_begun = self._processes[-1], False
         try:
             await asyncio.get_running_loop().run_in_executor(pool, os.getpid)
@@ -174,7 +184,7 @@ class BodyReader:
             own.kill()
         logger.warning("no process for large bodies begins: the server reads them itself")
         self._num_processes = 0
-        return self._read(body, work)
+        return _read(self.translator, body, work)
 
     async def _read_in(
         self, pool: ProcessPoolExecutor, body: Body | LargeBody, work: Work[Result]
@@ -187,16 +197,6 @@ class BodyReader:
         if isinstance(found, ApiError):
             raise found
         return found
-
-    def _read(self, body: Body | LargeBody, work: Work[Result]) -> Result:
-        LIMIT.is_last = True
-        try:
-            return work(self.translator, _parsed(body))
-        except SlowTemplateError:
-            message = "The chat template takes too long with these messages."
-            raise ApiError(500, message, code="chat_template_error") from None
-        finally:
-            LIMIT.is_last = False
 
     def close(self) -> None:
         """Ends the pool. Its processes are killed: the interpreter would wait at its end for one that is
@@ -262,7 +262,7 @@ _translator: Translator | None = None
 def _begin(translator: bytes, logs: LogOptions, most_seconds: float) -> None:
     global _translator
     logs.begin()
-    LIMIT.is_last, LIMIT.may_die, LIMIT.most_seconds = True, True, most_seconds
+    LIMIT.may_die, LIMIT.most_seconds = True, most_seconds
     # Tokens of running requests come first.
     os.nice(_NICENESS)
     # Ctrl-C reaches the whole group; the server says when to end.
@@ -292,6 +292,6 @@ def _read_here(
     # With each body: the pool began with others if they were changed since.
     _translator.resolver, _translator.adapters = resolver, adapters
     try:
-        return work(_translator, _parsed(body))
+        return _read(_translator, body, work)
     except ApiError as error:
         return error

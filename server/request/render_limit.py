@@ -1,14 +1,17 @@
 """Bounds on what a chat template, which anyone may have written, takes to render.
 
-A signal counts processor time. On the event loop it ends a rendering that is not quick, and the body goes
-to a process for bodies; there it ends that process. What no signal can interrupt, since one operation of
-the interpreter does it, is for those processes from the first.
+A signal counts processor time and ends a rendering: on the event loop one that is not quick, whose body
+then goes to a process for bodies. What no signal can interrupt, since one operation of the interpreter
+does it, is for those processes from the first, where it ends the process.
 """
 
 from __future__ import annotations
 
+import math
+import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -30,8 +33,8 @@ class SlowTemplateError(BaseException):
 
 
 class RenderLimit:
-    """Of this process. ``is_last``: no other one is to be had that might render instead; ``may_die``: it
-    may be ended for that. ``most_seconds``: for the last."""
+    """Of this process. ``is_last``: no other one renders what takes it longer. ``may_die``: it may be
+    ended for a rendering. ``most_seconds``: of the last."""
 
     is_last = may_die = False
     most_seconds = 5.0
@@ -43,14 +46,19 @@ class RenderLimit:
         if not self.is_last and (is_heavy or not is_main):
             raise SlowTemplateError
         if is_main:
-            signal.signal(signal.SIGPROF, signal.SIG_DFL if self.may_die else _expire)
+            signal.signal(signal.SIGPROF, _expire)
             seconds = self.most_seconds if self.is_last else _QUICK_SECONDS
             signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_SECONDS)
+        if self.may_die:
+            most = math.ceil(time.process_time() + 2 * self.most_seconds)
+            resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
         try:
             return _run(render)
         finally:
             if is_main:
                 signal.setitimer(signal.ITIMER_PROF, 0)
+            if self.may_die:
+                resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY,) * 2)
 
 
 LIMIT = RenderLimit()
@@ -71,7 +79,16 @@ def _expire(number: int, frame: FrameType | None) -> None:
 
 def is_heavy(tree: nodes.Template) -> bool:
     """Whether a single operation of the template may take more time or memory than a rendering has."""
-    return any(map(_grows, tree.find_all((nodes.BinExpr, nodes.Call, nodes.Filter))))
+    literals = tree.find_all((nodes.List, nodes.Tuple, nodes.Dict))
+    calls = tree.find_all((nodes.BinExpr, nodes.Call, nodes.Filter))
+    return any(map(_branches, literals)) or any(map(_grows, calls))
+
+
+def _branches(literal: Any) -> bool:
+    """Whether it may hold itself twice: to compare two that do so at each level takes for ever."""
+    found = [each.value if isinstance(each, nodes.Pair) else each for each in literal.items]
+    is_read = getattr(literal, "ctx", "load") == "load"
+    return is_read and sum(not isinstance(each, nodes.Const) for each in found) > 1
 
 
 _MAKES_TEXT = nodes.Const | nodes.Concat | nodes.Add

@@ -170,8 +170,12 @@ async def test_a_template_without_end_is_ended(
         assert (await client.post("/completions", json={"prompt": "x"})).is_success
 
 
-HEAVY = """{% set word = messages[0].content %}{% set n = messages|length * 9 %}
-{%- if word == 'time' %}{{ n ** (n ** n) }}{% elif word == 'memory' %}{{ word * n ** 11 }}
+HEAVY = """{% set word, loops = messages[0].content, range(99999) %}
+{%- if word == 'memory' %}{{ word * 999999999 }}
+{%- elif word == 'loop' %}{% for a in loops %}{% for b in loops %}{% endfor %}{% endfor %}
+{%- elif word == 'time' %}{% set its = namespace(a=[], b=[]) %}
+{%- for a in loops[:60] %}{% set its.a = [its.a, its.a] %}{% set its.b = [its.b, its.b] %}{% endfor %}
+{{- its.a == its.b }}
 {%- else %}{{ word * 2 }}{% endif %}"""
 
 
@@ -184,6 +188,7 @@ async def test_what_no_signal_can_interrupt_is_for_another_process(
         for word, status, code in (
             ("ab", 200, None),
             ("memory", 500, "chat_template_error"),
+            ("loop", 500, "chat_template_error"),
             ("time", 400, "unreadable_body"),
         ):
             messages = [{"role": "user", "content": word}]
