@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.kernels import MOST_RANK
 from engine.model.layers import LayerShape
-from engine.model.patterns import Patience, Pattern
+from engine.model.patterns import Patterns
 from engine.request.errors import AdapterError
 
 CONFIG = "adapter_config.json"
@@ -78,7 +78,7 @@ class _Folder:
     def __init__(self, path: Path, shapes: Mapping[str, LayerShape]) -> None:
         self._path, self._shapes = path, shapes
         self._config: Mapping[str, Any] = {}
-        self._patterns: dict[str, list[tuple[Pattern, Any]]] = {}
+        self._patterns = Patterns()
 
     def read(self) -> AdapterWeights:
         if not self._path.is_dir():
@@ -126,19 +126,10 @@ class _Folder:
         for key in ("r", "lora_alpha"):
             if not _is_positive(config.get(key)):
                 raise AdapterError(f"{key} is {config.get(key)!r}, not a positive number")
-        patience = Patience()
         for key in ("rank_pattern", "alpha_pattern"):
-            given = config.get(key) or {}
-            if not isinstance(given, dict) or not all(map(_is_positive, given.values())):
+            pattern = config.get(key) or {}
+            if not isinstance(pattern, dict) or not all(map(_is_positive, pattern.values())):
                 raise AdapterError(f"{key} does not give positive numbers by modules' names")
-            self._patterns[key] = []
-            for text, value in given.items():
-                try:
-                    pattern = Pattern(text, patience, r"(.*\.)?({})$")
-                except ValueError as error:
-                    shown = reprlib.repr(text)
-                    raise AdapterError(f"{key}: {shown} is no pattern: {error}") from None
-                self._patterns[key].append((pattern, value))
         if config.get("bias", "none") != "none":
             raise AdapterError(f"bias is {config['bias']!r}; adapters with biases are not served")
         how = config.get("init_lora_weights", True)
@@ -160,11 +151,14 @@ class _Folder:
         return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
 
     def _of_pattern(self, name: str, layer: str, default: Any) -> Any:
-        try:
-            fitting = (value for pattern, value in self._patterns[name] if pattern.match(layer))
-            return next(fitting, default)
-        except ValueError as error:
-            raise AdapterError(f"{name}: {error}") from None
+        for key, value in (self._config.get(name) or {}).items():
+            try:
+                if self._patterns.match(key, layer, r"(.*\.)?({})$"):
+                    return value
+            except ValueError as error:
+                shown = reprlib.repr(key)
+                raise AdapterError(f"{name}: {shown} is no pattern: {error}") from None
+        return default
 
     # --- the tensors ---
 

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import re
-import reprlib
 import time
 
 import regex
 
-_SECONDS = 3.0
 _MOST_CHARS = 2000
 
 
-class Patience:
-    """The processor time that patterns which share it may take in all. Other threads go on meanwhile."""
+class Patterns:
+    """Those of one file, and the processor time that they may take in all, while other threads go on."""
 
-    seconds_left = _SECONDS
+    seconds_left = 3.0
 
-
-class Pattern:
-    """Raises ValueError with the reason for what is none. ``around`` has the text's place in it."""
-
-    def __init__(self, text: str, patience: Patience, around: str = "{}") -> None:
-        self._text, self._patience = text, patience
+    def match(self, text: str, name: str, around: str = "{}") -> bool:
+        """Whether a name begins as a pattern says, which stands at its place in ``around``. Raises
+        ValueError with the reason where it is none, or takes too long."""
         if len(text) > _MOST_CHARS:
             raise ValueError(f"it has more than {_MOST_CHARS} characters")
+        begin, left = time.thread_time(), max(0.001, self.seconds_left)
         try:
             re.compile(text)  # which knows less: that is what files are written for
-            self._compiled = regex.compile(around.format(text))
-        except (re.error, regex.error, RecursionError, OverflowError) as error:
+            whole = around.format(text)
+            return regex.match(whole, name, timeout=left, concurrent=True) is not None
+        except (re.error, regex.error, RecursionError, OverflowError, TimeoutError) as error:
             raise ValueError(str(error)) from error
-
-    def match(self, name: str) -> bool:
-        """Whether a name begins so. Raises ValueError where that takes too long to find out."""
-        begin = time.thread_time()
-        try:
-            left = max(0.001, self._patience.seconds_left)
-            return self._compiled.match(name, timeout=left, concurrent=True) is not None
-        except TimeoutError:
-            shown = reprlib.repr(self._text)
-            raise ValueError(f"the pattern {shown} takes too long to match") from None
         finally:
-            self._patience.seconds_left -= time.thread_time() - begin
+            self.seconds_left -= time.thread_time() - begin

@@ -4,13 +4,16 @@ believed."""
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
-from engine.model.patterns import Patience, Pattern
+from engine.model.patterns import Patterns
 from engine.request.errors import UnsupportedModelError
 
 _MOST_IN_GROUP = 1 << 20
+Fits = Callable[[str], bool]
+"""Whether a name is one that a pattern means."""
 
 
 class Fields:
@@ -22,7 +25,7 @@ class Fields:
             raise UnsupportedModelError(f"{where} is {reprlib.repr(found)} instead of an object")
         self.found: Mapping[str, Any] = found
         self.where = where
-        self._patience = Patience()
+        self._patterns = Patterns()
 
     def refused(self, key: str, served: str) -> UnsupportedModelError:
         """Returns the error for a field whose value is not served."""
@@ -73,9 +76,9 @@ class Fields:
             raise self.refused(key, "true, false")
         return value
 
-    def names(self, key: str) -> list[str | Pattern]:
-        """Returns a list of words, empty where the field says nothing; of those that begin with "re:" the
-        patterns."""
+    def names(self, key: str) -> list[str | Fits]:
+        """Returns a list of words, empty where the field says nothing; patterns of those that begin with
+        "re:"."""
         value = self.found.get(key)
         value = [] if value is None else value
         if not isinstance(value, list | tuple) or any(type(each) is not str for each in value):
@@ -85,10 +88,12 @@ class Fields:
             for each in value
         ]
 
-    def pattern(self, key: str, text: str) -> Pattern:
-        """Returns a regular expression that the field holds."""
+    def pattern(self, key: str, text: str) -> Fits:
+        """Returns a regular expression that the field holds; to call it raises ValueError where matching
+        takes too long."""
         try:
-            return Pattern(text, self._patience)
+            self._patterns.match(text, "")
+            return partial(self._patterns.match, text)
         except ValueError as error:
             shown = reprlib.repr(text)
             raise UnsupportedModelError(
