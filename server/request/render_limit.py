@@ -79,33 +79,18 @@ def _expire(number: int, frame: FrameType | None) -> None:
 
 def is_heavy(tree: nodes.Template) -> bool:
     """Whether a single operation of the template may take more time or memory than a rendering has."""
-    literals = tree.find_all((nodes.List, nodes.Tuple, nodes.Dict))
-    calls = tree.find_all((nodes.BinExpr, nodes.Call, nodes.Filter))
-    return any(map(_branches, literals)) or any(map(_grows, calls))
-
-
-def _branches(literal: Any) -> bool:
-    """Whether it may hold itself twice: to compare two that do so at each level takes for ever."""
-    found = [each.value if isinstance(each, nodes.Pair) else each for each in literal.items]
-    is_read = getattr(literal, "ctx", "load") == "load"
-    return is_read and sum(not isinstance(each, nodes.Const) for each in found) > 1
-
-
-_MAKES_TEXT = nodes.Const | nodes.Concat | nodes.Add
+    return any(map(_grows, tree.find_all((nodes.BinExpr, nodes.Call, nodes.Filter))))
 
 
 def _grows(node: Any) -> bool:
     if isinstance(node, nodes.BinExpr):
-        is_text = isinstance(node, nodes.Mod) and isinstance(node.left, _MAKES_TEXT)
-        return is_text or isinstance(node, nodes.Mul | nodes.Pow)
+        writes = isinstance(node, nodes.Mod) and not isinstance(node.left, nodes.Getattr)
+        return writes or isinstance(node, nodes.Mul | nodes.Pow)
     by_name = node if isinstance(node, nodes.Filter) else node.node
     called = getattr(by_name, "attr", None) or getattr(by_name, "name", None)
     arguments = (*node.args, *(each.value for each in node.kwargs))
     given = [getattr(each, "value", None) for each in arguments]
     if called == "map" and node.args:
         called, *given = given  # it calls the filter of that name
-    return (called is None or called in _GROWING) and not all(map(_is_small, given))
-
-
-def _is_small(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, int) and value <= _MOST_NUMBER)
+    is_small = all(isinstance(each, str) or each in range(_MOST_NUMBER) for each in given)
+    return (called is None or called in _GROWING) and not is_small
