@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 
 from jinja2 import nodes
 
-_QUICK_SECONDS = 0.2
+_QUICK_SECONDS = 0.5  # the first rendering compiles the template
 _AGAIN_SECONDS = 0.02
 _MOST_NUMBER = 200
 _GROWING = frozenset(
@@ -41,22 +42,20 @@ class RenderLimit:
 
     def run(self, render: Callable[[], str], is_heavy: bool) -> str:
         """Raises SlowTemplateError where it takes too long, or is not for this process."""
-        # Signals are the main thread's.
-        is_main = threading.current_thread() is threading.main_thread()
-        if not self.is_last and (is_heavy or not is_main):
+        if is_heavy and not self.is_last:
             raise SlowTemplateError
-        if is_main:
-            signal.signal(signal.SIGPROF, _expire)
-            seconds = self.most_seconds if self.is_last else _QUICK_SECONDS
-            signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_SECONDS)
+        seconds = self.most_seconds if self.is_last else _QUICK_SECONDS
+        if threading.current_thread() is not threading.main_thread():
+            return _traced(render, time.perf_counter() + seconds)
+        signal.signal(signal.SIGPROF, _expire)
+        signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_SECONDS)
         if self.may_die:
-            most = math.ceil(time.process_time() + 2 * self.most_seconds)
+            most = math.ceil(time.process_time() + 2 * seconds)
             resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
         try:
             return _run(render)
         finally:
-            if is_main:
-                signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             if self.may_die:
                 resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY,) * 2)
 
@@ -75,6 +74,24 @@ def _expire(number: int, frame: FrameType | None) -> None:
         if frame.f_code is _run.__code__:
             raise SlowTemplateError
         frame = frame.f_back
+
+
+def _traced(render: Callable[[], str], end: float) -> str:
+    """Where signals are not to be had, which are the main thread's: slower, by a look at each line of the
+    template and at each call."""
+
+    def look(frame: FrameType, *event: Any) -> Any:
+        del event
+        if time.perf_counter() > end:
+            raise SlowTemplateError
+        return look if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        return render()
+    finally:
+        sys.settrace(before)
 
 
 def is_heavy(tree: nodes.Template) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from server.reply.streaming import IGNORED_HEADER
-from server.request.render_limit import LIMIT
+from server.request.prompts import ChatTemplate
+from server.request.render_limit import LIMIT, SlowTemplateError
+from server.request.special_tokens import Spellings
 from worlds.scripted_engine import CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
 
@@ -163,6 +166,13 @@ async def test_a_template_without_end_is_ended(
         reply = await client.post("/chat/completions", json={"messages": MESSAGES})
         assert (reply.status_code, reply.json()["error"]["code"]) == (500, "chat_template_error")
         assert (await client.post("/completions", json={"prompt": "x"})).is_success
+
+
+def test_in_a_thread_of_its_own_a_template_ends_too() -> None:
+    tokenizer = byte_tokenizer(LOOPS)
+    template = ChatTemplate(tokenizer, Spellings(tokenizer))
+    with ThreadPoolExecutor(1) as threads, pytest.raises(SlowTemplateError):
+        threads.submit(template._text, MESSAGES, {}, {}).result()
 
 
 HEAVY = (
