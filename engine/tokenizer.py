@@ -14,7 +14,7 @@ from engine.logs import log_through_root
 from engine.names import BUNDLED as BUNDLED
 from engine.names import bundled_path as bundled_path
 from engine.names import locate, own_chat_template
-from engine.request.errors import EngineError, UnsupportedModelError
+from engine.request.errors import EngineError, UnsupportedModelError, panics_as_errors
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -87,7 +87,8 @@ def naming(model: str) -> Iterator[None]:
     """Turns whatever is raised within into one line that names the model: files from outside are read
     here, and those who read them for us raise what they happen to run into, mostly without its name."""
     try:
-        yield
+        with panics_as_errors():
+            yield
     except OSError as error:
         raise OSError(f"cannot load {model!r}: {_one_line(error)}") from error
     except (

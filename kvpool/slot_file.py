@@ -25,11 +25,13 @@ import json
 import logging
 import os
 import queue
+import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from struct import Struct
+from typing import Any
 
 import numpy as np
 
@@ -256,13 +258,10 @@ class SlotFile:
         if self._layout in layouts:
             return None
         if layouts:
-            theirs = layouts[0]
-            names = [
-                name
-                for name in {**self._layout, **theirs}
-                if theirs.get(name) != self._layout.get(name)
-            ]
-            return f"it was written for something else (other: {', '.join(names)})"
+            # The file's own names stay out of the log: anyone may have written them.
+            ours, theirs = self._layout.items(), layouts[0]
+            names = [name for name, value in ours if theirs.get(name) != value]
+            return f"it was written for something else (other: {', '.join(names) or 'fields'})"
         if any(head[: len(_MAGIC)] == _MAGIC[: len(head)] for head in heads):
             return "its header is damaged"
         raise SlotFileError(f"{self.path} is not a file of KV blocks; name another, or remove it")
@@ -301,19 +300,30 @@ def _open_locked(path: Path) -> int:
     except OSError as error:
         os.close(file)
         raise SlotFileError(f"{path} is in use by another server") from error
+    found = os.fstat(file)
+    if found.st_mode & stat.S_IWOTH:
+        os.close(file)
+        raise SlotFileError(
+            f"{path}: everybody may write it, and so what the model reads; remove it"
+        )
+    if found.st_mode & stat.S_IWGRP or found.st_uid not in (os.geteuid(), 0):
+        logger.warning("%s: another user may write it, and so what the model reads", path)
     return file
 
 
-def _layout(head: bytes) -> dict[str, str] | None:
-    """Returns what a header says; None: it is damaged."""
+def _layout(head: bytes) -> dict[str, Any] | None:
+    """Returns what a header says, {} where that is no object; None: it is damaged."""
     if len(head) < _HEAD.size:
         return None
     magic, length, checksum = _HEAD.unpack_from(head)
     content = head[_HEAD.size : _HEAD.size + length]
     if magic != _MAGIC or zlib.crc32(content) != checksum:
         return None
-    found: dict[str, str] = json.loads(content)
-    return found
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _packed(slot: int, entry: Entry, length: int, checksum: int) -> bytes:

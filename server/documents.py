@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+_MOST_CHARS = 16 << 20
+
 
 class DocumentError(ValueError):
     """A file that cannot be used. ``place``: where it is at fault, "" where that is not known;
@@ -29,8 +31,11 @@ def read_document(path: Path) -> Any:
     """Returns what the file holds; None where it is empty. Raises DocumentError."""
     read, language = _READERS.get(path.suffix.lower(), (_read_yaml, "YAML"))
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        return read(text)
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(_MOST_CHARS + 1)
+        if len(text) <= _MOST_CHARS:
+            return read(text)
+        fault = f"has more than {_MOST_CHARS:,} characters"
     except OSError as error:
         fault = str(error.strerror or error)
     except UnicodeDecodeError:

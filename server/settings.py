@@ -310,8 +310,8 @@ class Settings(BaseSettings):
     step_timeout: float = Field(
         default=120.0,
         gt=0,
-        description="Seconds that a step of the engine may take: longer, and /health says that "
-        "it hangs. With restart_engine its process is then ended and launched anew.",
+        description="Seconds without progress, in a step or at rest, after which /health says that "
+        "the engine hangs. With restart_engine its process is then ended and launched anew.",
     )
     preload: bool = Field(
         default=True,

@@ -177,6 +177,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "errors",
             "http",
             "metrics",
+            "plan",
             "reply",
             "request",
             "settings",

@@ -131,7 +131,7 @@ class Replica:
         if not self._engine.is_alive:
             raise RuntimeError("the engine is dead")
         if self._services.is_hung:
-            raise RuntimeError("the engine hangs in a step")
+            raise RuntimeError("the engine hangs")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the figure that ``TokenScaling`` goes by."""

@@ -47,8 +47,7 @@ class Adapters:
         that name. Raises AdapterError; then nothing has changed."""
         check_name(name)
         self._check_free(name, may_replace)
-        folder = Path(path).expanduser()
-        weights = read_adapter(folder, self._layers.shapes)
+        weights = read_adapter(Path(path), self._layers.shapes)
         packed = self._layers.pack(weights.parts)
         parameters = sum(first.numel() + second.numel() for first, second in weights.parts.values())
         info = AdapterInfo(

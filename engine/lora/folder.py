@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,14 @@ from safetensors import SafetensorError, safe_open
 
 from engine.kernels import MOST_RANK
 from engine.model.layers import LayerShape
+from engine.model.patterns import Patterns
 from engine.request.errors import AdapterError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_NAMED = 3
+_MOST_PATH_CHARS = 300
 _PREFIX = "base_model.model."
 _FIRST, _SECOND = "lora_A", "lora_B"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,15 +65,20 @@ class AdapterWeights:
 def read_adapter(path: Path, shapes: Mapping[str, LayerShape]) -> AdapterWeights:
     """``shapes``: of the layers that an adapter may change, by name. Raises AdapterError."""
     try:
-        return _Folder(path, shapes).read()
-    except AdapterError as error:
-        raise AdapterError(f"{path}: {' '.join(str(error).split())}") from None
+        return _Folder(path.expanduser(), shapes).read()
+    except (AdapterError, OSError, RuntimeError) as error:
+        # A path may be too long, or begin at a home that is not known.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise AdapterError(
+            f"{str(path)[:_MOST_PATH_CHARS]}: {' '.join(str(reason).split())}"
+        ) from None
 
 
 class _Folder:
     def __init__(self, path: Path, shapes: Mapping[str, LayerShape]) -> None:
         self._path, self._shapes = path, shapes
         self._config: Mapping[str, Any] = {}
+        self._patterns = Patterns()
 
     def read(self) -> AdapterWeights:
         if not self._path.is_dir():
@@ -146,10 +153,11 @@ class _Folder:
     def _of_pattern(self, name: str, layer: str, default: Any) -> Any:
         for key, value in (self._config.get(name) or {}).items():
             try:
-                if re.match(rf"(.*\.)?({key})$", layer):
+                if self._patterns.match(key, layer, r"(.*\.)?({})$"):
                     return value
-            except re.error as error:
-                raise AdapterError(f"{name}: {key!r} is no pattern: {error}") from None
+            except ValueError as error:
+                shown = reprlib.repr(key)
+                raise AdapterError(f"{name}: {shown} is no pattern: {error}") from None
         return default
 
     # --- the tensors ---
@@ -169,7 +177,8 @@ class _Folder:
                 found = {key: file.get_slice(name) for key, name in known.items()}
                 self._check({key: tuple(each.get_shape()) for key, each in found.items()})
                 tensors = {key: file.get_tensor(name) for key, name in known.items()}
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:
+            # RuntimeError: it is larger than what can be mapped.
             raise AdapterError(f"{WEIGHTS} cannot be read: {error}") from None
         for key, tensor in tensors.items():
             if tensor.dtype not in _TYPES:

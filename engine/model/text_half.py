@@ -33,6 +33,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.hub import cached_file
 
+from engine.model.patterns import Patterns
 from engine.request.errors import UnsupportedModelError
 
 _MOST_INDEX_BYTES = 1 << 28
@@ -212,14 +213,14 @@ def _meant(pattern: Any, aliases: Mapping[str, str], modules: Collection[str]) -
     """Yields the modules that a pattern names in the whole, but no longer in the half."""
     if not isinstance(pattern, str) or not pattern.startswith("re:"):
         return
-    wanted, kept = re.compile(pattern[3:]), re.compile(_own_name(pattern, aliases)[3:])
+    match, kept = Patterns().match, _own_name(pattern, aliases)[3:]
     for name in modules:
         theirs = [
             old + name.removeprefix(new)
             for old, new in aliases.items()
             if f"{name}.".startswith(f"{new}.")
         ]
-        if not kept.match(name) and any(map(wanted.match, theirs)):
+        if not match(kept, name) and any(match(pattern[3:], each) for each in theirs):
             yield name
 
 

@@ -2,8 +2,8 @@
 
     python -m engine.process.child HANDLE PULSE
 
-HANDLE is the pipe from the process that launched it, PULSE the memory in which that process sees how long
-a step takes. When that pipe closes, the server is gone, by whatever end, and so is this.
+HANDLE is the pipe from the process that launched it, PULSE the memory in which that process sees whether
+it makes progress. When that pipe closes, the server is gone, by whatever end, and so is this.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class EngineHost:
         if not self.is_built:
             os._exit(1)
         self._built.result().stop()
+
+    def show_life(self) -> None:
+        self._built.result().show_life()
 
     def attach(self, wants_steps: bool, handle: int) -> None:
         """Serves a new client at the end of a pipe. What it asks waits until the engine is built."""
@@ -187,7 +190,8 @@ def main() -> int:
         import_module("torch")
         log_through_root("torch")
     host = EngineHost()
-    control.listen_in_thread({"attach": host.attach, "stop": host.stop}, lambda: os._exit(1))
+    acts: Acts = {"attach": host.attach, "stop": host.stop, "show_life": host.show_life}
+    control.listen_in_thread(acts, lambda: os._exit(1))
     with _followers(launch, control, host):
         try:
             engine, _ = resolve_name(launch.build)(launch.config)

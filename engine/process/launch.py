@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 # A step that is under way at the end is let finish.
 _STOP_SECONDS = 30.0
-# How often a step's time is looked at.
+# How often the engine's progress is looked at.
 _LOOK_SECONDS = 1.0
 
 
@@ -101,8 +101,8 @@ def ignore_signals() -> None:
 
 class EngineProcess:
     """One engine at a time. ``environment`` is added to this process's own; ``build``, ``follow`` and
-    ``logs`` as in ``Launch``. ``pulse`` shows how long a step has been under way, and ``pulse_handle``
-    lets other processes see it."""
+    ``logs`` as in ``Launch``. ``pulse`` shows whether it makes progress, and ``pulse_handle`` lets other
+    processes see it."""
 
     def __init__(
         self,
@@ -187,11 +187,12 @@ class EngineProcess:
         self, restarted: Callable[[EngineInfo], None] | None, step_timeout: float = math.inf
     ) -> None:
         """Say in the log when the engine ends by itself. With ``restarted`` it is launched anew, as often
-        as it takes, and ``restarted`` is called from a thread each time it is back; one whose step takes
-        longer than ``step_timeout`` seconds is ended for that."""
+        as it takes, and ``restarted`` is called from a thread each time it is back; one that stalls for
+        longer than ``step_timeout`` seconds, in a step or at rest, is ended for that."""
         threading.Thread(target=self._watch, args=(restarted,), daemon=True).start()
-        if restarted is not None and step_timeout < math.inf:
-            threading.Thread(target=self._end_hung, args=(step_timeout,), daemon=True).start()
+        if step_timeout < math.inf:
+            arguments = (step_timeout, restarted is not None)
+            threading.Thread(target=self._look, args=arguments, daemon=True).start()
 
     def stop(self) -> None:
         """End it, after the step under way; harmless where it is not there."""
@@ -203,13 +204,25 @@ class EngineProcess:
             os.close(self.pulse_handle)
             self.pulse_handle = -1
 
-    def _end_hung(self, step_timeout: float) -> None:
-        while not self._stopping.wait(min(_LOOK_SECONDS, step_timeout)):
-            seconds = self.pulse.step_seconds
-            if seconds > step_timeout and self.is_alive:
-                assert self._child is not None
-                logger.error("a step has taken %.0f s: the engine's process is ended", seconds)
-                self._child.process.kill()
+    def _look(self, step_timeout: float, may_end: bool) -> None:
+        pause, last, was_hung = min(_LOOK_SECONDS, step_timeout), time.monotonic(), False
+        while not self._stopping.wait(pause):
+            now = time.monotonic()
+            if now - last > pause + step_timeout / 4:
+                self.pulse.resume()  # this process, and probably the engine's, stood still
+            last, child = now, self._child
+            if not self.is_alive or child is None:
+                continue
+            seconds = self.pulse.stalled_seconds
+            is_hung = seconds > step_timeout
+            if is_hung and not was_hung:
+                what = "the engine's process is ended" if may_end else "it hangs"
+                logger.error("the engine has made no progress for %.0f s: %s", seconds, what)
+            was_hung = is_hung
+            if is_hung and may_end:
+                child.process.kill()
+            elif self.pulse.ask():
+                child.link.call("show_life")
 
     def _watch(self, restarted: Callable[[EngineInfo], None] | None) -> None:
         pause = _FIRST_PAUSE

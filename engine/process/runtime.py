@@ -49,7 +49,7 @@ _MEMORY_SECONDS = 1.0
 
 class EngineRuntime:
     """``core`` belongs to the thread that calls ``run``; everything else may be called from any.
-    ``pulse`` shows how long a step has been under way."""
+    ``pulse`` shows whether it makes progress."""
 
     def __init__(
         self,
@@ -112,6 +112,10 @@ class EngineRuntime:
         """Count a request in which the engine has no other part. Raises TenantLimitError."""
         with self._lock:
             self._limits.charge(tenant)
+
+    def show_life(self) -> None:
+        """Have the thread that calls ``run`` move the pulse, also while it waits for requests."""
+        self._inbox.put(_nothing)
 
     # --- adapters ---
 
@@ -212,6 +216,9 @@ class EngineRuntime:
                 if block:
                     continue
                 return True
+            if block and command is _nothing:
+                self.pulse.rest()
+                continue
             if block:
                 self.pulse.beat()
             if command is None:
@@ -219,6 +226,10 @@ class EngineRuntime:
                 return False
             command()
             block = False
+
+
+def _nothing() -> None:
+    """The command that only shows that commands are obeyed."""
 
 
 class AsyncEngine(EventStreams):

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from engine.process.pulse import Pulse
 from engine.request.errors import (
     AdapterError,
+    DeadlineExceededError,
     EngineDeadError,
     RequestError,
     ShuttingDownError,
     UnknownAdapterError,
+    panics_as_errors,
 )
 from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.info import AdapterInfo, EngineInfo
@@ -32,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 StepListener = Callable[[StepStats], None]
 AdapterListener = Callable[[tuple[AdapterInfo, ...]], None]
+# After a request's deadline, for which the engine has to be between steps.
+_GRACE_SECONDS = 1.0
 
 
 Take = Callable[[TokenEvent], Coroutine[Any, Any, None] | None]
@@ -42,10 +48,11 @@ _Turn = asyncio.Future[Coroutine[Any, Any, None] | None]
 class _Stream:
     """The events of a request on their way to its one reader. ``has_ended``: the last one is here."""
 
-    __slots__ = ("_events", "_take", "_turn", "has_ended")
+    __slots__ = ("_events", "_take", "_turn", "has_ended", "num_tokens")
 
     def __init__(self) -> None:
         self.has_ended = False
+        self.num_tokens = 0
         # Those that the reader has had no time for.
         self._events: deque[TokenEvent | ErrorEvent] = deque()
         # Who takes events as they come, and what wakes the reader's task where it has something to do.
@@ -57,6 +64,8 @@ class _Stream:
         if self.has_ended:
             return
         self.has_ended = isinstance(event, ErrorEvent) or event.finish is not None
+        if not isinstance(event, ErrorEvent):
+            self.num_tokens += len(event.token_ids)
         turn = self._turn
         if turn is None or turn.done():  # it may have been cancelled just now
             self._events.append(event)
@@ -68,7 +77,8 @@ class _Stream:
 
     def _hand_over(self, event: TokenEvent, take: Take, turn: _Turn) -> None:
         try:
-            wait = take(event)
+            with panics_as_errors():
+                wait = take(event)
         except Exception as error:
             turn.set_exception(error)
         else:
@@ -130,9 +140,9 @@ class EventStreams(ABC):
         return self._dead is None
 
     @property
-    def step_seconds(self) -> float:
-        """How long the step under way has taken; 0 while there is none."""
-        return self.pulse.step_seconds
+    def stalled_seconds(self) -> float:
+        """How long the engine has made no progress; 0 while it does, or has nothing to do."""
+        return self.pulse.stalled_seconds
 
     @property
     def num_open(self) -> int:
@@ -209,15 +219,32 @@ class EventStreams(ABC):
         stream = _Stream()
         self._submit(request)
         self._streams[request_id] = stream
+        timer = self._expire_later(request)
         try:
             yield stream
         finally:
             del self._streams[request_id]
+            if timer is not None:
+                timer.cancel()
             self._release(request_id)
             if not self._streams:
                 self._drained.set()
             if not stream.has_ended:
                 self.abort(request_id)
+
+    def _expire_later(self, request: GenerationRequest) -> asyncio.TimerHandle | None:
+        """The engine ends late requests between steps; this ends one where it does not come to that."""
+        if request.deadline is None:
+            return None
+        seconds = request.deadline - time.perf_counter() + _GRACE_SECONDS
+        expire = partial(self._expire, request.request_id)
+        return asyncio.get_running_loop().call_later(max(0.0, seconds), expire)
+
+    def _expire(self, request_id: str) -> None:
+        stream = self._streams[request_id]
+        if not stream.has_ended:
+            self.abort(request_id)
+            stream.put(ErrorEvent(request_id, DeadlineExceededError(stream.num_tokens)))
 
     def _refuse_when_ended(self) -> None:
         """Raises EngineDeadError, ShuttingDownError."""

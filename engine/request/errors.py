@@ -19,6 +19,9 @@ All survive pickling: they also come from an engine in another process.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class EngineError(Exception):
     pass
@@ -89,6 +92,18 @@ class DeadlineExceededError(EngineError):
 
 class RequestFailedError(EngineError):
     pass
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raises RequestFailedError where code in Rust panics: what that raises is no ``Exception``, and
+    passes by all that handles errors."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RequestFailedError(f"it panicked: {error}") from error
 
 
 class RanksError(EngineError):

@@ -35,7 +35,7 @@ Few = Sequence[str] | None
 @dataclass(slots=True)
 class Services:
     """The parts of one application. ``fingerprint``: equal for servers that write the same tokens
-    for the same seed. ``step_timeout``: seconds after which the engine's step counts as hung.
+    for the same seed. ``step_timeout``: seconds without progress after which the engine counts as hung.
     ``drops_unknown``: whether unknown fields of bodies are left out and listed, instead of refused.
     ``state``: "serving" between the app's start and the first word of its end.
     """
@@ -132,7 +132,7 @@ class Services:
 
     @property
     def is_hung(self) -> bool:
-        return self.engine.step_seconds > self.step_timeout
+        return self.engine.stalled_seconds > self.step_timeout
 
 
 def _held_to(drafters: Few, adapters: Few, work: Callable[..., Result], *given: Any) -> Result:

@@ -13,7 +13,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/health", responses={503: {"description": "The engine is dead."}})
 async def health(served: Served) -> JSONResponse:
-    """200 while the event loop answers and the engine steps, or ends as it was told: restart if not."""
+    """200 while the event loop answers and the engine goes on, or ends as it was told: restart if not."""
     if not (served.engine.is_alive or served.state == "draining"):
         return JSONResponse({"status": "dead"}, 503)
     if served.is_hung:

@@ -41,7 +41,8 @@ _FIRST_PAUSE_SECONDS, _PAUSE_GROWTH = 0.05, 3
 # Pieces of requests that are parsed in one go; then come other connections.
 _PIECES_PER_TURN = 256
 # Who is refused in the middle of a request is read for so long and so far on: to close on bytes that
-# nobody has read resets the connection, and the refusal may be lost.
+# nobody has read resets the connection, and the refusal may be lost. The rest of a body whose request
+# has its answer is read so far, too.
 _LAST_WORD_SECONDS, _MAX_IGNORED_BYTES = 1.0, 1 << 20
 SEND_BODY = "slipstream.send_body"
 """In a request's scope: a ``SendBody``, for a body in many pieces. They need not go through all that
@@ -188,10 +189,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self._is_refused or (self._framing.has_head and not self._is_answering):
             self._num_ignored += len(data)
             if self._num_ignored > _MAX_IGNORED_BYTES:
                 self._end.close()
+        if self._is_refused or self._end.is_closing():
             return
         self._unparsed += data
         if self._parsing is None:
@@ -329,6 +331,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._framing.end_request()
+        self._num_ignored = 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

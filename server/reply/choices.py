@@ -13,7 +13,12 @@ from functools import partial
 from typing import Any
 
 from engine.process.streams import EventStreams
-from engine.request.errors import DeadlineExceededError, RequestError, TryLaterError
+from engine.request.errors import (
+    DeadlineExceededError,
+    RequestError,
+    TryLaterError,
+    panics_as_errors,
+)
 from engine.request.events import FinishInfo, TokenEvent, TokenLogprobs
 from server.errors import shutting_down
 from server.formats.message import MessageParser
@@ -257,6 +262,7 @@ class ChoiceSource:
             if record is not None:
                 record.outcome = outcome
 
+    @panics_as_errors()
     def _assembler(self, plan: ChoicePlan) -> TextAssembler:
         skip = plan.text.skip_special_tokens
         context = plan.request.prompt_token_ids[-_NUM_CONTEXT_TOKENS:]

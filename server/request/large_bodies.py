@@ -14,15 +14,18 @@ import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from fastapi import Request
@@ -31,9 +34,11 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
+from engine.request.errors import panics_as_errors
 from server.errors import CLIENT_GONE_STATUS, ApiError, bad_request, shutting_down
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
+from server.request.render_limit import LIMIT, SlowTemplateError
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
 
@@ -43,6 +48,8 @@ LARGE = 16 << 10
 """Bytes. A body of no more takes the event loop a few milliseconds at worst."""
 _NICENESS = 10
 _ENVELOPE_BYTES = 1 << 20
+_MOST_BYTES = 4 << 30
+"""Of memory in a process that reads bodies, beside what it begins with."""
 
 
 def default_body_bytes(max_model_len: int, tokenizer: Any) -> int:
@@ -92,7 +99,8 @@ class BodyRoute(APIRoute):
             drops_unknown = services.drops_unknown and not self.path.startswith("/admin")
             unread = LargeBody(kind, content, drops_unknown)
             body = unread if len(content) > LARGE else unread.parse()
-            response: Response = await self.endpoint(body, request, services)
+            with panics_as_errors():
+                response: Response = await self.endpoint(body, request, services)
             return response
 
         return handle
@@ -107,6 +115,18 @@ class AnyTypeRoute(BodyRoute):
 Result = TypeVar("Result")
 Work = Callable[[Translator, Any], Result]
 """The work on a body that is a model by then; from a module's top, so that it can be sent."""
+
+
+def _read(translator: Translator, body: Body | LargeBody, work: Work[Result]) -> Result:
+    """Where the body goes to no further process. Raises ApiError."""
+    LIMIT.is_last = True
+    try:
+        return work(translator, body.parse() if isinstance(body, LargeBody) else body)
+    except SlowTemplateError:
+        message = "The chat template takes too long with these messages."
+        raise ApiError(500, message, code="chat_template_error") from None
+    finally:
+        LIMIT.is_last = False
 
 
 class BodyReader:
@@ -132,10 +152,11 @@ class BodyReader:
     async def read(self, body: Body | LargeBody, work: Work[Result]) -> Result:
         """Returns the result of ``work`` on the body. Raises ApiError."""
         if not isinstance(body, LargeBody):
-            return work(self.translator, body)
+            with suppress(SlowTemplateError):
+                return work(self.translator, body)
         pool = self._get_pool()
         if pool is None:
-            return self._read(body, work)
+            return _read(self.translator, body, work)
         try:
             return await self._read_in(pool, body, work)
         except BrokenProcessPool:
@@ -147,11 +168,11 @@ class BodyReader:
         async with self._one_at_a_time:
             return await self._read_alone(body, work)
 
-    async def _read_alone(self, body: LargeBody, work: Work[Result]) -> Result:
+    async def _read_alone(self, body: Body | LargeBody, work: Work[Result]) -> Result:
         """In a new process, which reads nothing else. Raises ApiError, a 400 where that ends, too."""
         pool = self._begin_pool(1)
         if pool is None:
-            return self._read(body, work)
+            return _read(self.translator, body, work)
         own, has_begun = self._processes[-1], False
         try:
             await asyncio.get_running_loop().run_in_executor(pool, os.getpid)
@@ -168,10 +189,10 @@ class BodyReader:
             own.kill()
         logger.warning("no process for large bodies begins: the server reads them itself")
         self._num_processes = 0
-        return self._read(body, work)
+        return _read(self.translator, body, work)
 
     async def _read_in(
-        self, pool: ProcessPoolExecutor, body: LargeBody, work: Work[Result]
+        self, pool: ProcessPoolExecutor, body: Body | LargeBody, work: Work[Result]
     ) -> Result:
         """Raises ApiError, and BrokenProcessPool where a process of the pool has ended."""
         loop = asyncio.get_running_loop()
@@ -181,9 +202,6 @@ class BodyReader:
         if isinstance(found, ApiError):
             raise found
         return found
-
-    def _read(self, body: LargeBody, work: Work[Result]) -> Result:
-        return work(self.translator, body.parse())
 
     def close(self) -> None:
         """Ends the pool. Its processes are killed: the interpreter would wait at its end for one that is
@@ -215,7 +233,7 @@ class BodyReader:
             # A copy of this process would copy its threads' locks.
             multiprocessing.get_context("spawn"),
             _begin,
-            (translator, self._logs),
+            (translator, self._logs, LIMIT.most_seconds),
         )
         before = multiprocessing.active_children()
         pool.submit(os.getpid)  # starts all its processes
@@ -246,15 +264,18 @@ def _begin_tracker() -> None:
 _translator: Translator | None = None
 
 
-def _begin(translator: bytes, logs: LogOptions) -> None:
+def _begin(translator: bytes, logs: LogOptions, most_seconds: float) -> None:
     global _translator
     logs.begin()
+    LIMIT.may_die, LIMIT.most_seconds = True, most_seconds
     # Tokens of running requests come first.
     os.nice(_NICENESS)
     # Ctrl-C reaches the whole group; the server says when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _translator = pickle.loads(translator)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MOST_BYTES, used + _MOST_BYTES))
 
 
 def _end_with_parent() -> None:
@@ -265,8 +286,9 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+@panics_as_errors()
 def _read_here(
-    body: LargeBody,
+    body: Body | LargeBody,
     work: Work[Result],
     resolver: SpeculativeResolver,
     adapters: tuple[str, ...],
@@ -275,6 +297,6 @@ def _read_here(
     # With each body: the pool began with others if they were changed since.
     _translator.resolver, _translator.adapters = resolver, adapters
     try:
-        return work(_translator, body.parse())
+        return _read(_translator, body, work)
     except ApiError as error:
         return error

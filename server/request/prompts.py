@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jinja2.ext
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
 from engine.request.info import EngineInfo
 from server.errors import ApiError, bad_request, refused
 from server.request.infill import Infill
+from server.request.render_limit import LIMIT, is_heavy
 from server.request.special_tokens import Disguise, Spellings, Text, TextEncoder, joined
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ _USER = {"role": "user", "content": ""}
 # transformers' own tags; what stands between them is as it was.
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 ALL = slice(None)
+# More than the largest context's text.
+_MOST_CHARS = 64 << 20
 
 
 class Prompts:
@@ -133,15 +137,10 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._spellings = spellings
         self.source = str(tokenizer.chat_template) if tokenizer.chat_template else None
-        self.variables = _variables(self.source or "")
+        self.variables, self._is_heavy = _known_of(self.source or "")
         self.takes_tools = "tools" in self.variables
         self._reserved = _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()
         self.variables -= self._reserved
-        self._takes_parts = self.source is not None and self._shows_only_parts()
-        self.reads_names = self._shows({**_USER, "name": _PROBE})
-        function = {"name": "f", "arguments": _PROBE}
-        call = {"id": "call_0000", "type": "function", "function": function}
-        self.takes_text = self._shows(_USER, {**_USER, "role": "assistant", "tool_calls": [call]})
 
     def read_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those of the client's variables that the template reads. Raises ApiError for what is
@@ -181,8 +180,21 @@ class ChatTemplate:
         arguments["tools"] = tools or None
         return disguise.take_off(self._apply(messages, variables, arguments))
 
-    def _shows_only_parts(self) -> bool:
-        """Returns whether a text is lost unless it comes as a part: templates of models that also take
+    @cached_property
+    def reads_names(self) -> bool:
+        """Whether it shows the names of users."""
+        return self._shows({**_USER, "name": _PROBE})
+
+    @cached_property
+    def takes_text(self) -> bool:
+        """Whether it takes a call's arguments as a text, too, not as an object only."""
+        function = {"name": "f", "arguments": _PROBE}
+        call = {"id": "call_0000", "type": "function", "function": function}
+        return self._shows(_USER, {**_USER, "role": "assistant", "tool_calls": [call]})
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether a text is lost unless it comes as a part: templates of models that also take
         images may go through the parts of a content and look for those of text."""
         message = _USER | {"content": _PROBE}
         return not self._shows(message) and self._shows(_in_parts(message))
@@ -209,9 +221,10 @@ class ChatTemplate:
             raise self._blame(error, messages, variables, arguments) from error
 
     def _text(self, messages: Any, variables: Any, arguments: Any) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, **arguments, **variables
-        )
+        render = partial(self._tokenizer.apply_chat_template, messages, tokenize=False)
+        text = LIMIT.run(lambda: render(**arguments, **variables), self._is_heavy)
+        if len(text) > _MOST_CHARS:
+            raise ValueError(f"it makes {len(text)} characters of them")
         return text
 
     def _blame(self, error: Exception, messages: Any, variables: Any, arguments: Any) -> ApiError:
@@ -240,12 +253,17 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
-def _variables(source: str) -> frozenset[str]:
-    """All names that a template reads and does not set."""
+def _known_of(source: str) -> tuple[frozenset[str], bool]:
+    """All names that a template reads and does not set, and whether it is heavy to render."""
     environment = Environment(extensions=[jinja2.ext.loopcontrols])
     try:
         tree = environment.parse(_GENERATION.sub("", source))
+        heavy = is_heavy(tree)
+        for each in tree.find_all(nodes.Const):
+            # jinja2 computes with constants already where it looks for names.
+            each.value = "" if isinstance(each.value, str) else each.value and 1
+        names = meta.find_undeclared_variables(tree) - environment.globals.keys()
     except TemplateSyntaxError as error:
         logger.error("the chat template is broken: %s", error)
-        return frozenset()
-    return frozenset(meta.find_undeclared_variables(tree) - environment.globals.keys())
+        return frozenset(), False
+    return frozenset(names), heavy

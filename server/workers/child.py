@@ -3,7 +3,7 @@
     python -m server.workers.child PIPE LISTENER ENGINE PULSE
 
 All are handles: of the pipe from the process that launched this one, of the listening socket, of a pipe
-to the engine, and of the memory that shows how long the engine's step takes.
+to the engine, and of the memory that shows whether the engine makes progress.
 """
 
 from __future__ import annotations

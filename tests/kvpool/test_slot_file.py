@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.slot_file import SlotFile, SlotFileError, num_slots_for
+from kvpool.slot_file import _HEAD, _MAGIC, SlotFile, SlotFileError, num_slots_for
 from kvpool.tier import Bytes, Entry
 
 NUM_SLOTS, SLOT_BYTES = 8, 5000
@@ -227,7 +228,7 @@ def test_random_damage_is_never_taken_for_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"weights": "other"}, "weights"), ({"more": "x"}, "more"), ({"dtype": "bf16"}, "dtype")],
+    [({"weights": "other"}, "weights"), ({"more": "x"}, "fields"), ({"dtype": "bf16"}, "dtype")],
 )
 def test_another_ones_file_is_emptied_with_a_word(
     tmp_path: Path, change: dict[str, str], named: str, caplog: pytest.LogCaptureFixture
@@ -236,18 +237,39 @@ def test_another_ones_file_is_emptied_with_a_word(
     fill(path)
     with using(path, **change) as file:
         assert seeds_in(file) == []
-    assert f"it was written for something else (other: {named})" in caplog.text
     with using(path) as file:
         assert seeds_in(file) == []
+    assert f"it was written for something else (other: {named})" in caplog.text
 
 
-def test_a_file_of_another_size_is_emptied(
+@pytest.mark.parametrize("said", [b"[]", b"1", b"[" * 4000, b"\xff", b"{", b'{"a\\nb": [1]}', b""])
+def test_a_header_that_says_nothing_of_ours_is_another_ones(
+    tmp_path: Path, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "kv"
+    fill(path)
+    head = _HEAD.pack(_MAGIC, len(said), zlib.crc32(said)) + said
+    whole = path.read_bytes()
+    path.write_bytes(head + whole[len(head) : -PAGE] + head.ljust(PAGE, b"x"))
+    with using(path) as found:
+        assert seeds_in(found) == []
+    (told,) = (each.message for each in caplog.records if each.levelno >= logging.WARNING)
+    assert told.startswith(f"{path} is emptied: it was written for something else (other: version")
+    assert "\n" not in told
+
+
+def test_a_file_that_others_may_write_is_refused_or_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fill(tmp_path / "kv")
-    file = opened(tmp_path / "kv", NUM_SLOTS + 1)
-    file.close([])
-    assert "num_slots" in caplog.text
+    path = tmp_path / "kv"
+    fill(path)
+    path.chmod(0o606)
+    with pytest.raises(SlotFileError, match="everybody may write it"):
+        opened(path)
+    path.chmod(0o660)
+    opened(path, NUM_SLOTS + 1).close([])
+    assert "another user may write it" in caplog.text
+    assert "is emptied: it was written for something else (other: num_slots)" in caplog.text
 
 
 def test_somebody_elses_file_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ async def test_a_hung_step_is_seen_by_probes(connect: Connect) -> None:
     engine = ScriptedEngine()
     async with connect(engine, step_timeout=30) as client:
         for seconds, status in ((29.0, 200), (31.0, 503), (0.0, 200)):
-            engine.step_seconds = seconds
+            engine.stalled_seconds = seconds
             for path in ("health", "ready"):
                 reply = await client.get(f"http://test/{path}")
                 assert reply.status_code == status

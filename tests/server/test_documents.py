@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,10 @@ def test_a_file_that_cannot_be_read_is_one_too(tmp_path: Path) -> None:
     ):
         with pytest.raises(DocumentError, match=f"^{problem}$"):
             read_document(path)
+    (tmp_path / "sparse.yaml").touch()
+    os.truncate(tmp_path / "sparse.yaml", 50 << 30)
+    with pytest.raises(DocumentError, match=r"^has more than 16,777,216 characters$"):
+        read_document(tmp_path / "sparse.yaml")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(DocumentError, match=r"^is not UTF-8$"):
         read_document(tmp_path / "bytes.yaml")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
-from worlds.scripted_engine import ScriptedEngine
+from engine.request.errors import UnsupportedModelError
+from engine.tokenizer import naming
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
@@ -47,3 +51,31 @@ async def test_other_paths_keep_openais_shape(connect: Connect) -> None:
             assert reply.status_code == 404
             assert reply.json().keys() == {"error"}
             assert reply.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+ODD = [{"SpecialToken": {"id": "[X]", "type_id": 0}}]
+PANICS: dict[str, dict[str, Any]] = {
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": ODD,
+        "pair": ODD,
+        "special_tokens": {},
+    },
+    "decoder": {"type": "Strip", "content": "h", "start": 5, "stop": 5},
+}
+
+
+@pytest.mark.parametrize("part", PANICS)
+async def test_a_tokenizer_that_panics_fails_the_request_alone(connect: Connect, part: str) -> None:
+    """Its file is from outside, and a panic in Rust is no ``Exception``."""
+    tokenizer = byte_tokenizer()
+    description = json.loads(tokenizer.backend_tokenizer.to_str()) | {part: PANICS[part]}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(description))
+    async with connect(ScriptedEngine("hi"), tokenizer=tokenizer) as client:
+        for stream in (False, True):
+            reply = await client.post("/completions", json={"prompt": "hello", "stream": stream})
+            assert reply.status_code == 500
+            assert reply.json()["error"]["code"] == "request_failed"
+        assert (await client.get("/models")).status_code == 200
+    with pytest.raises(UnsupportedModelError, match="cannot load 'it': .*panicked"), naming("it"):
+        tokenizer.decode(tokenizer.encode("hello"))

@@ -169,7 +169,7 @@ class ScriptedEngine:
         self._group_sizes = tuple(group_sizes)
         self.info = info or engine_info()
         self.is_alive = False
-        self.step_seconds = 0.0
+        self.stalled_seconds = 0.0
         self.gate = asyncio.Event()
         self.gate.set()
         self.capacity = 1000

@@ -11,7 +11,6 @@ is symmetric, ``weight_shape`` and maybe ``weight_g_idx``, each feature's group.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.model.stored import fp8
-from engine.model.stored.fields import Fields
+from engine.model.stored.fields import Fields, Fits
 from engine.model.stored.layer import StoredLinear, fixed
 from engine.model.stored.places import PlaceByTensors, StoredTensors
 from engine.model.stored.words import (
@@ -93,7 +92,7 @@ class _Scheme(NamedTuple):
     ``group_size``: -1: a row. ``block``: of floats, None where shapes say it. ``by_token``: inputs have
     one scale for each token. ``has_ranges``: the checkpoint has scales for inputs, too."""
 
-    targets: Sequence[str]
+    targets: Sequence[str | Fits]
     layout: str
     bits: int
     strategy: str
@@ -238,12 +237,12 @@ def read(config: Any) -> PlaceByTensors:
     return place
 
 
-def _how_near(patterns: Sequence[str], name: str, module: nn.Module) -> int | None:
+def _how_near(patterns: Sequence[str | Fits], name: str, module: nn.Module) -> int | None:
     """Returns how closely a pattern names the module: 0 by its name, 1 by a pattern, 2 by its class;
     None: not at all."""
     nearness = (
         (0, name in patterns),
-        (1, any(each[:3] == "re:" and re.match(each[3:], name) for each in patterns)),
+        (1, any(callable(each) and each(name) for each in patterns)),
         (2, type(module).__name__ in patterns),
     )
     return next((near for near, fits in nearness if fits), None)

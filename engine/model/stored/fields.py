@@ -3,14 +3,17 @@ believed."""
 
 from __future__ import annotations
 
-import re
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
+from engine.model.patterns import Patterns
 from engine.request.errors import UnsupportedModelError
 
 _MOST_IN_GROUP = 1 << 20
+Fits = Callable[[str], bool]
+"""Whether a name is one that a pattern means."""
 
 
 class Fields:
@@ -22,6 +25,7 @@ class Fields:
             raise UnsupportedModelError(f"{where} is {reprlib.repr(found)} instead of an object")
         self.found: Mapping[str, Any] = found
         self.where = where
+        self._patterns = Patterns()
 
     def refused(self, key: str, served: str) -> UnsupportedModelError:
         """Returns the error for a field whose value is not served."""
@@ -72,23 +76,25 @@ class Fields:
             raise self.refused(key, "true, false")
         return value
 
-    def names(self, key: str) -> list[str]:
-        """Returns a list of words, empty where the field says nothing. Those that begin with "re:" are
-        patterns that compile."""
+    def names(self, key: str) -> list[str | Fits]:
+        """Returns a list of words, empty where the field says nothing; patterns of those that begin with
+        "re:"."""
         value = self.found.get(key)
         value = [] if value is None else value
         if not isinstance(value, list | tuple) or any(type(each) is not str for each in value):
             raise self.refused(key, "a list of names")
-        for each in value:
-            if each.startswith("re:"):
-                self.pattern(key, each.removeprefix("re:"))
-        return list(value)
+        return [
+            self.pattern(key, each.removeprefix("re:")) if each.startswith("re:") else each
+            for each in value
+        ]
 
-    def pattern(self, key: str, text: str) -> re.Pattern[str]:
-        """Returns a regular expression that the field holds."""
+    def pattern(self, key: str, text: str) -> Fits:
+        """Returns a regular expression that the field holds; to call it raises ValueError where matching
+        takes too long."""
         try:
-            return re.compile(text)
-        except (re.error, RecursionError, OverflowError) as error:
+            self._patterns.match(text, "")
+            return partial(self._patterns.match, text)
+        except ValueError as error:
             shown = reprlib.repr(text)
             raise UnsupportedModelError(
                 f"{self.where} has {key} with the pattern {shown}, which is none: {error}"

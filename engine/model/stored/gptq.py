@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.model.stored.fields import Fields
+from engine.model.stored.fields import Fields, Fits
 from engine.model.stored.places import PlaceByTensors, StoredTensors
 from engine.model.stored.words import INDICES, SCALES, WordsLinear, num_words, unpack
 
@@ -96,7 +96,7 @@ def read(config: Any) -> PlaceByTensors:
     return place
 
 
-def _read_dynamic(fields: Fields) -> list[tuple[re.Pattern[str], Fields]]:
+def _read_dynamic(fields: Fields) -> list[tuple[Fits, Fields]]:
     """Returns the patterns of modules that have fields of their own, and those fields."""
     given = fields.found.get("dynamic") or {}
     if not isinstance(given, Mapping) or any(type(each) is not str for each in given):
@@ -113,9 +113,9 @@ def _read_dynamic(fields: Fields) -> list[tuple[re.Pattern[str], Fields]]:
     return found
 
 
-def _fields_of(name: str, fields: Fields, dynamic: list[tuple[re.Pattern[str], Fields]]) -> Fields:
+def _fields_of(name: str, fields: Fields, dynamic: list[tuple[Fits, Fields]]) -> Fields:
     """Returns a module's fields: the first pattern that fits its name changes those of all."""
     for pattern, own in dynamic:
-        if pattern.match(name):
+        if pattern(name):
             return Fields({**fields.found, **own.found}, own.where)
     return fields

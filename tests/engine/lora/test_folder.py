@@ -4,6 +4,7 @@ in one line."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine.lora.folder import CONFIG, WEIGHTS, read_adapter
 from engine.model.adapted import AdaptedLayers
 from engine.model.layers import LayerShape
+from engine.model.patterns import Patterns
 from engine.model.runner import ModelRunner
 from engine.request.errors import AdapterError
 from worlds.lora_adapters import save_adapter
@@ -122,6 +124,7 @@ def with_bin(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
 
 
+ENDLESS = r"(?:(?:\w|[a-z._])+(?:.|[a-z0-9_.])*)+(?=\d$)"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "no folder": (shutil.rmtree, "there is no such folder"),
     "no configuration": (lambda f: (f / CONFIG).unlink(), f"{CONFIG} cannot be read: No such file"),
@@ -143,6 +146,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "another rank": (lambda f: configure(f, r=5), "its rank is 4; adapter_config.json says 5"),
     "a bad pattern": (
         lambda f: configure(f, alpha_pattern={"(": 3}), "alpha_pattern: '(' is no pattern",
+    ),
+    "a pattern that matches for ever": (
+        lambda f: configure(f, rank_pattern={ENDLESS: 4}), "regex timed out",
+    ),
+    "a long pattern": (
+        lambda f: configure(f, rank_pattern={"a" * 2001: 4}), "it has more than 2000 characters",
+    ),
+    "a large file of nothing": (
+        lambda f: os.truncate(f / WEIGHTS, 50 << 30), f"{WEIGHTS} cannot be read",
     ),
     "a pattern of words": (
         lambda f: configure(f, rank_pattern={"q_proj": "4"}), "rank_pattern does not give positive",
@@ -197,7 +209,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("name", list(DAMAGES))
-def test_a_damaged_folder_is_one_clear_line(folder: Path, name: str) -> None:
+def test_a_damaged_folder_is_one_clear_line(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patterns, "seconds_left", 0.2)
     damage, expected = DAMAGES[name]
     configure(folder, base_model_name_or_path="some/base")
     damage(folder)
@@ -207,6 +222,20 @@ def test_a_damaged_folder_is_one_clear_line(folder: Path, name: str) -> None:
     assert said.startswith(f"{folder}: ")
     assert "\n" not in said
     assert expected in said
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/a" * 2000 + "a" * 300, "File name too long"),
+        ("~nobody-here/a", "home directory"),
+        ("a\0b", "no such"),
+    ],
+)
+def test_a_path_that_cannot_be_one_is_one_clear_line(path: str, reason: str) -> None:
+    with pytest.raises(AdapterError, match=reason) as caught:
+        read_adapter(Path(path), shapes())
+    assert len(str(caught.value)) < 500
 
 
 def test_an_adapter_of_another_base_names_it(tmp_path: Path) -> None:

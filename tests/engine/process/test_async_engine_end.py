@@ -32,14 +32,14 @@ from worlds.gated_engine import (
 async def test_how_long_a_step_takes_is_seen_while_it_does() -> None:
     engine = Engine(gated=True)
     async with running(engine):
-        assert engine.step_seconds == 0
+        assert engine.stalled_seconds == 0
         reading = asyncio.create_task(collect(engine.generate(asking("r"))))
         await until(lambda: engine.runner.num_entered == 1)
-        first = engine.step_seconds
-        await until(lambda: engine.step_seconds > first > 0)
+        first = engine.stalled_seconds
+        await until(lambda: engine.stalled_seconds > first > 0)
         engine.runner.open_gate()
         assert tokens_of(await reading) == text_of(asking("r"))
-        await until(lambda: engine.step_seconds == 0)
+        await until(lambda: engine.stalled_seconds == 0)
 
 
 # --- aborts ---

@@ -7,16 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine.process import streams
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.process.pulse import Pulse, shared_handle
 from engine.request.errors import (
+    DeadlineExceededError,
     EngineDeadError,
     EngineError,
     QueueFullError,
@@ -28,6 +31,7 @@ from engine.request.params import SpeculativeParams, Tenant
 from engine.request.stats import StepStats
 from worlds.engine_apart import (
     CHECKED,
+    HOLDS_THE_INTERPRETER,
     assert_ends_with_its_parent,
     connected,
     has_gone,
@@ -207,24 +211,54 @@ async def test_an_engine_that_breaks_says_how() -> None:
             await until(lambda: has_gone(process.pid or 0))
 
 
-@within(PATIENCE)
-async def test_an_engine_whose_step_hangs_is_seen_ended_and_brought_back() -> None:
+@within(3 * PATIENCE)
+async def test_an_engine_that_hangs_is_seen_ended_and_brought_back() -> None:
     with launched("hang:3") as process:
         async with connected(process) as engine:
-            assert engine.step_seconds == 0
-            (reading,) = outcomes(engine, "r", LONG, "none")
-            await until(lambda: engine.step_seconds > 0.5)
-            assert engine.is_alive
-            assert not reading.done()
-            before = process.pid
             # Long enough for a busy machine's first step.
-            process.watch(lambda info: engine.replace(info, process.connect()), 8.0)
-            assert await reading == "EngineDeadError"
-            await until(lambda: engine.is_alive)
-            assert process.pid != before
+            process.watch(lambda info: engine.replace(info, process.connect()), 4.0)
+            for place in ("at rest", "at admission", "in a step"):
+                before, reading = process.pid, None
+                assert before is not None
+                if place == "at rest":
+                    os.kill(before, signal.SIGSTOP)
+                else:
+                    options = HOLDS_THE_INTERPRETER if place == "at admission" else {}
+                    speculative = SpeculativeParams(draft_strategy=CHECKED, options=options)
+                    request = replace(asking(place, LONG), speculative=speculative)
+                    reading = asyncio.create_task(outcome_of(collect(engine.generate(request))))
+                await until(lambda: engine.stalled_seconds > 0.5)
+                assert engine.is_alive
+                await until(lambda before=before: process.pid != before and engine.is_alive)
+                assert reading is None or await reading == "EngineDeadError"
             short = asking("s", replace(GREEDY, max_tokens=2), "none")
             assert tokens_of(await collect(engine.generate(short))) == text_of(short)
-            await until(lambda: engine.step_seconds == 0)
+            await until(lambda: engine.stalled_seconds == 0)
+
+
+@within(PATIENCE)
+async def test_a_deadline_holds_where_the_engine_does_not_answer(
+    apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_GRACE_SECONDS", 0.01)
+    async with connected(*apart) as engine:
+        pid = apart[0].pid
+        assert pid is not None
+        endless = replace(LONG, max_tokens=230)
+        begun = engine.generate(replace(asking("b", endless), deadline=time.perf_counter() + 1))
+        num_tokens = len((await anext(begun)).token_ids)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            late = replace(asking("r"), deadline=time.perf_counter())
+            with pytest.raises(DeadlineExceededError, match=" 0 tokens"):
+                await collect(engine.generate(late))
+            with pytest.raises(DeadlineExceededError) as caught:
+                num_tokens += len(tokens_of([each async for each in begun]))
+            assert caught.value.num_output_tokens >= num_tokens
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert engine.num_open == 0
+        assert tokens_of(await collect(engine.generate(asking("s")))) == text_of(asking("s"))
 
 
 def test_what_cannot_be_built_says_why() -> None:
@@ -300,14 +334,22 @@ async def test_charges_of_all_clients_are_counted_together(apart: Apart) -> None
 def test_another_process_s_beat_is_seen_and_goes_on_without_it() -> None:
     handle = shared_handle()
     pulse = Pulse(handle)
-    assert pulse.step_seconds == 0
+    assert pulse.stalled_seconds == 0
     command = [sys.executable, "-c", BEAT, str(handle)]
     subprocess.run(command, pass_fds=[handle], cwd=ROOT, check=True)
     os.close(handle)
-    first = pulse.step_seconds
-    assert 0 < first < pulse.step_seconds
+    first = pulse.stalled_seconds
+    assert 0 < first < pulse.stalled_seconds
+    assert not pulse.ask()
+    pulse.resume()
+    assert pulse.stalled_seconds < first
     pulse.rest()
-    assert pulse.step_seconds == 0
+    assert pulse.stalled_seconds == 0
+    assert pulse.ask()
+    assert pulse.stalled_seconds > 0
+    assert not pulse.ask()
+    pulse.rest()
+    assert pulse.stalled_seconds == 0
     pulse.beat()
     pulse.close()
-    assert Pulse().step_seconds == pulse.step_seconds == 0
+    assert Pulse().stalled_seconds == pulse.stalled_seconds == 0

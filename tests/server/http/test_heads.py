@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -85,6 +85,26 @@ async def test_who_has_an_answer_gets_no_second_one_for_the_rest_of_the_request(
         assert (await client.read()).startswith(b"HTTP/1.1 401 ")
         await client.send(b"2;" + b"x" * LIMIT)
         assert await client.read() == b""
+
+
+@pytest.mark.parametrize("length", [10 << 30, 200 << 10])
+async def test_of_a_refused_body_no_more_than_a_megabyte_is_read(length: int) -> None:
+    head = CHUNKED.replace(b"transfer-encoding: chunked", b"content-length: %d" % length)
+    async with (
+        live(ScriptedEngine("ab"), api_key="secret") as found,
+        RawConnection(found) as client,
+    ):
+        reply, _ = await send_until_refused(client, head, b"x")
+        assert reply.startswith(b"HTTP/1.1 401 ")
+        num_sent = 0
+        with suppress(ConnectionError):
+            while num_sent < min(length, MANY) - LIMIT:
+                await client.send(b"x" * LIMIT)
+                num_sent += LIMIT
+        if length > MANY:
+            await until(lambda: found.num_connections == 0)
+        else:
+            assert found.num_connections == 1
 
 
 async def test_a_stream_is_whole_beside_all_of_them_at_once() -> None:

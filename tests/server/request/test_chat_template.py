@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from server.plan import IGNORED_HEADER
+from server.request.prompts import ChatTemplate
+from server.request.render_limit import LIMIT, SlowTemplateError
+from server.request.special_tokens import Spellings
 from worlds.scripted_engine import CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import Connect
 
@@ -147,3 +151,55 @@ async def test_templates_that_go_through_parts_are_given_parts(
         options = {"add_generation_prompt": False, "continue_final_message": True}
         await client.post("/chat/completions", json={"messages": last, **options})
         assert tokenizer.decode(engine.requests[1].prompt_token_ids).endswith("so")
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+FILTERS = "{% for a in range(99999) %}{{ range(99999)|map('string')|list|length }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [LOOPS, FILTERS])
+async def test_a_template_without_end_is_ended(
+    connect: Connect, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LIMIT, "most_seconds", 0.3)
+    async with connect(ScriptedEngine(), byte_tokenizer(template), body_processes=0) as client:
+        reply = await client.post("/chat/completions", json={"messages": MESSAGES})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "chat_template_error")
+        assert (await client.post("/completions", json={"prompt": "x"})).is_success
+
+
+def test_in_a_thread_of_its_own_a_template_ends_too() -> None:
+    tokenizer = byte_tokenizer(LOOPS)
+    template = ChatTemplate(tokenizer, Spellings(tokenizer))
+    with ThreadPoolExecutor(1) as threads, pytest.raises(SlowTemplateError):
+        threads.submit(template._text, MESSAGES, {}, {}).result()
+
+
+HEAVY = (
+    """{% set word, its = messages[0].content, namespace(a=[], b=[]) %}
+{%- if word == 'memory' %}{{ word * 999999999 }}
+{%- elif word == 'loop' %}"""
+    + LOOPS
+    + """
+{%- elif word == 'time' %}{% for _ in range(60) %}
+{%- set its.a = [its.a, its.a] %}{% set its.b = [its.b, its.b] %}{% endfor %}{{ its.a == its.b }}
+{%- else %}{{ word * 2 }}{% endif %}"""
+)
+
+
+async def test_what_no_signal_can_interrupt_is_for_another_process(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LIMIT, "most_seconds", 0.5)
+    engine = ScriptedEngine()
+    async with connect(engine, byte_tokenizer(HEAVY), body_processes=1) as client:
+        for word, status, code in (
+            ("ab", 200, None),
+            ("memory", 500, "chat_template_error"),
+            ("loop", 500, "chat_template_error"),
+            ("time", 400, "unreadable_body"),
+        ):
+            messages = [{"role": "user", "content": word}]
+            reply = await client.post("/chat/completions", json={"messages": messages}, timeout=600)
+            assert (reply.status_code, reply.json().get("error", {}).get("code")) == (status, code)
+    assert engine.requests[0].prompt_token_ids == tuple(b"abab")

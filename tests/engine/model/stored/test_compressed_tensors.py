@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from engine.model.loader import load_model
+from engine.model.patterns import Patterns
 from engine.model.quantization import store_int8
 from engine.model.stored.compressed_tensors import StoredInt8Linear, read
 from engine.model.stored.fp8 import Fp8Linear
@@ -240,6 +241,13 @@ def test_patterns_say_which_layers_have_few_bits(
     described = StoredTensors.of(tensors)
     assert (place(name, nn.Linear(64, 8), described) is not None) is takes
     assert place(name, nn.Embedding(8, 64), described) is None
+
+
+def test_a_pattern_that_matches_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Patterns, "seconds_left", 0.05)
+    place = read(configuration("pack-quantized", INT4, ignore=[r"re:(\w|.)+(\w|.)+(\w|.)+(?=!$)"]))
+    with pytest.raises(ValueError, match="timed out"):
+        place("model.layers.10.self_attn.q_proj", nn.Linear(64, 8), StoredTensors({}))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
