@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import operator
 import os
 import shutil
@@ -32,6 +33,8 @@ from numba.extending import (
     lower_getattr_generic,
     lower_setattr_generic,
 )
+
+logger = logging.getLogger(__name__)
 
 _DAYS_KEPT = 30
 
@@ -71,6 +74,7 @@ def kept(version: str) -> Iterator[bool]:
         if can_write:
             os.utime(folder)  # somebody uses it
         if is_new:
+            logger.info("compiling loops for this machine, which takes up to a minute: once, into %s", folder)
             _remove_unused(folder.parent)
     except (OSError, RuntimeError):
         can_write = False

@@ -426,6 +426,7 @@ def _build_core(
             block_size=config.block_size,
         )
     )
+    runner.store.clear()
     warm_up(limits.vocab_size, runner.store.device)
     kv_events = begin_kv_events(config)
     listener = None if kv_events is None else kv_events.announcer

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.drafting.drafts import check_name, check_names
+from engine.light_imports import light_imports
 from engine.lora.names import parse_adapters
 from engine.names import locate
 from engine.process.client import RemoteEngine
@@ -50,7 +51,8 @@ def serve(settings: Settings, config: EngineConfig) -> None:
                     "tensor_parallel_size: several ranks need the engine in a process of its own"
                 )
             # Imported late: torch takes seconds to load, and a server in front of an engine needs none.
-            from engine.build import build_engine
+            with light_imports(config):
+                from engine.build import build_engine
 
             _speak_http(*build_engine(config), settings, listener)
             return

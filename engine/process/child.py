@@ -25,6 +25,7 @@ from multiprocessing.reduction import ForkingPickler
 from pkgutil import resolve_name
 from typing import Any, Literal
 
+from engine.light_imports import light_imports
 from engine.logs import log_through_root
 from engine.process.admissions import SlowAdmissions
 from engine.process.follower import Followers
@@ -190,7 +191,9 @@ def main() -> int:
     control.listen_in_thread({"attach": host.attach, "stop": host.stop}, lambda: os._exit(1))
     with _followers(launch, control, host):
         try:
-            engine, _ = resolve_name(launch.build)(launch.config)
+            with light_imports(launch.config):
+                build = resolve_name(launch.build)
+            engine, _ = build(launch.config)
         except (EngineError, ValueError, OSError) as error:
             control.send(EngineError(str(error)))
             return 2
@@ -246,4 +249,10 @@ def _sendable(info: EngineInfo) -> EngineInfo:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if "triton" in sys.modules:
+        # Its bindings would list what the interpreter leaves behind, in dozens of lines.
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

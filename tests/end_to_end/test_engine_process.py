@@ -148,7 +148,7 @@ def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: P
         lines = server.log.read_text().splitlines()
     draining, ended, closed = (
         [place for place, line in enumerate(lines) if what in line]
-        for what in ("draining", '"completion_tokens"', "Shutting down")
+        for what in ("draining", '"completion_tokens"', "shutting down")
     )
     assert [len(draining), len(ended), len(closed)] == [2, 1, 2]
     assert ended[0] < min(closed)
