@@ -74,7 +74,10 @@ def kept(version: str) -> Iterator[bool]:
         if can_write:
             os.utime(folder)  # somebody uses it
         if is_new:
-            logger.info("compiling loops for this machine, which takes up to a minute: once, into %s", folder)
+            logger.info(
+                "compiling loops for this machine, which takes up to a minute: once, into %s",
+                folder,
+            )
             _remove_unused(folder.parent)
     except (OSError, RuntimeError):
         can_write = False

@@ -420,9 +420,10 @@ def _build_core(
         measure(
             runner.time_step,
             most,
-            repeats=3,
+            repeats=2,
             far_context=far,
             max_kv_tokens=runner.store.num_slots,
+            budget_seconds=1.5,
             block_size=config.block_size,
         )
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import signal
 import socket
@@ -15,6 +14,7 @@ from engine.lora.names import parse_adapters
 from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
+from engine.process.memory import settle_memory
 from engine.process.preload import preload_environment
 from engine.process.streams import EventStreams
 from engine.ranks.rank import rank_here
@@ -131,9 +131,7 @@ def _speak_http(
 ) -> None:
     app = build_app(engine, tokenizer, settings)
     app.state.services.bodies.warm()
-    # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
-    gc.collect()
-    gc.freeze()
+    settle_memory()
     server = DrainingServer(http_config(app, settings), app.state.services.drain)
     server.run([listener])
 

@@ -70,26 +70,27 @@ def write_texts(
         bases = [len(text) for text in texts]
         for text, token in zip(texts, logits.argmax(-1).tolist(), strict=True):
             text.append(token)
+    lengths = list(map(len, texts))
+    every = [_rows(text, 0, table, len(text)) for text, table in zip(texts, tables, strict=True)]
+    if not every:
+        return []
+    output = runner.forward(build_batch(every, size, tuple(layers)))
+    choices = output.logits.argmax(-1).split(lengths)
+    states = [each[: sum(lengths)].clone().split(lengths) for each in output.hidden]
     return [
-        _read(runner, text, len(prompt), table, layers)
-        for text, prompt, table in zip(texts, chosen, tables, strict=True)
+        OwnText(
+            text,
+            len(chosen[at]),
+            choices[at].tolist(),
+            {layer: parts[at] for layer, parts in zip(layers, states, strict=True)},
+            tables[at],
+        )
+        for at, text in enumerate(texts)
     ]
 
 
 def _rows(token_ids: Sequence[int], base: int, table: range, num_logits: int) -> RequestRows:
     return RequestRows(list(token_ids), len(token_ids), base, (), table, num_logits)
-
-
-def _read(
-    runner: ModelRunner, text: list[int], first: int, table: range, layers: Sequence[int]
-) -> OwnText:
-    rows = _rows(text, 0, table, len(text))
-    output = runner.forward(build_batch([rows], runner.store.block_size, tuple(layers)))
-    states = {
-        layer: state[: len(text)].clone()
-        for layer, state in zip(layers, output.hidden, strict=True)
-    }
-    return OwnText(text, first, output.logits.argmax(-1).tolist(), states, table)
 
 
 @torch.inference_mode()

@@ -8,7 +8,6 @@ a step takes. When that pipe closes, the server is gone, by whatever end, and so
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import pickle
@@ -31,6 +30,7 @@ from engine.process.admissions import SlowAdmissions
 from engine.process.follower import Followers
 from engine.process.launch import Launch, begin_child, ignore_signals
 from engine.process.link import Acts, Link
+from engine.process.memory import settle_memory
 from engine.process.pulse import Pulse
 from engine.process.runtime import EngineRuntime
 from engine.process.tally import StepTally
@@ -197,9 +197,7 @@ def main() -> int:
         except (EngineError, ValueError, OSError) as error:
             control.send(EngineError(str(error)))
             return 2
-        # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
-        gc.collect()
-        gc.freeze()
+        settle_memory()
         engine.runtime.pulse = Pulse(int(sys.argv[2]))
         control.send(_sendable(engine.info))
         try:
