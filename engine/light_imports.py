@@ -1,8 +1,8 @@
 """Loads the engine's code without the parts of other libraries that it never runs.
 
-transformers' modules load torch's compiler, symbolic algebra and distributed tensors, torchao and scipy for
-what they decorate or might quantise: more than half of the time and of the memory that imports take.
-Nothing here compiles with torch, so decorators for its compiler leave functions as they are.
+transformers' modules load torch's compiler, symbolic algebra and distributed tensors, torchao and scipy
+for what they decorate or might quantise: more than half of the time and of the memory that imports
+take. Nothing here compiles with torch, so decorators for its compiler leave functions as they are.
 """
 
 from __future__ import annotations

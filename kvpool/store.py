@@ -125,9 +125,9 @@ class KVStore:
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Zeros; on a CPU, memory that costs nothing until it is written.
 
-        Pages straight from the operating system are mapped when touched first: small ones, since a block's
-        rows lie in as many places as there are layers and heads, and with huge pages a few blocks would
-        take gigabytes.
+        Pages straight from the operating system are mapped when touched first: small ones, since the
+        rows of a block lie in as many places as there are layers and heads, and with huge pages a few
+        blocks would take gigabytes.
         """
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)

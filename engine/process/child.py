@@ -24,6 +24,7 @@ from multiprocessing.reduction import ForkingPickler
 from pkgutil import resolve_name
 from typing import Any, Literal
 
+from engine.kernels.ahead import compiling_ahead
 from engine.light_imports import light_imports
 from engine.logs import log_through_root
 from engine.process.admissions import SlowAdmissions
@@ -191,9 +192,10 @@ def main() -> int:
     control.listen_in_thread({"attach": host.attach, "stop": host.stop}, lambda: os._exit(1))
     with _followers(launch, control, host):
         try:
-            with light_imports(launch.config):
-                build = resolve_name(launch.build)
-            engine, _ = build(launch.config)
+            with compiling_ahead(launch.config.device, launch.config.dtype):
+                with light_imports(launch.config):
+                    build = resolve_name(launch.build)
+                engine, _ = build(launch.config)
         except (EngineError, ValueError, OSError) as error:
             control.send(EngineError(str(error)))
             return 2
