@@ -65,7 +65,7 @@ def _needs_torchao(config: EngineConfig) -> bool:
         return not path.is_file()
     try:
         found = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return found["quantization_config"]["quant_method"] == "torchao"
+        return bool(found["quantization_config"]["quant_method"] == "torchao")
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
