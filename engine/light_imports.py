@@ -7,12 +7,10 @@ take. Nothing here compiles with torch, so decorators for its compiler leave fun
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,46 +30,25 @@ def light_imports(config: EngineConfig) -> Iterator[None]:
     if _COMPILER in sys.modules or config.tensor_parallel_size > 1:
         yield
         return
-    hidden = ["scipy"] if _needs_torchao(config) else ["scipy", "torchao"]
-    import_utils = import_module("transformers.utils.import_utils")
-    utils, distributed = import_module("transformers.utils"), import_module("torch.distributed")
-    asked = [f"is_{name}_available" for name in hidden]
-    replaced = [(module, name) for module in (import_utils, utils) for name in asked]
-    patches = [
-        patch.object(module, name, _never)
-        for module, name in [*replaced, (distributed, "is_available")]
-    ]
-    for each in patches:
-        each.start()
-    absent = _AbsentCompiler(_COMPILER)
+    hidden = ["is_scipy_available"] + ["is_torchao_available"] * (not _needs_torchao(config))
+    absent = sys.modules[_COMPILER] = _AbsentCompiler(_COMPILER)
     # Parts of it that are used without a compiler load by themselves.
-    spec = find_spec(_COMPILER)
-    absent.__path__ = [] if spec is None else list(spec.submodule_search_locations or ())
-    sys.modules[_COMPILER] = absent
-    try:
+    absent.__path__ = [str(Path(import_module("torch").__file__ or "").parent / "_dynamo")]
+    with ExitStack() as patches:
+        for module in ("transformers.utils.import_utils", "transformers.utils"):
+            for name in hidden:
+                patches.enter_context(patch(f"{module}.{name}", return_value=False))
+        patches.enter_context(patch("torch.distributed.is_available", return_value=False))
         yield
-    finally:
-        del absent.__path__
-        for each in patches:
-            each.stop()
+    del absent.__path__
 
 
 def _needs_torchao(config: EngineConfig) -> bool:
     """Whether torchao quantizes this model, or may: what a hub holds is not known yet."""
-    if config.quantized not in (None, "int8"):
-        return True
-    path = Path(locate(config.served_model))
-    if not path.is_dir():
-        return not path.is_file()
-    try:
-        found = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return bool(found["quantization_config"]["quant_method"] == "torchao")
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-
-
-def _never() -> bool:
-    return False
+    path, text = Path(locate(config.served_model)), ""
+    with suppress(OSError):
+        text = (path / "config.json").read_text(encoding="utf-8", errors="replace")
+    return config.quantized not in (None, "int8") or "torchao" in text or not path.exists()
 
 
 class _AbsentCompiler(ModuleType):

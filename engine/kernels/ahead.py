@@ -28,16 +28,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def compiling_ahead(device: str, dtype: str) -> Iterator[None]:
-    """Within it, where nothing is compiled yet, the second process works. ``device``, ``dtype``: the
-    settings."""
+    """Within it, where nothing is compiled yet, the second process works. Both: the settings."""
     folder = folder_of(kernels_version())
-    if torch.device(device).type != "cpu" or folder.exists():
+    if device != "cpu" or folder.exists():
         yield
         return
     logger.info("compiling for this CPU, half a minute or so: once, kept in %s", folder.parent)
-    if len(os.sched_getaffinity(0)) == 1:
-        yield
-        return
     if dtype == "auto":
         has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         dtype = "bfloat16" if has_bfloat16 else "float32"
@@ -49,13 +45,8 @@ def compiling_ahead(device: str, dtype: str) -> Iterator[None]:
             process.kill()
 
 
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
-
-
 def main() -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=lambda: sys.stdin.read() or os._exit(1), daemon=True).start()
     attention = find_kernel("paged_attention")
     dtypes = (getattr(torch, sys.argv[1]),) * len(attention.attend.layout.floats)
     attention.attend.kernel(dtypes).compile()
