@@ -66,13 +66,13 @@ def _is_divided(tensor: torch.Tensor | None) -> bool:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the part of it that this rank holds."""
     divided: Any = tensor
-    return divided.to_local() if _is_divided(tensor) else tensor  # type: ignore[no-any-return]
+    return divided.to_local() if _is_divided(tensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns all of it. Where it is divided, every rank has to ask."""
     divided: Any = tensor
-    return divided.full_tensor() if _is_divided(tensor) else tensor  # type: ignore[no-any-return]
+    return divided.full_tensor() if _is_divided(tensor) else tensor
 
 
 @torch.no_grad()

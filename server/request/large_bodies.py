@@ -31,6 +31,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
+from engine.process.memory import settle_memory
 from server.errors import CLIENT_GONE_STATUS, ApiError, bad_request, shutting_down
 from server.request.body import Body
 from server.request.parsing import check_content_type, parse
@@ -247,6 +248,7 @@ def _begin(translator: bytes, logs: LogOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _translator = pickle.loads(translator)
+    settle_memory()
 
 
 def _end_with_parent() -> None:
