@@ -8,6 +8,7 @@ a step takes. When that pipe closes, the server is gone, by whatever end, and so
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import pickle
@@ -250,9 +251,7 @@ def _sendable(info: EngineInfo) -> EngineInfo:
 
 if __name__ == "__main__":
     status = main()
-    if "triton" in sys.modules:
-        # Its bindings would list what the interpreter leaves behind, in dozens of lines.
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+    # The rest of the interpreter's end does nothing but list, in dozens of lines, what libraries leak.
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(status)
