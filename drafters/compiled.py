@@ -6,6 +6,7 @@ Kernels of the engine and loops of drafters are compiled alike; this part of it 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import operator
 import os
@@ -58,12 +59,18 @@ def version_of(sources: Iterable[Path]) -> str:
     return hashlib.sha256(text + numba.__version__.encode()).hexdigest()[:16]
 
 
-@contextmanager
-def kept(version: str) -> Iterator[bool]:
-    """Within it, machine code goes to a folder of that name, after the text of all that it is made of:
-    numba itself looks at the one file that a function is in. False: there is no place for it."""
+def folder_of(version: str) -> Path:
+    """Returns where machine code of a version is kept."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "slipstream" / "kernels" / version
+    return Path(home) / "slipstream" / "kernels" / version
+
+
+@contextmanager
+def kept(version: str, body: Callable[..., Any]) -> Iterator[bool]:
+    """Within it, machine code goes to a folder of that name, after the text of all that it is made of:
+    numba itself looks at the one file that a function is in. Waits for a process that compiles ``body``.
+    False: there is no place for it."""
+    folder = folder_of(version)
     try:
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,8 +84,13 @@ def kept(version: str) -> Iterator[bool]:
     before = numba.config.CACHE_DIR
     if can_write:
         numba.config.CACHE_DIR = str(folder)
+    lock = folder / f"{body.__module__}.{body.__qualname__}.lock" if can_write else Path(os.devnull)
     try:
-        yield can_write
+        with lock.open("w") as file:
+            with suppress(OSError):  # a file system that locks nothing
+                if can_write:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            yield can_write
     finally:
         numba.config.CACHE_DIR = before
 
@@ -159,7 +171,7 @@ class Loop:
         if self._call is None:
             folders = Path(self._body.__code__.co_filename).parent, Path(__file__).parent
             sources = [each for folder in folders for each in sorted(folder.glob("*.py"))]
-            with kept(version_of(sources)) as keep:
+            with kept(version_of(sources), self._body) as keep:
                 self._code = cfunc(types.int64(*self._kinds), cache=keep)(self._body)
             arguments = [ctypes.c_int64] * len(self._kinds)
             self._call = ctypes.PYFUNCTYPE(ctypes.c_int64, *arguments)(self._code.address)

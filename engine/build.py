@@ -422,12 +422,14 @@ def _build_core(
         measure(
             runner.time_step,
             most,
-            repeats=3,
+            repeats=2,
             far_context=far,
             max_kv_tokens=runner.store.num_slots,
+            budget_seconds=1.5,
             block_size=config.block_size,
         )
     )
+    runner.store.clear()
     warm_up(limits.vocab_size, runner.store.device)
     kv_events = begin_kv_events(config)
     listener = None if kv_events is None else kv_events.announcer

@@ -27,6 +27,16 @@ log_fields: ContextVar[Mapping[str, Any]] = ContextVar("log_fields", default={})
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 logger = logging.getLogger("slipstream")
 
+_CHATTY = {
+    "httpx": logging.WARNING,
+    "httpx2": logging.WARNING,
+    "uvicorn.error": logging.WARNING,
+    # What of these libraries is missing or deprecated is not used here.
+    "torchao": logging.ERROR,
+    "torch.utils._pytree": logging.ERROR,
+}
+"""Loggers of libraries that say what nobody has to know, by the lowest level that is of use."""
+
 
 def add_log_fields(**fields: Any) -> None:
     """Adds fields to all lines of the task under way, and of tasks that it begins; None adds nothing."""
@@ -84,6 +94,9 @@ class LogOptions:
         handler = logging.StreamHandler()
         handler.setFormatter(JsonLines() if self.format == "json" else TextLines(_TEXT))
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
+        if self.level != "debug":
+            for name, level in _CHATTY.items():
+                logging.getLogger(name).setLevel(max(level, logging.root.level))
         if self.format == "json":
             logging.captureWarnings(True)
             sys.excepthook = _log_crash

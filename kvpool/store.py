@@ -6,15 +6,15 @@ small draft model's) may be addressed by the same block ids.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import prod
 
-import numpy as np
 import torch
 
 RowShape = tuple[int, int, int]
 """``(num_kv_heads, key_dim, value_dim)`` of one layer."""
-_ALIGNMENT = 64
-"""Bytes; a cache line, and what vector kernels like best."""
 
 
 class KVStore:
@@ -52,10 +52,11 @@ class KVStore:
         rows = _rows(shapes)
         planes: dict[int, torch.Tensor] = {}  # each [num_kv_heads, num_slots, head_dim]
         self._stacks: list[torch.Tensor] = []  # [num_planes * heads, num_slots, padded dim]
+        self._mapped: list[mmap.mmap] = []
         for heads, dim in sorted(set(rows)):
             members = [index for index, row in enumerate(rows) if row == (heads, dim)]
             size = (len(members), heads, self.num_slots, _padded(dim, dim_multiple))
-            stack = _zeros(size, dtype, self.device)
+            stack = self._zeros(size)
             self._stacks.append(_copyable(stack).flatten(0, 1))
             for plane, index in zip(stack, members, strict=True):
                 planes[index] = plane[..., :dim]
@@ -113,6 +114,30 @@ class KVStore:
             yield rows, content[start:end].view(rows.dtype).view(rows.shape)
             start = end
 
+    def clear(self) -> None:
+        """Makes everything zeros again, and gives the memory of a host's store back."""
+        for mapped in self._mapped:
+            mapped.madvise(mmap.MADV_DONTNEED)
+        if not self._mapped:
+            for stack in self._stacks:
+                stack.zero_()
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeros; on a CPU, memory that costs nothing until it is written.
+
+        Pages straight from the operating system are mapped when touched first: small ones, since the
+        rows of a block lie in as many places as there are layers and heads, and with huge pages a few
+        blocks would take gigabytes.
+        """
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        num_bytes = prod(shape) * self.dtype.itemsize
+        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel that has no huge pages
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)
+        self._mapped.append(mapped)
+        return torch.frombuffer(mapped, dtype=torch.uint8).view(self.dtype).view(shape)
+
     def write(
         self,
         layer: int,
@@ -163,18 +188,3 @@ def _padded(dim: int, multiple: int) -> int:
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that indexing knows: 8-bit floats are moved as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU, memory that costs nothing until it is written.
-
-    ``torch.zeros`` writes every byte at once, so that a generous pool would take its full size from
-    the machine at start. Zeroed memory straight from the operating system (what ``numpy.zeros``
-    asks for) is mapped when touched first.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

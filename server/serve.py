@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import signal
 import socket
@@ -11,10 +10,12 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.drafting.drafts import check_name, check_names
+from engine.light_imports import light_imports
 from engine.lora.names import parse_adapters
 from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
+from engine.process.memory import settle_memory
 from engine.process.preload import preload_environment
 from engine.process.streams import EventStreams
 from engine.ranks.rank import rank_here
@@ -59,7 +60,8 @@ def serve(settings: Settings, config: EngineConfig) -> None:
                     "tensor_parallel_size: several ranks need the engine in a process of its own"
                 )
             # Imported late: torch takes seconds to load, and a server in front of an engine needs none.
-            from engine.build import build_engine
+            with light_imports(config):
+                from engine.build import build_engine
 
             _speak_http(*build_engine(config), settings, listener)
             return
@@ -140,9 +142,7 @@ def _speak_http(
 ) -> None:
     app = build_app(engine, tokenizer, settings)
     app.state.services.bodies.warm()
-    # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
-    gc.collect()
-    gc.freeze()
+    settle_memory()
     server = DrainingServer(http_config(app, settings), app.state.services.drain)
     server.run([listener])
 

@@ -100,12 +100,13 @@ def _serve(flags: Flags, parsed: argparse.Namespace) -> int:
         config = settings.engine_config()
     except (ValidationError, SettingsError, ValueError) as error:
         return _refuse(_explain(error))
-    # Imported late: --help and the client's commands need no web framework.
-    from server.serve import serve
-
     settings.log_options().begin()
     if config.model is None:
         config = replace(config, model=usual_model())
+    logger.info("slipstream %s: loading %s", server_version(), config.model)
+    # Imported late: --help and the client's commands need no web framework.
+    from server.serve import serve
+
     try:
         serve(settings, config)
     except (EngineError, ValueError, OSError) as error:

@@ -33,6 +33,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "request": set(),
         "transfer": set(),
         "config": {"names", "request"},
+        "light_imports": {"config", "names"},
         "gguf": {"request"},
         "grammar": {"request"},
         "kernels": {"noise_numbers"},
@@ -87,6 +88,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "process": {
             "config",
             "core",
+            "kernels",
+            "light_imports",
             "logs",
             "lora",
             "machine",
@@ -198,6 +201,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
 }
 WEB = {"fastapi", "starlette", "pydantic", "pydantic_settings", "prometheus_client", "uvicorn"}
 MODEL = {"torch", "transformers", "safetensors"}
+HEAVY = {"torchao", "triton", "sympy", "scipy", "torch._inductor", "torch.distributed.tensor"}
+LIGHT = "light_imports(EngineConfig())"
 PLAIN = [
     "engine.speculation.acceptance",
     "engine.config",
@@ -326,7 +331,8 @@ def test_the_block_is_effective() -> None:
         # In one interpreter, since every start takes a second: what one of them needs fails for all.
         (MODEL, f"import {', '.join(PLAIN)}"),
         (MODEL, "from slipstream.cli import main; main(['serve', '--help'])"),
-        (MODEL, "import server.serve, server.workers.child"),
+        (MODEL | {"numba", "scipy"}, "import server.serve, server.workers.child"),
+        (HEAVY, f"from engine.light_imports import *\nwith {LIGHT}: import engine.build"),
         (WEB, "import engine.build"),
     ],
 )

@@ -113,6 +113,11 @@ class Recorder(TorchDispatchMode):
         self._held: list[Any] = []
         """What kernels point to that stand for operations."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would load its whole compiler to leave this alone."""
+        return False
+
     @property
     def num_bytes(self) -> int:
         return self._memory.num_bytes

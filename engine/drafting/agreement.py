@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from engine.model.runner import ModelRunner
 _NUM_TEXTS = 8
 _NUM_TOKENS = 16
 """Of each text: 128 places in all, so that a share of 0.6 is known to 0.05."""
+_ROOM = 64
+"""Slots behind each text, for heads that draft by masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,14 @@ def write_texts(
     size = runner.store.block_size
     # Each has a block at least.
     fitting = [list(each) for each in prompts if each][: min(_NUM_TEXTS, runner.store.num_blocks)]
-    num_blocks = runner.store.num_blocks // max(1, len(fitting))
-    chosen = [each[: max(1, num_blocks * size - _NUM_TOKENS)] for each in fitting]
+    most = runner.store.num_blocks // max(1, len(fitting))
+    chosen = [each[: max(1, most * size - _NUM_TOKENS)] for each in fitting]
     texts = [list(each) for each in chosen]
-    tables = [range(at * num_blocks, (at + 1) * num_blocks) for at in range(len(texts))]
-    count = min(_NUM_TOKENS, *(num_blocks * size - len(each) for each in texts)) if texts else 0
+    # Side by side: a store takes memory where it is written.
+    counts = [min(most, -(-(len(each) + _NUM_TOKENS + _ROOM) // size)) for each in texts]
+    tables = [range(end - own, end) for own, end in zip(counts, accumulate(counts), strict=True)]
+    spare = (len(table) * size - len(each) for table, each in zip(tables, texts, strict=True))
+    count = min(_NUM_TOKENS, *spare) if texts else 0
     bases = [0] * len(texts)
     for _ in range(count):
         rows = [
@@ -64,26 +70,27 @@ def write_texts(
         bases = [len(text) for text in texts]
         for text, token in zip(texts, logits.argmax(-1).tolist(), strict=True):
             text.append(token)
+    lengths = list(map(len, texts))
+    every = [_rows(text, 0, table, len(text)) for text, table in zip(texts, tables, strict=True)]
+    if not every:
+        return []
+    output = runner.forward(build_batch(every, size, tuple(layers)))
+    choices = output.logits.argmax(-1).split(lengths)
+    states = [each[: sum(lengths)].clone().split(lengths) for each in output.hidden]
     return [
-        _read(runner, text, len(prompt), table, layers)
-        for text, prompt, table in zip(texts, chosen, tables, strict=True)
+        OwnText(
+            text,
+            len(chosen[at]),
+            choices[at].tolist(),
+            {layer: parts[at] for layer, parts in zip(layers, states, strict=True)},
+            tables[at],
+        )
+        for at, text in enumerate(texts)
     ]
 
 
 def _rows(token_ids: Sequence[int], base: int, table: range, num_logits: int) -> RequestRows:
     return RequestRows(list(token_ids), len(token_ids), base, (), table, num_logits)
-
-
-def _read(
-    runner: ModelRunner, text: list[int], first: int, table: range, layers: Sequence[int]
-) -> OwnText:
-    rows = _rows(text, 0, table, len(text))
-    output = runner.forward(build_batch([rows], runner.store.block_size, tuple(layers)))
-    states = {
-        layer: state[: len(text)].clone()
-        for layer, state in zip(layers, output.hidden, strict=True)
-    }
-    return OwnText(text, first, output.logits.argmax(-1).tolist(), states, table)
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ class Kernel:
         """Raises what numba raises."""
         if self._code is not None:
             return
-        with kept(_version()) as keep:
+        with kept(kernels_version(), self._body) as keep:
             self._code = cfunc(types.void(self._argument), cache=keep)(self._body)
         self._call = self._kind(None, ctypes.c_void_p)(self._code.address)
 
@@ -107,7 +107,8 @@ def _team() -> Any:
 
 
 @cache
-def _version() -> str:
+def kernels_version() -> str:
+    """Returns the name of this version of all kernels."""
     return version_of([*sorted(Path(__file__).parent.glob("*.py")), Path(noise_numbers.__file__)])
 
 

@@ -78,8 +78,8 @@ class Layout:
         self._struct = Struct(
             "".join("d" if hint is float else "q" for hint in self.hints.values())
         )
-        self._floats = [name for name, hint in self.hints.items() if hint == Floats]
-        of_floats = [f"{name}.dtype" for name in self._floats]
+        self.floats = [name for name, hint in self.hints.items() if hint == Floats]
+        of_floats = [f"{name}.dtype" for name in self.floats]
         self._dtypes = attrgetter(*of_floats) if of_floats else lambda _: ()
 
     def type_of(self, name: str, dtypes: Dtypes) -> types.Type:
@@ -87,7 +87,7 @@ class Layout:
         hint = self.hints[name]
         each = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         if hint == Floats:
-            return Pointer(each[self._floats.index(name)])
+            return Pointer(each[self.floats.index(name)])
         if hint == Formatted:
             return Pointer(each[-1])
         if hint == Counter:

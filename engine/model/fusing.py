@@ -66,7 +66,7 @@ def fuse(model: nn.Module, num_positions: int | None = None) -> None:
                 vars(module)["forward"] = found
                 counts[kind] += 1
     said = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    logger.info("in one pass each: %s", said or "nothing")
+    logger.debug("in one pass each: %s", said or "nothing")
 
 
 def fused_forward(module: nn.Module) -> Fused | None:

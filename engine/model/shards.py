@@ -8,12 +8,12 @@ is read whole.
 from __future__ import annotations
 
 import copy
+import sys
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from engine.request.errors import UnsupportedModelError
 
@@ -57,21 +57,29 @@ def _check_heads(config: Any, num_ranks: int) -> None:
             )
 
 
+def _is_divided(tensor: torch.Tensor | None) -> bool:
+    """Their class takes a second to load; where that has not happened, there is no such tensor."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the part of it that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    divided: Any = tensor
+    return divided.to_local() if _is_divided(tensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns all of it. Where it is divided, every rank has to ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    divided: Any = tensor
+    return divided.full_tensor() if _is_divided(tensor) else tensor
 
 
 @torch.no_grad()
 def whole_layer(layer: nn.Module) -> nn.Module:
     """Returns a layer that computes in this rank alone what ``layer``, an embedding or a linear one,
     computes in all of them; every rank has to ask. The layer itself where it is not divided."""
-    if not any(isinstance(each, DTensor) for each in layer.parameters()):
+    if not any(map(_is_divided, layer.parameters())):
         return layer
     made = copy.copy(layer)
     made._parameters = {

@@ -8,7 +8,7 @@ it makes progress. When that pipe closes, the server is gone, by whatever end, a
 
 from __future__ import annotations
 
-import gc
+import atexit
 import logging
 import os
 import pickle
@@ -25,11 +25,14 @@ from multiprocessing.reduction import ForkingPickler
 from pkgutil import resolve_name
 from typing import Any, Literal
 
+from engine.kernels.ahead import compiling_ahead
+from engine.light_imports import light_imports
 from engine.logs import log_through_root
 from engine.process.admissions import SlowAdmissions
 from engine.process.follower import Followers
 from engine.process.launch import Launch, begin_child, ignore_signals
 from engine.process.link import Acts, Link
+from engine.process.memory import settle_memory
 from engine.process.pulse import Pulse
 from engine.process.runtime import EngineRuntime
 from engine.process.tally import StepTally
@@ -194,13 +197,14 @@ def main() -> int:
     control.listen_in_thread(acts, lambda: os._exit(1))
     with _followers(launch, control, host):
         try:
-            engine, _ = resolve_name(launch.build)(launch.config)
+            with compiling_ahead(launch.config.device, launch.config.dtype):
+                with light_imports(launch.config):
+                    build = resolve_name(launch.build)
+                engine, _ = build(launch.config)
         except (EngineError, ValueError, OSError) as error:
             control.send(EngineError(str(error)))
             return 2
-        # What was loaded stays: a full collection over it stops all requests for some 0.2 s.
-        gc.collect()
-        gc.freeze()
+        settle_memory()
         engine.runtime.pulse = Pulse(int(sys.argv[2]))
         control.send(_sendable(engine.info))
         try:
@@ -250,4 +254,8 @@ def _sendable(info: EngineInfo) -> EngineInfo:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    # The rest of the interpreter's end does nothing but list, in dozens of lines, what libraries leak.
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(status)

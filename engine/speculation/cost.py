@@ -43,9 +43,6 @@ _LARGEST_SURPRISE = 0.1
 """Relative error of a step beyond which it counts no more (Huber): one that a neighbour made three times
 slower moves the model by less than that, what stays half as slow again is learnt in ten or twenty."""
 _MOST_CHOSEN_ROWS = 64
-_RECORDED_ROWS = 16
-_SHORT_SECONDS = 20e-3
-"""Of a forward beside which the interpreter's time counts."""
 _FAR_REQUESTS = 8
 _FAR_ROWS = 4
 """Rows of each of the ``_FAR_REQUESTS`` requests that are measured side by side."""
@@ -355,9 +352,7 @@ def measure(
     whole blocks of ``block_size``. Rounds go over all of them in turn, so that a slow spell of the
     machine hits all alike, and end early once ``budget_seconds`` are spent. Larger counts, which only
     prompts reach, run twice, the better counts; those that would take more than an eighth of the
-    budget are left to ``CostModel``, which goes on as steeply. The few rows between that drafts of one or
-    several requests have are run, too, where they are short, so that no later step finds a forward that
-    was not recorded.
+    budget are left to ``CostModel``, which goes on as steeply.
     """
     counts = bucket_row_counts(max_rows)
     points = [(count, 0, 1) for count in counts if count <= _MOST_CHOSEN_ROWS]
@@ -381,11 +376,6 @@ def measure(
                 break
             last = Measurement(count, 0, min(run(count, 0, 1), run(count, 0, 1)))
             measured.append(last)
-    most = (_RECORDED_ROWS, 0, 1)
-    if most in seconds and median_low(seconds[most]) < _SHORT_SECONDS:
-        for count in range(1, _RECORDED_ROWS):
-            if count not in counts:
-                run(count, 0, 1)
     return measured
 
 

@@ -72,6 +72,7 @@ class DrainingServer(uvicorn.Server):
             await asyncio.wait(answers, timeout=_LAST_BYTES_SECONDS)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logger.info("shutting down")
         for connection in self._connections():
             connection.cut_off(at_once=self.force_exit)
         await super().shutdown(sockets)

@@ -34,6 +34,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
+from engine.process.memory import settle_memory
 from engine.request.errors import panics_as_errors
 from server.errors import CLIENT_GONE_STATUS, ApiError, bad_request, shutting_down
 from server.request.body import Body
@@ -274,6 +275,7 @@ def _begin(translator: bytes, logs: LogOptions, most_seconds: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _translator = pickle.loads(translator)
+    settle_memory()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MOST_BYTES, used + _MOST_BYTES))
 

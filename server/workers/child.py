@@ -18,6 +18,7 @@ from types import FrameType
 from engine.process.client import RemoteEngine
 from engine.process.launch import begin_child
 from engine.process.link import Link
+from engine.process.memory import settle_memory
 from engine.process.pulse import Pulse
 from engine.request.errors import EngineError
 from engine.request.events import FinishInfo
@@ -117,6 +118,7 @@ def main() -> int:
     # Without the process that launched it, this one ends.
     link.listen_in_thread({"replace": replace, "adopt": adopt}, lambda: os._exit(1))
     services.bodies.warm()
+    settle_memory()
     with exit_at_signals():
         server = _Server(http_config(app, settings), services.drain, link)
         server.run([socket.socket(fileno=listening)])

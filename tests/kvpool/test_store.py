@@ -1,5 +1,7 @@
 """The KV tensors: rows land in their slots, blocks come back whole, moves equal fresh writes."""
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +141,22 @@ def test_a_head_s_slots_lie_together_and_storage_is_aligned() -> None:
 def test_impossible_sizes_are_refused(shapes: Any, num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         KVStore(shapes, num_blocks, block_size, torch.float32, "cpu")
+
+
+def test_a_store_takes_memory_where_it_is_written_and_gives_it_back() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_bytes()
+    # 256 pieces of 8 MiB: a huge page in each would be half a gigabyte.
+    store = KVStore([(2, 64, 64)] * 64, 4096, 16, torch.bfloat16, "cpu")
+    rows = torch.ones(1, 2, 64)
+    for layer in range(64):
+        store.write(layer, torch.tensor([40]), rows, rows)
+    assert store.num_bytes == 2 << 30
+    assert resident_bytes() - before < 200 << 20
+    store.clear()
+    assert not any(each[40].any() for each in store.key + store.value)
 
 
 @pytest.mark.gpu

@@ -107,6 +107,10 @@ def test_a_head_of_another_model_hardly_ever_agrees(kind: str, tmp_path: Path) -
 def test_texts_are_the_targets_own_and_so_are_their_states() -> None:
     target, texts = counting_target(3), texts_of(3)
     assert len(texts) == 8
+    # A store takes memory where it is written: they lie side by side, whatever its size.
+    places = [place for text in texts for place in text.block_table]
+    assert places == list(range(len(places)))
+    assert len(places) * 4 <= sum(len(text.token_ids) + 64 + 4 for text in texts)
     for text, prompt in zip(texts, prompts(3, 10), strict=False):
         assert (text.first, text.token_ids[: text.first]) == (len(prompt), prompt)
         assert len(text.token_ids) == len(prompt) + 16

@@ -76,7 +76,7 @@ def gatings(model: nn.Module) -> list[Any]:
 
 def said(caplog: pytest.LogCaptureFixture, model: nn.Module) -> list[str]:
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger=fusing.__name__):
+    with caplog.at_level(logging.DEBUG, logger=fusing.__name__):
         fuse(model)
     return [each.getMessage() for each in caplog.records]
 
