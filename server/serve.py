@@ -10,11 +10,11 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.drafting.drafts import check_name, check_names
-from engine.light_imports import light_imports
 from engine.lora.names import parse_adapters
 from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
+from engine.process.light_imports import light_imports
 from engine.process.memory import settle_memory
 from engine.process.preload import preload_environment
 from engine.process.streams import EventStreams
@@ -106,7 +106,8 @@ def _follow(config: EngineConfig) -> None:
 def _serve_alone(
     process: EngineProcess, settings: Settings, config: EngineConfig, listener: socket.socket
 ) -> None:
-    tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
+    with light_imports(config):
+        tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
     engine = RemoteEngine(process.ready(), process.connect(), process.pulse)
 
     def replace(info: EngineInfo) -> None:

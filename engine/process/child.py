@@ -26,11 +26,11 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 from engine.kernels.ahead import compiling_ahead
-from engine.light_imports import light_imports
 from engine.logs import log_through_root
 from engine.process.admissions import SlowAdmissions
 from engine.process.follower import Followers
 from engine.process.launch import Launch, begin_child, ignore_signals
+from engine.process.light_imports import light_imports
 from engine.process.link import Acts, Link
 from engine.process.memory import settle_memory
 from engine.process.pulse import Pulse

@@ -17,6 +17,7 @@ from types import FrameType
 
 from engine.process.client import RemoteEngine
 from engine.process.launch import begin_child
+from engine.process.light_imports import light_imports
 from engine.process.link import Link
 from engine.process.memory import settle_memory
 from engine.process.pulse import Pulse
@@ -101,7 +102,10 @@ def main() -> int:
     settings = Settings.model_construct(**launch.settings)
     config = launch.config
     try:
-        tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
+        with light_imports(config):
+            tokenizer = load_tokenizer(
+                config.served_model, config.revision, config.trust_remote_code
+            )
         shared = Shared(RemoteMetrics(link), RemoteSpeculation(link))
         app = build_app(engine, tokenizer, settings, shared)
     except (EngineError, ValueError, OSError) as error:

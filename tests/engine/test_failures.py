@@ -20,6 +20,7 @@ from drafters.registry import build_drafters
 from drafters.tree import DraftTree, chain
 from engine.batch import ForwardOutput, InputBatch
 from engine.core import MAX_FAILED_STEPS, EngineCore
+from engine.grammar.mask_time import MaskTime
 from engine.request.errors import RequestFailedError
 from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
@@ -451,6 +452,9 @@ def test_a_processor_that_raises_ends_its_request_and_no_other(
 
 class GaveUp:
     """A grammar that has become too complex: it says so whatever it is asked for."""
+
+    def __init__(self) -> None:
+        self.time = MaskTime()
 
     def forced(self, path: Path = ()) -> Path:
         del path

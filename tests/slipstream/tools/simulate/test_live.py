@@ -45,7 +45,7 @@ async def test_a_refusal_and_a_closed_port_are_told_in_words() -> None:
     async with live(ScriptedEngine("abc")) as found:
         address = Address(found.address[1])
         with pytest.raises(ClientError, match=r"400 [^$]*max_tokens"):
-            await address.stream({"prompt": "x", "max_tokens": -1})
+            await address.stream({"prompt": "x", "max_tokens": -2})
         whole = await address.post({"prompt": "x", "max_tokens": 3})
         assert b'"usage"' in whole
     with pytest.raises(ClientError, match=f"port {address.port}"):
