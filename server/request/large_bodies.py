@@ -55,10 +55,16 @@ def default_body_bytes(max_model_len: int, tokenizer: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LargeBody:
-    """JSON that nobody has looked at, to become a request of this kind."""
+    """JSON that nobody has looked at, to become a request of this kind; or one already, whose work is
+    much all the same."""
 
     kind: type[Body]
-    content: bytes
+    content: bytes | Body
+
+    def parsed(self) -> Body:
+        """Raises ApiError."""
+        content = self.content
+        return content if isinstance(content, Body) else parse(self.kind, content)
 
 
 class BodyRoute(APIRoute):
@@ -175,7 +181,7 @@ class BodyReader:
         return found
 
     def _read(self, body: LargeBody, work: Work[Result]) -> Result:
-        return work(self.translator, parse(body.kind, body.content))
+        return work(self.translator, body.parsed())
 
     def close(self) -> None:
         """Ends the pool. Its processes are killed: the interpreter would wait at its end for one that is
@@ -267,6 +273,6 @@ def _read_here(
     # With each body: the pool began with others if they were changed since.
     _translator.resolver, _translator.adapters = resolver, adapters
     try:
-        return work(_translator, parse(body.kind, body.content))
+        return work(_translator, body.parsed())
     except ApiError as error:
         return error

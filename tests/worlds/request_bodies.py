@@ -340,6 +340,8 @@ RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
 
 
 RESPONSE_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
+    "client_metadata": ({}, 1),
+    "previous_response_id": (None, "resp_1"),
     "model": ("test/scripted", "gpt-4"),
     "background": (False, True),
     "truncation": ("disabled", "auto"),
@@ -347,7 +349,8 @@ RESPONSE_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = HINTS | {
     "max_tool_calls": (3, 0),
     "include": ([], "reasoning.encrypted_content"),
 }
-RESPONSE_IGNORED: dict[str, Any] = IGNORED | {
+RESPONSE_IGNORED: dict[str, Any] = {key: IGNORED[key] for key in IGNORED if key != "store"} | {
+    "client_metadata": {"turn_id": "t"},
     "text.verbosity": "high",
     "reasoning.summary": "auto",
     "reasoning.generate_summary": "concise",
