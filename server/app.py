@@ -39,6 +39,7 @@ from server.request.speculative import (
     SpeculativeResolver,
 )
 from server.request.translate import Translator
+from server.response_store import AskStore, ResponseStore
 from server.settings import Settings
 from server.tenants.keys import keys_of
 from server.version import server_version
@@ -53,6 +54,7 @@ class Shared:
 
     metrics: RequestMetrics
     change_speculation: ChangeSpeculation
+    ask_store: AskStore
 
 
 def build_app(
@@ -149,13 +151,15 @@ def _services(
         engine.add_step_listener(own.observe_step)
         engine.add_adapter_listener(own.show_adapters)
         own.show_speculation(resolver.defaults)
-        shared = Shared(own, _changing(translator, own))
+        responses = ResponseStore(settings.stored_response_bytes)
+        shared = Shared(own, _changing(translator, own), responses.ask)
     texts = TokenTexts(tokenizer)
     services = Services(
         engine=engine,
         metrics=shared.metrics,
         bodies=bodies,
         change_speculation=shared.change_speculation,
+        ask_store=shared.ask_store,
         choices=ChoiceSource(engine, tokenizer, texts, shared.metrics),
         texts=texts,
         model_name=model_name,

@@ -29,6 +29,7 @@ from server.metrics.finished import add_line
 from server.metrics.prometheus import Metrics
 from server.metrics.telemetry.begin import check_telemetry
 from server.request.speculative import SpeculativeResolver
+from server.response_store import ResponseStore
 from server.settings import Settings
 from server.tenants.keys import keys_of
 from server.workers.parent import Serve, Workers
@@ -134,7 +135,8 @@ def _serve_with_workers(
     # Drafters' own settings are the engine's business; their class is made anew in each process.
     values = {name: getattr(settings, name) for name in Settings.model_fields if name != "drafter"}
     first = Serve(values, config, info, settings.log_options())
-    workers = Workers(settings.api_workers, first, listener, process, metrics, resolver)
+    responses = ResponseStore(settings.stored_response_bytes)
+    workers = Workers(settings.api_workers, first, listener, process, metrics, resolver, responses)
     workers.run(settings.drain_seconds, settings.restart_engine, settings.step_timeout)
 
 

@@ -360,6 +360,12 @@ class Settings(BaseSettings):
         "template says.",
     )
 
+    stored_response_bytes: ByteSize = Field(
+        default=ByteSize(64 << 20),
+        description="Memory for responses, with what came before each, that requests go on from by "
+        "previous_response_id; 0: none is kept.",
+    )
+
     drafters: Names = Field(default=None, description="Drafters to load; default: all.")
     draft: Paths = Field(
         default=None,

@@ -25,6 +25,7 @@ from server.request.body import Body
 from server.request.large_bodies import BodyReader, LargeBody
 from server.request.speculative import ChangeSpeculation, SpeculativeResolver
 from server.request.translate import Translator
+from server.response_store import AskStore
 from server.tenants.terms import Terms
 
 Writer = TypeVar("Writer")
@@ -44,6 +45,7 @@ class Services:
     metrics: RequestMetrics
     bodies: BodyReader
     change_speculation: ChangeSpeculation
+    ask_store: AskStore
     choices: ChoiceSource
     texts: TokenTexts
     model_name: str
@@ -102,6 +104,11 @@ class Services:
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Returns those that are loaded."""
         return self.engine.info.adapters or ()
+
+    def tenant_of(self, request: Request) -> str:
+        """Returns the name of the tenant whose key came with the request; "" for none."""
+        terms = _terms(request)
+        return terms.tenant.name if terms else ""
 
     async def charge(self, request: Request) -> None:
         """Count a request that costs this server time and the engine none. Raises TenantLimitError,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from server.errors import ApiError
@@ -13,7 +14,7 @@ from server.plan import RequestPlan
 from server.reply.deltas import ChoiceDelta, ChoiceEnd
 from server.reply.token_texts import TokenTexts
 from server.reply.usage import PromptTokensDetails, SpeculativeUsage, Usage
-from server.reply.writers import Writer, event
+from server.reply.writers import Writer, as_json, event
 
 
 class OutputTokensDetails(TypedDict):
@@ -39,8 +40,8 @@ class IncompleteDetails(TypedDict):
 
 
 class ModelResponse(TypedDict):
-    """``output``: items of type ``reasoning``, ``message`` and ``function_call``, as written. What the
-    request said comes back beside these fields."""
+    """``output``: items ``reasoning``, ``message``, ``function_call`` and ``custom_tool_call``, in the
+    order written. What the request said comes back beside these fields."""
 
     id: str
     object: Literal["response"]
@@ -62,8 +63,15 @@ class ResponseEvent(TypedDict):
     sequence_number: int
 
 
+_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
+"""What a call has of the model's text, by the item's type."""
+
+
 class ResponsesWriter(Writer):
-    """``/v1/responses``. A stream's events are numbered from 0; they show items as they are by then."""
+    """``/v1/responses``. A stream's events are numbered from 0; they show items as they are by then.
+    ``keep``: takes the response's id, and all that has to be known to go on from it; None: nobody may."""
+
+    keep: Callable[[str, bytes], Awaitable[Any]] | None = None
 
     def __init__(
         self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
@@ -74,6 +82,8 @@ class ResponsesWriter(Writer):
         self._number = 0
         self._told: list[bytes] = []
         self._end: ChoiceEnd | None = None
+        self._arguments = ""
+        self._whole: dict[str, Any] = {}
 
     def begin(self) -> bytes:
         response = self._response("in_progress")
@@ -108,6 +118,11 @@ class ResponsesWriter(Writer):
         self.events(choices[0])
         return self._ended(usage)
 
+    async def settle(self) -> None:
+        if self.keep is not None:
+            record = {"items": self.plan.repeated["items"], "response": self._whole}
+            await self.keep(f"resp_{self.plan.request_id}", as_json(record))
+
     def _tell(self, kind: str, **fields: Any) -> None:
         content = {"type": kind, "sequence_number": self._number, **fields}
         self._told.append(event(content, kind))
@@ -123,14 +138,25 @@ class ResponsesWriter(Writer):
     def _add(self, part: Part) -> None:
         if isinstance(part, CallStart):
             self._close()
-            call = {"call_id": part.call_id, "name": part.name, "arguments": ""}
-            self._begin("function_call", "fc", call)
+            named = {"type": "function_call", "name": part.name}
+            call = self.plan.repeated["calls"].get(part.name, named)
+            kind, self._arguments = call["type"], ""
+            prefix = "fc" if kind == "function_call" else "ctc"
+            self._begin(kind, prefix, {"call_id": part.call_id, **call, _FIELDS[kind]: ""})
         elif isinstance(part, CallArguments):
             assert self._open is not None, "a call's arguments follow its start"
-            self._open["arguments"] += part.text
-            self._tell("response.function_call_arguments.delta", **self._place(), delta=part.text)
+            if self._open["type"] == "function_call":
+                self._add_to_call(part.text)
+            else:
+                self._arguments += part.text
         else:
             self._add_text("reasoning" if isinstance(part, Reasoning) else "message", part.text)
+
+    def _add_to_call(self, text: str) -> None:
+        assert self._open is not None
+        kind, field = self._open["type"], _FIELDS[self._open["type"]]
+        self._open[field] += text
+        self._tell(f"response.{kind}_{field}.delta", **self._place(), delta=text)
 
     def _close(self, status: str = "completed") -> None:
         """The item that is open, if one is, is as long as it gets."""
@@ -141,6 +167,9 @@ class ResponsesWriter(Writer):
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             self._tell("response.function_call_arguments.done", **place, **done)
+        elif item["type"] == "custom_tool_call":
+            self._add_to_call(_only_text(self._arguments))
+            self._tell("response.custom_tool_call_input.done", **place, input=item["input"])
         else:
             part = item["content"][0]
             place["content_index"] = 0
@@ -205,6 +234,7 @@ class ResponsesWriter(Writer):
             total_tokens=usage["total_tokens"],
             speculative=usage["speculative"],
         )
+        self._whole = response
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -220,10 +250,21 @@ class ResponsesWriter(Writer):
             "usage": None,
             "system_fingerprint": self._fingerprint,
             "seed": self.plan.seed,
-            **self.plan.repeated,
+            **self.plan.repeated["response"],
         }
 
 
 def _logprobs(item: dict[str, Any]) -> dict[str, Any]:
     """Clients expect the field with texts of messages."""
     return {"logprobs": []} if item["type"] == "message" else {}
+
+
+def _only_text(arguments: str) -> str:
+    """The text in ``{"input": text}``, also of a call that was cut off. Arguments of another shape are
+    the text as they stand."""
+    try:
+        found = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
+    texts = [*found.values()] if isinstance(found, dict) else []
+    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else arguments

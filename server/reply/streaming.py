@@ -187,6 +187,7 @@ class DeltaStreamResponse(StreamingResponse):
                     await self._write_through(self._writer.pause())
             ends = [self._ends[index] for index in sorted(self._ends)]
             last = self._writer.finish(self._account(ends))
+            await self._writer.settle()
         except Exception as error:
             # The status has been sent: the error can only go into the stream.
             last = self._failure(to_api_error(error))
@@ -254,8 +255,10 @@ async def answer(request: Request, run: Run, writer: WholeWriter) -> Response:
         await feed.aclose()
         raise
     usage = account([choice.end for choice in choices if choice.end is not None])
+    content = to_json(writer.reply(choices, usage), inf_nan_mode="null")
+    await writer.settle()
     return Response(
-        to_json(writer.reply(choices, usage), inf_nan_mode="null"),
+        content,
         headers=headers,
         media_type="application/json",
     )

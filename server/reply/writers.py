@@ -126,6 +126,9 @@ class WholeWriter(ABC):
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
         """The whole reply, of folded choices."""
 
+    async def settle(self) -> None:  # noqa: B027
+        """Awaited before the last bytes go out, or the whole reply."""
+
 
 class Writer(WholeWriter):
     """Puts deltas into it, too. ``media_type``: that of its streams; ``ending``: what they end with,

@@ -108,6 +108,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return read(data)
         own, integers = cls._fields_by_name(), cls._integer_fields()
+        drops = DROPS_UNKNOWN.get() and cls.model_config.get("extra") == "forbid"
         known = {*own, *cls.unsupported, *cls.fixed, *cls.without_effect}
         kept: dict[Any, Any] = {}
         left_out: dict[str, Any] = {}
@@ -124,7 +125,7 @@ class Body(BaseModel):
             elif name in cls.unsupported or name in cls.fixed:
                 if (message := cls._refusal(name, value)) is not None:
                     findings.append(_detail(name, message=message))
-            elif name in cls.without_effect or DROPS_UNKNOWN.get():
+            elif name in cls.without_effect or drops:
                 left_out[name] = value
             else:
                 kept[name] = value

@@ -63,14 +63,17 @@ def default_body_bytes(max_model_len: int, tokenizer: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LargeBody:
-    """JSON that nobody has looked at, to become a request of this kind."""
+    """JSON that nobody has looked at, to become a request of this kind; or one already, whose work is
+    much all the same."""
 
     kind: type[Body]
-    content: bytes
+    content: bytes | Body
     drops_unknown: bool = False
 
     def parse(self) -> Body:
         """Raises ApiError."""
+        if isinstance(self.content, Body):
+            return self.content
         return parse(self.kind, self.content, drops_unknown=self.drops_unknown)
 
 

@@ -1,13 +1,15 @@
 """``POST /v1/responses``: its fields, and the chat request that says the same.
 
-Nothing is stored, so a conversation is sent whole: what came out of one request goes into the next as
-it is.
+A conversation is sent whole, or goes on from a response that is kept. What came out of one request goes
+into the next as it is, and so does what other servers and their tools left there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MaxLen, MinLen
 from pydantic import (
@@ -15,26 +17,18 @@ from pydantic import (
     Field,
     JsonValue,
     PlainValidator,
-    ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
-    model_validator,
 )
-from pydantic.config import JsonDict
 
 from engine.request.params import SamplingParams
-from server.errors import ApiError, refused
+from server.errors import ApiError, bad_request, clip, refused
 from server.plan import RequestPlan
-from server.request.body import Body, WithoutEffect, in_case, optional, refusal
+from server.request.body import Body, WithoutEffect, optional
 from server.request.foreign_parts import ForeignPart, find_foreign_part
 from server.request.grammars import Schema
-from server.request.messages import (
-    MAX_TOOLS,
-    NAME_PATTERN,
-    ArgumentsField,
-    FunctionDefinition,
-    text_of,
-)
+from server.request.messages import NAME_PATTERN, ArgumentsField, text_of
 from server.request.parsing import check
 from server.request.protocol import (
     TOKEN_LIMIT,
@@ -46,19 +40,38 @@ from server.request.protocol import (
     ReasoningOptions,
     Verbosity,
 )
+from server.request.response_tools import (
+    CHOICE_FIELD,
+    TOOLS_FIELD,
+    AllowedTools,
+    HostedTool,
+    Kinds,
+    NamedTool,
+    ShownTool,
+    TextFormat,
+    parse_as,
+    parse_each,
+    qualified,
+    shown_tools,
+)
 from server.request.translate import SERVICE_TIER, Translator
 
 MAX_ITEMS = 1 << 14
-_STATELESS = "nothing is stored here; send the items themselves"
+_STATELESS = "send the items themselves, or 'previous_response_id'"
+Known = Mapping[str, bytes]
+"""Responses that are kept, by id: JSON of ``items``, all that came before, and of ``response``."""
+
+
+# --- items ---
 
 
 class InputTextPart(Body):
     """Text; ``annotations`` and ``logprobs`` come with parts of replies and say nothing to the model."""
 
-    type: Literal["input_text", "output_text", "text"]
+    without_effect: ClassVar[WithoutEffect] = {"annotations": ([],), "logprobs": ([],)}
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    annotations: list[JsonValue] | None = Field(default=None, max_length=0)
-    logprobs: list[JsonValue] | None = Field(default=None, max_length=0)
 
 
 def _parse_parts(value: object, parse: ValidatorFunctionWrapHandler) -> Any:
@@ -69,19 +82,13 @@ def _parse_parts(value: object, parse: ValidatorFunctionWrapHandler) -> Any:
 _Content = Annotated[str | list[InputTextPart], WrapValidator(_parse_parts)]
 
 
-class InputReasoningPart(Body):
-    type: Literal["reasoning_text"]
-    text: str
-
-
 class _Item(Body):
     """The fields of all items. ``for_chat`` returns the message of a chat that says the same."""
 
-    unsupported: ClassVar[dict[str, str]] = {"phase": "the model is not told of it"}
-    without_effect: ClassVar[WithoutEffect] = {"name": ()}
+    without_effect: ClassVar[WithoutEffect] = {"name": (), "phase": ()}
 
     id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"] | None = None
 
     def for_chat(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -100,16 +107,28 @@ class InputCall(_Item):
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1, max_length=128)
+    namespace: str | None = Field(default=None, min_length=1, max_length=128)
     arguments: ArgumentsField
 
     def for_chat(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        return {"role": "assistant", "tool_calls": [call]}
+        return _call(self.call_id, qualified(self.name, self.namespace), self.arguments)
+
+
+class InputCustomCall(InputCall):
+    type: Literal["custom_tool_call"]  # type: ignore[assignment]
+    arguments: str = Field(alias="input")
+
+    def for_chat(self) -> dict[str, Any]:
+        given = json.dumps({"input": self.arguments}, ensure_ascii=False)
+        return _call(self.call_id, qualified(self.name, self.namespace), given)
 
 
 class InputCallOutput(_Item):
-    type: Literal["function_call_output"]
+    """Its call is found by the id."""
+
+    without_effect: ClassVar[WithoutEffect] = {"name": None, "namespace": None, "phase": ()}
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
     output: _Content
 
@@ -118,127 +137,122 @@ class InputCallOutput(_Item):
 
 
 class InputReasoning(_Item):
-    unsupported: ClassVar[dict[str, str]] = {"encrypted_content": "send it as 'content'"}
+    """The model is shown the summary where nothing else can be read."""
+
+    without_effect: ClassVar[WithoutEffect] = _Item.without_effect | {"encrypted_content": ()}
 
     type: Literal["reasoning"]
-    summary: list[JsonValue] | None = Field(default=None, max_length=0)
-    content: list[InputReasoningPart] | None = None
+    summary: list[InputTextPart] | None = None
+    content: list[InputTextPart] | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        text = "\n".join(part.text for part in self.content or [])
+        text = text_of(self.content or self.summary)
         return {"role": "assistant", "reasoning_content": text} if text else {"role": "assistant"}
 
 
-_ITEMS: dict[object, type[_Item]] = {
+class ItemReference(_Item):
+    """An item that came out of a response that is kept."""
+
+    type: Literal["item_reference"]
+    id: str
+
+    @property
+    def response_id(self) -> str:
+        return f"resp_{self.id.partition('_')[2].rpartition('-')[0]}"
+
+    def found(self, known: Known) -> _Item:
+        """Raises ApiError 404."""
+        kept = known.get(self.response_id, b'{"response": {"output": []}}')
+        for each in json.loads(kept)["response"]["output"]:
+            if each["id"] == self.id:
+                item: _Item = parse_as(_ITEMS, each)
+                return item
+        message = f"Item with id '{clip(self.id, 64)}' not found: its response is not kept."
+        raise ApiError(404, message, param="input", code="item_not_found")
+
+
+_FOREIGN = (  # noqa: SIM905
+    "additional_tools agent_message apply_patch_call apply_patch_call_output code_interpreter_call "
+    "compaction configuration_update context_compaction file_search_call image_generation_call "
+    "local_shell_call local_shell_call_output mcp_approval_request mcp_approval_response mcp_call "
+    "mcp_list_tools shell_call shell_call_output tool_search_call tool_search_output web_search_call"
+).split()
+
+
+class ForeignItem(_Item):
+    """What other servers and their tools left. The model is shown calls with an id, and what came of
+    them, as those of a function; the rest is left out."""
+
+    model_config = ConfigDict(extra="allow")
+    without_effect: ClassVar[WithoutEffect] = {}
+
+    type: Annotated[str, WithJsonSchema({"enum": _FOREIGN})]
+    status: str | None = None  # type: ignore[assignment]
+    call_id: str | None = Field(default=None, min_length=1, max_length=256)
+
+    def for_chat(self) -> dict[str, Any]:
+        said = json.dumps(self.model_extra, ensure_ascii=False)
+        if self.type.endswith("_output"):
+            output = (self.model_extra or {}).get("output")
+            content = output if isinstance(output, str) else said
+            return {"role": "tool", "tool_call_id": self.call_id or self.id, "content": content}
+        if self.call_id is None:
+            return {"role": "assistant"}
+        return _call(self.call_id, self.type.removesuffix("_call"), said)
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+_ITEMS: Kinds = {
     "message": InputMessage,
     "function_call": InputCall,
     "function_call_output": InputCallOutput,
+    "custom_tool_call": InputCustomCall,
+    "custom_tool_call_output": InputCallOutput,
     "reasoning": InputReasoning,
+    "item_reference": ItemReference,
+    **dict.fromkeys(_FOREIGN, ForeignItem),
 }
 
 
-def _parse_input(value: object) -> list[_Item]:
+def _parse_input(value: object) -> Any:
     """A text is a message of the user."""
     if isinstance(value, str):
         return [InputMessage(role="user", content=value)]
     if not isinstance(value, list) or not value:
         raise ValueError("must be a text or a non-empty list of items")
-    if len(value) > MAX_ITEMS:
-        raise ValueError(f"takes at most {MAX_ITEMS} items")
-    return [_parse_item(index, item) for index, item in enumerate(value)]
+    return parse_each(_ITEMS, value, "message", MAX_ITEMS)
 
 
-def _parse_item(index: int, item: object) -> _Item:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if not isinstance(kind, str) or kind not in _ITEMS:
-        message = f"must be an object of type {', '.join(str(each) for each in _ITEMS)}"
-        if kind == "item_reference":
-            message = f"is not supported: {_STATELESS}"
-        raise refusal(index, "type", message=message)
-    try:
-        return _ITEMS[kind].model_validate(item)
-    except ValidationError as error:
-        # Where a text or parts may stand, what is wrong with the parts says more.
-        found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
-        place = [each for each in found["loc"] if each != "str" and "list[" not in str(each)]
-        raise refusal(index, *place, message=str(found["msg"])) from error
-
-
+_OfCall = InputCall | InputCustomCall | InputCallOutput | ForeignItem
 _Items = Annotated[
-    list[InputMessage | InputCall | InputCallOutput | InputReasoning],
-    MinLen(1),
-    MaxLen(MAX_ITEMS),
+    list[InputMessage | InputReasoning | ItemReference | _OfCall], MinLen(1), MaxLen(MAX_ITEMS)
 ]
 InputField = Annotated[Any, PlainValidator(_parse_input, json_schema_input_type=str | _Items)]
 
 
-class FunctionTool(FunctionDefinition):
-    """A function that may be called."""
-
-    type: Literal["function"]
+# --- the request ---
 
 
-class _NamedFunction(Body):
-    type: Literal["function"]
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
     name: str = Field(pattern=NAME_PATTERN)
-
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}}
-
-
-class _AllowedTools(Body):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[_NamedFunction] = Field(min_length=1, max_length=MAX_TOOLS)
-
-    def for_chat(self) -> dict[str, Any]:
-        allowed = {"mode": self.mode, "tools": [each.for_chat() for each in self.tools]}
-        return {"type": self.type, "allowed_tools": allowed}
-
-
-_OF_SCHEMAS = ("name", "schema", "description", "strict")
-_FORMATS: JsonDict = {
-    "anyOf": [
-        in_case({"type": {"enum": ["text", "json_object"]}}, _OF_SCHEMAS),
-        in_case(
-            {
-                "type": {"const": "json_schema"},
-                "name": {"type": "string"},
-                "schema": {"type": ["object", "boolean"]},
-            }
-        ),
-    ]
-}
-
-
-class TextFormat(Body):
-    """``name``, ``schema``, ``strict`` and ``description`` belong to ``json_schema``."""
-
-    model_config = ConfigDict(json_schema_extra=_FORMATS)
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(default=None, pattern=NAME_PATTERN)
     description: str | None = Field(default=None, max_length=4096)
-    schema_: Schema | None = Field(default=None, alias="schema")
+    schema_: Schema = Field(alias="schema")
     strict: bool | None = None
 
-    @model_validator(mode="after")
-    def _suits_its_type(self) -> Self:
-        given = self.model_dump(by_alias=True, exclude_none=True)
-        for name in _OF_SCHEMAS:
-            if self.type != "json_schema" and name in given:
-                raise refusal(name, message=f"has no effect with type {self.type!r}")
-            if self.type == "json_schema" and name in ("name", "schema") and name not in given:
-                raise refusal(name, message="is missing")
-        return self
 
-    def for_chat(self) -> dict[str, Any]:
-        given = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-        return {"type": self.type, "json_schema": given} if given else {"type": self.type}
+_FORMATS: Kinds = {"text": TextFormat, "json_object": TextFormat, "json_schema": SchemaFormat}
+_OutputFormat = PlainValidator(
+    partial(parse_as, _FORMATS), json_schema_input_type=TextFormat | SchemaFormat
+)
 
 
 class TextConfig(Body):
-    format: TextFormat | None = None
+    format: Annotated[Any, _OutputFormat] = None
     verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
 
 
@@ -246,7 +260,6 @@ class ResponsesRequest(CommonFields):
     """``POST /v1/responses``."""
 
     unsupported: ClassVar[dict[str, str]] = {
-        "previous_response_id": _STATELESS,
         "conversation": _STATELESS,
         "prompt": _STATELESS,
         "top_logprobs": "use /v1/chat/completions",
@@ -264,38 +277,56 @@ class ResponsesRequest(CommonFields):
     }
 
     input: InputField = Field(description="A text, or the items of a conversation.")
+    previous_response_id: str | None = optional("What it goes on from, with all that came before.")
     instructions: str | None = optional("A system message before the input.")
     max_output_tokens: int | None = optional(
         "Default and -1: what the context has room for.", **TOKEN_LIMIT
     )
     top_p: float | None = optional("Default 1.", gt=0, le=1)
-    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | _NamedFunction | _AllowedTools | None = None
+    tools: Annotated[Any, TOOLS_FIELD] = None
+    tool_choice: Annotated[Any, CHOICE_FIELD] = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = optional("'format': what the text has to match.")
     reasoning: ReasoningOptions | None = None
     stream_options: EventOptions | None = None
+    store: bool | None = optional("Whether requests may go on from it; default true.")
 
-    def for_chat(self) -> ChatRequest:
+    def items(self, known: Known) -> list[_Item]:
+        """The whole conversation. Raises ApiError."""
+        before = []
+        if (previous := self.previous_response_id) is not None:
+            if previous not in known:
+                message = f"Previous response with id '{clip(previous, 64)}' not found."
+                raise bad_request("previous_response_id", message, "previous_response_not_found")
+            kept = json.loads(known[previous])
+            before = [*kept["items"], *kept["response"]["output"]]
+        own = (x.found(known) if isinstance(x, ItemReference) else x for x in self.input)
+        return [*(parse_as(_ITEMS, each, "message") for each in before), *own]
+
+    def for_chat(self, items: Sequence[_Item], functions: Sequence[ShownTool]) -> ChatRequest:
         """The chat request that says the same. Raises ApiError 400, in the chat's words."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "needs 'stream': true")
-        messages = _messages(self.instructions, self.input)
+        messages = _messages(self.instructions, items)
         if not messages:
             raise refused("input", ": nothing in it says anything")
-        tools = [tool.model_dump(exclude={"type"}) for tool in self.tools or []]
+        choice = self.tool_choice
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in CommonFields.model_fields},
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [{"type": "function", "function": tool} for tool in tools],
-            "tool_choice": self._tool_choice(),
+            "tools": [{"type": "function", "function": each.shown} for each in functions],
+            "tool_choice": choice.for_chat()
+            if isinstance(choice, NamedTool | AllowedTools)
+            else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "top_p": self.top_p,
             "reasoning": self.reasoning,
         }
         if self.text is not None and self.text.format is not None:
-            given["response_format"] = self.text.format.for_chat()
+            form = self.text.format.model_dump(by_alias=True, exclude_none=True)
+            kind = form.pop("type")
+            given["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
         if self.text is not None:
             given["verbosity"] = self.text.verbosity
         return check(ChatRequest, given)
@@ -303,33 +334,35 @@ class ResponsesRequest(CommonFields):
     def repeated(self, sampling: SamplingParams) -> dict[str, JsonValue]:
         """Returns the fields that a response repeats. ``sampling``: what became of its fields."""
         text = self.text.model_dump(by_alias=True, exclude_none=True) if self.text else {}
-        effort = self.reasoning.effort if self.reasoning else None
-        tools = [tool.model_dump() for tool in self.tools or []]
         choice = self.tool_choice or "auto"
         return {
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "background": False,
-            "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
             "metadata": dict(self.metadata or {}),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "prompt_cache_key": self.prompt_cache_key,
-            "reasoning": {"effort": effort, "summary": None},
-            "safety_identifier": self.safety_identifier,
+            "reasoning": {
+                "effort": self.reasoning.effort if self.reasoning else None,
+                "summary": None,
+            },
             "service_tier": SERVICE_TIER,
-            "store": False,
+            "store": self.store is not False,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}, **text},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": tools,  # type: ignore[dict-item]
+            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice,
+            "tools": [tool.model_dump() for tool in self.tools or []],
             "top_p": sampling.top_p,
             "truncation": "disabled",
-            "user": self.user,
         }
 
-    def _tool_choice(self) -> Any:
-        choice = self.tool_choice
-        return choice.for_chat() if isinstance(choice, Body) else choice
+
+_AS_THEY_ARE = (
+    "instructions",
+    "max_output_tokens",
+    "previous_response_id",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
+)
 
 
 def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str, Any]]:
@@ -355,23 +388,38 @@ _RENAMED = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tool_choice.function": "tool_choice",
-    "tool_choice.allowed_tools": "tool_choice",
     "verbosity": "text.verbosity",
 }
 
 
+def references(_: Translator, body: ResponsesRequest) -> list[str]:
+    """Returns the ids of responses that the body goes on from or refers to."""
+    found = [each.response_id for each in body.input if isinstance(each, ItemReference)]
+    return [*found, *([body.previous_response_id] if body.previous_response_id else [])]
+
+
 def plan_response(
-    translator: Translator, body: ResponsesRequest, arrival_time: float
+    translator: Translator, body: ResponsesRequest, arrival_time: float, *, known: Known
 ) -> RequestPlan:
     """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
     one."""
     _refuse_foreign_parts(body.input, translator.info.unserved)
+    items, functions = body.items(known), shown_tools(body.tools or [], body.tool_choice)
+    own = partial(_own_name, functions)
     try:
-        plan = translator.plan(body.for_chat(), arrival_time)
+        plan = translator.plan(body.for_chat(items, functions), arrival_time)
     except ApiError as error:
-        raise _in_own_words(error) from error
-    repeated = body.repeated(plan.choices[0].request.sampling)
-    return plan.in_words_of(_own_name, body.ignored(), repeated)
+        raise (error.about(own(error.param)) if error.param else error) from error
+    unseen = [each for each in body.input if isinstance(each, ForeignItem)]
+    ignored = [*body.ignored()]
+    ignored += [f"input.{each.type}" for each in unseen if not each.for_chat().keys() - {"role"}]
+    ignored += [f"tools.{each.type}" for each in body.tools or [] if isinstance(each, HostedTool)]
+    repeated = {
+        "response": body.repeated(plan.choices[0].request.sampling),
+        "calls": {each.shown["name"]: each.call for each in functions},
+        "items": [each.model_dump(by_alias=True, exclude_none=True) for each in items],
+    }
+    return plan.in_words_of(own, ignored, repeated)
 
 
 def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:
@@ -382,15 +430,13 @@ def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> 
                 raise found.refusal(f"input.{index}.{name}", unserved)
 
 
-def _in_own_words(error: ApiError) -> ApiError:
-    """A refusal of the chat request, with the field of this one that is at fault."""
-    return error.about(_own_name(error.param)) if error.param else error
-
-
-def _own_name(param: str) -> str:
+def _own_name(functions: Sequence[ShownTool], param: str) -> str:
     """The field of this request that became the chat request's."""
     if param.startswith("tools."):
-        return param.replace(".function.", ".")
+        _, index, *within = param.split(".")
+        own, field = functions[int(index)], ".".join(within).removeprefix("function.")
+        is_schema = field.startswith("parameters")
+        return own.schema + field[len("parameters") :] if is_schema else f"{own.place}.{field}"
     for name, new in _RENAMED.items():
         if param == name or param.startswith(f"{name}."):
             # Messages and items are not the same in number.

@@ -12,6 +12,7 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Awaitable
 from multiprocessing.connection import Connection
 from types import FrameType
 
@@ -101,12 +102,16 @@ def main() -> int:
     engine = RemoteEngine(launch.info, Connection(to_engine), Pulse(pulse))
     settings = Settings.model_construct(**launch.settings)
     config = launch.config
+
+    def ask_store(act: str, *arguments: bytes | str) -> Awaitable[bytes | None]:
+        return asyncio.wrap_future(link.ask(act, *arguments))
+
     try:
         with light_imports(config):
             tokenizer = load_tokenizer(
                 config.served_model, config.revision, config.trust_remote_code
             )
-        shared = Shared(RemoteMetrics(link), RemoteSpeculation(link))
+        shared = Shared(RemoteMetrics(link), RemoteSpeculation(link), ask_store)
         app = build_app(engine, tokenizer, settings, shared)
     except (EngineError, ValueError, OSError) as error:
         link.call("failed", str(error))

@@ -33,6 +33,7 @@ from server.request.speculative import (
     SpeculativeField,
     SpeculativeResolver,
 )
+from server.response_store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class Workers:
         engine: EngineProcess,
         metrics: Metrics,
         resolver: SpeculativeResolver,
+        responses: ResponseStore,
     ) -> None:
+        self._responses = responses
         self._num_workers = num_workers
         self._serve = serve
         self._listener = listener
@@ -194,6 +197,7 @@ class Workers:
             "count": self._metrics.count,
             "expose": self._metrics.exposition,
             "change": self.change,
+            **self._responses.acts,
             "drained": worker.drain,
             "started": worker.started.set,
             "failed": worker.fail,

@@ -1,8 +1,8 @@
-"""A coding agent, as it comes, against a live server: its requests are taken, its tools run, and what it
-says comes of drafts.
+"""Coding agents, as they come, against a live server: their requests are taken, their tools run, and what
+they say comes of drafts.
 
-It is no dependency of ours: each test runs where ``claude`` is on the path (npm has it as
-``@anthropic-ai/claude-code``), and is skipped elsewhere.
+They are no dependencies of ours: each test runs where ``claude`` or ``codex`` is on the path (npm has
+them as ``@anthropic-ai/claude-code`` and ``@openai/codex``), and is skipped elsewhere.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from worlds.deploy_tools import find_tool
 from worlds.live_prometheus import live_server
 from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, engine_info
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_tool("claude") is None, reason="no claude on the path"),
-]
+pytestmark = pytest.mark.slow
+CLAUDE, CODEX = (
+    pytest.mark.skipif(find_tool(name) is None, reason=f"no {name} on the path")
+    for name in ("claude", "codex")
+)
 
 SECRET = "the answer is 4711"
 HANG = 300.0
@@ -67,6 +68,7 @@ def text_of(request: GenerationRequest) -> str:
     return bytes(each for each in request.prompt_token_ids if each < 256).decode()
 
 
+@CLAUDE
 def test_its_loop_reads_a_file_and_answers(tmp_path: Path) -> None:
     """All its tools are sent along, and the prompt that goes with them."""
     note = tmp_path / "note.txt"
@@ -93,6 +95,7 @@ def test_its_loop_reads_a_file_and_answers(tmp_path: Path) -> None:
     assert f"tool: 1\t{SECRET}" in second
 
 
+@CLAUDE
 def test_what_it_says_comes_of_drafts(tmp_path: Path) -> None:
     drafted = {"draft_strategy": "nasd", "adaptive_depth": "fixed", "num_speculative_tokens": 3}
     with live_server(speculative=drafted) as server:
@@ -110,3 +113,45 @@ def test_what_it_says_comes_of_drafts(tmp_path: Path) -> None:
         if name.startswith("vllm:spec_decode_num_draft_tokens_total")
     ]
     assert sum(drafts) > 0, found
+
+
+PATCH = f"*** Begin Patch\n*** Add File: made.txt\n+{SECRET}\n*** End Patch\n"
+
+
+@CODEX
+def test_codex_patches_a_file_and_asks_for_an_agent(tmp_path: Path) -> None:
+    """Its patch is the text of a custom tool where the model's name is OpenAI's; agents are a namespace
+    where it is not."""
+    for name, called, given in (
+        ("gpt-5.5", "apply_patch", {"input": PATCH}),
+        ("some/model", "multi_agent_v1__close_agent", {"target": "nobody"}),
+    ):
+        call = f"<tool_call>{json.dumps({'name': called, 'arguments': given})}</tool_call>"
+        texts = iter([call, SECRET])
+        engine = ScriptedEngine(
+            script=lambda _, texts=texts: [*next(texts).encode(), EOS],
+            info=engine_info(max_model_len=200_000),
+        )
+        settings = Settings(tool_call_parser="hermes", served_model_name=name)
+        with listening(build_app(engine, byte_tokenizer(), settings)) as url:
+            provider = f'{{name="s", base_url="{url}/v1", wire_api="responses"}}'
+            said = ("model_provider=s", f"model_providers.s={provider}", f"model={name}")
+            program = find_tool("codex")
+            assert program is not None
+            done = subprocess.run(
+                [program, "exec", "--skip-git-repo-check", "-s", "workspace-write"]
+                + [part for each in said for part in ("-c", each)]
+                + ["Make made.txt."],
+                cwd=tmp_path,
+                env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=HANG,
+            )
+        assert done.stdout.strip() == SECRET, done.stderr
+        first, second = map(text_of, engine.requests)
+        assert f'"name": "{called}"' in first
+        assert second.startswith(first.removesuffix("effort medium "))
+    assert (tmp_path / "made.txt").read_text() == f"{SECRET}\n"
+    assert "nobody" in second

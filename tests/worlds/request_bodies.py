@@ -346,6 +346,7 @@ RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
     "input": ({"input": "zz"}, lambda o: b"user: zz" in prompt_of(o)),
     "instructions": ({"instructions": "zz"}, lambda o: b"system: zz" in prompt_of(o)),
     "max_output_tokens": ({"max_output_tokens": 5}, lambda o: o.sampling.max_tokens == 5),
+    "store": ({"store": False}, lambda o: o.reply["store"] is False),
     "tools": ({"tools": FLAT_TOOLS}, lambda o: b"get_weather" in prompt_of(o)),
     "tool_choice": (
         {"tools": FLAT_TOOLS, "tool_choice": "required"},
@@ -365,6 +366,7 @@ RESPONSE_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
 
 
 RESPONSE_WITHOUT_CHANGE: dict[str, tuple[Any, Any]] = {
+    "previous_response_id": (None, "resp_1"),
     "enable_thinking": (True, "yes"),
     "model": ("test/scripted", "gpt-4"),
     "background": (False, True),

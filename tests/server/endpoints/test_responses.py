@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.request.errors import EngineDeadError
+from engine.request.params import GenerationRequest
+from server.plan import IGNORED_HEADER
+from server.request.large_bodies import LARGE
 from worlds.request_bodies import TOOLS
-from worlds.scripted_engine import ASSISTANT, CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
+from worlds.scripted_engine import (
+    ASSISTANT,
+    CHAT_TEMPLATE,
+    USER,
+    ScriptedEngine,
+    byte_tokenizer,
+    engine_info,
+)
 from worlds.serving import Connect, openai_client
 
 pytestmark = pytest.mark.anyio
@@ -123,27 +134,6 @@ async def test_the_openai_clients_stream_helper_accumulates(connect: Connect) ->
     assert final.output[1].arguments == ARGUMENTS
 
 
-async def test_what_came_out_goes_in_again(connect: Connect) -> None:
-    engine = ScriptedEngine(f"<think>hm</think>Look.{CALL}")
-    template = THINKING.replace("{{ message['role'] }}", "[{{ message.reasoning_content }}]")
-    async with openai_client(connect, engine, tokenizer=byte_tokenizer(template)) as client:
-        first = await client.responses.create(model="test/scripted", input="hi", tools=[TOOL])
-        call = first.output[-1]
-        assert call.type == "function_call"
-        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
-        items += [item.model_dump(exclude_none=True) for item in first.output]
-        answer = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-        await client.responses.create(
-            model="test/scripted", input=[*items, answer], tools=[TOOL], tool_choice="none"
-        )
-    ids = engine.requests[1].prompt_token_ids
-    written = "".join("|" if each >= 256 else chr(each) for each in ids if each < 128 or each > 255)
-    assert written == (
-        '|[]: hi\n|[hm]: Look.<tool_call>{"name": "get_weather", "arguments": {"city": "Kln"}}'
-        "</tool_call>\n|[]: rain\n|"
-    )
-
-
 async def test_a_response_without_a_text_has_an_empty_one(connect: Connect) -> None:
     async with connect(ScriptedEngine("")) as client:
         empty = (await client.post("/responses", json={"input": "hi"})).json()
@@ -181,3 +171,214 @@ async def test_formats_tools_and_effort_are_those_of_chats(connect: Connect) -> 
     assert b"effort low" in bytes(
         each for each in engine.requests[2].prompt_token_ids if each < 256
     )
+
+
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" LF'}
+TARGET = {"type": "object", "properties": {"target": {"type": "string"}}}
+CODEX: dict[str, Any] = {
+    # What codex exec 0.171.0 sends, shortened.
+    "model": "test/scripted",
+    "stream": True,
+    "input": [
+        {"type": "message", "id": "msg_01a2", "role": "developer", "content": "You are .."},
+        {"type": "message", "id": "msg_01a3", "role": "user", "content": "Close it and patch."},
+    ],
+    "tools": [
+        {"type": "function", "name": "exec_command", "strict": False, "parameters": TARGET},
+        {
+            "type": "namespace",
+            "name": "multi_agent_v1",
+            "description": "Sub-agents.",
+            "tools": [{"type": "function", "name": "close_agent", "parameters": TARGET}],
+        },
+        {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": GRAMMAR},
+        {"type": "tool_search", "execution": "client", "parameters": TARGET},
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "01a2191e",
+}
+PATCH = '*** Begin Patch\n+"w\u00f6rld" \\d\n'
+
+
+async def test_codex_gets_calls_in_its_own_terms_and_sends_them_back(connect: Connect) -> None:
+    calls = [("multi_agent_v1__close_agent", {"target": "a"}), ("apply_patch", {"input": PATCH})]
+    texts = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+    text = "<think>hm</think>I do.\n" + "\n".join(
+        f"<tool_call>\n{each}\n</tool_call>" for each in texts
+    )
+    engine = ScriptedEngine(text, info=engine_info(max_model_len=2000))
+    own = {"extra_body": {"client_metadata": {"turn_id": "01a2191e"}}}
+    template = THINKING.replace("{{ message['role'] }}", "[{{ message.reasoning_content }}]")
+    async with openai_client(connect, engine, tokenizer=byte_tokenizer(template)) as client:
+        events = [each async for each in await client.responses.create(**CODEX, **own)]
+        response: Any = events[-1].response
+        _, _, close, patch = response.output
+        answers: list[Any] = [
+            {"type": "function_call_output", "call_id": close.call_id, "output": "not found"},
+            {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "patched"},
+        ]
+        items = [each.model_dump(exclude_none=True) for each in response.output]
+        again = CODEX | {"input": [*CODEX["input"], *items, *answers]}
+        raw = await client.responses.with_raw_response.create(**again, **own)
+    assert (close.type, close.namespace, close.name) == (
+        "function_call",
+        "multi_agent_v1",
+        "close_agent",
+    )
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
+    assert patch.id.startswith("ctc_")
+    inputs = [each for each in events if each.type.startswith("response.custom_tool_call_input")]
+    assert "".join(each.delta for each in inputs[:-1]) == inputs[-1].input == PATCH
+    assert {(each.item_id, each.output_index) for each in inputs} == {(patch.id, 3)}
+    for each in events:  # is one of the client's own, and has the fields that its type has to have
+        if not hasattr(each, "response"):
+            type(each).model_validate(each.to_dict())
+    assert set(raw.headers[IGNORED_HEADER].split(", ")) == {
+        "tools.format.syntax",
+        "reasoning.summary",
+        "include",
+        "client_metadata",
+        "tools.tool_search",
+        "tools.web_search",
+    }
+    first, second = map(prompt_of, engine.requests)
+    assert '"description": "Sub-agents."' in first
+    assert "Begin Patch" in first
+    assert "web_search" not in first + second
+    for name, given in calls:
+        assert f'{{"name": "{name}", "arguments": {json.dumps(given)}}}' in ascii_of(second)
+    assert "|[hm]: I do.<tool_call>" in second
+    assert second.endswith("|[]: not found\n|[]: patched\n|")
+
+
+def prompt_of(request: GenerationRequest) -> str:
+    ids = request.prompt_token_ids
+    return b"".join(bytes([each]) if each < 256 else b"|" for each in ids).decode()
+
+
+def ascii_of(text: str) -> str:
+    return text.replace("\u00f6", "\\u00f6")
+
+
+@pytest.mark.parametrize(
+    ("items", "shown", "told"),
+    [
+        ([{"type": "web_search_call", "id": "ws_1", "action": {}}], "", "input.web_search_call"),
+        ([{"type": "compaction", "encrypted_content": "x"}], "", "input.compaction"),
+        (
+            [{"type": "reasoning", "summary": [], "encrypted_content": "x"}],
+            "",
+            "input.encrypted_content",
+        ),
+        (
+            [{"role": "assistant", "content": "Yes.", "phase": "x"}],
+            "|assistant: Yes.\n",
+            "input.phase",
+        ),
+        (
+            [
+                {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}},
+                {"type": "local_shell_call_output", "id": "c", "output": "a.txt"},
+            ],
+            '|assistant: <tool_call>{"name": "local_shell", "arguments": {"action": {"command": '
+            '["ls"]}}}</tool_call>\n'
+            "|tool: a.txt\n",
+            None,
+        ),
+        (
+            [
+                {"type": "tool_search_call", "call_id": "c", "arguments": {"query": "q"}},
+                {"type": "tool_search_output", "call_id": "c", "tools": [], "status": "completed"},
+            ],
+            '|assistant: <tool_call>{"name": "tool_search", "arguments": {"arguments": '
+            '{"query": "q"}}}</tool_call>\n|tool: {"tools": []}\n',
+            None,
+        ),
+    ],
+)
+async def test_items_of_other_servers_are_shown_or_told(
+    connect: Connect, items: list[Any], shown: str, told: str | None
+) -> None:
+    engine = ScriptedEngine(TEXT)
+    async with connect(engine) as client:
+        body = {"input": [*items, {"role": "user", "content": "go on"}]}
+        reply = await client.post("/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers.get(IGNORED_HEADER) == told
+    assert prompt_of(engine.requests[0]) == f"{shown}|user: go on\n|"
+
+
+async def test_a_custom_tool_is_held_to_its_expression_and_allowed_ones_alone_are_shown(
+    connect: Connect,
+) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": "[a-z]{2}zulu"}
+    tool = {"type": "custom", "name": "pick", "format": form}
+    named = {"type": "custom", "name": "pick"}
+    text = '<tool_call>{"name": "pick", "arguments": {"input": "abzul'
+    engine = ScriptedEngine(text, info=engine_info(max_model_len=2000))
+    async with connect(engine) as client:
+        for choice in (named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
+            body = {"input": "hi", "tools": [TOOL, tool], "tool_choice": choice}
+            reply = (await client.post("/responses", json=body)).json()
+            assert reply["tool_choice"].items() >= choice.items()
+            (call,) = reply["output"]
+            assert (call["type"], call["input"]) == ("custom_tool_call", "abzul")
+    assert all("zulu" in each.sampling.grammar for each in engine.requests)
+    assert ["get_weather" in prompt_of(each) for each in engine.requests] == [True, False]
+
+
+async def test_a_conversation_goes_on_from_a_response_of_ones_own(
+    connect: Connect, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("tenants: [{name: a, key: ka}, {name: b, key: kb}]")
+    engine = ScriptedEngine(TEXT, info=engine_info(max_model_len=60_000))
+    settings = {"api_keys_file": str(keys), "stored_response_bytes": 120_000}
+    async with connect(engine, **settings) as client:
+
+        async def ask(key: str, path: str = "", method: str = "POST", **body: Any) -> Any:
+            headers = {"authorization": f"Bearer {key}"}
+            given = {"json": body} if body else {}
+            return await client.request(method, f"/responses{path}", headers=headers, **given)
+
+        first = (await ask("ka", input="one " + "x" * LARGE, instructions="be brief")).json()
+        on = {"input": "two", "previous_response_id": first["id"]}
+        second = (await ask("ka", stream=True, **on)).text
+        second = stream_events(second)[-1]["response"]
+        assert second["previous_response_id"] == first["id"]
+        reference = {"type": "item_reference", "id": second["output"][0]["id"]}
+        third = await ask("ka", input=[reference, {"role": "user", "content": "z" * LARGE}])
+        assert third.status_code == 200, third.text
+        counted = await ask("ka", "/input_tokens", input="three", previous_response_id=second["id"])
+        texts = [*map(prompt_of, engine.requests)]
+        assert texts[1].endswith(f"x\n|assistant: {TEXT}\n|user: two\n|")
+        assert texts[2].startswith(f"|assistant: {TEXT}\n|user: zz")
+        more = len(f"|assistant: {TEXT}\n|user: three\n".encode())
+        assert counted.json()["input_tokens"] == len(texts[1].encode()) + more
+        assert "be brief" not in texts[1]
+        place = f"/{first['id']}"
+        assert (await ask("ka", place, "GET")).json() == first
+        lost = [await ask("kb", **on), await ask("ka", **on | {"previous_response_id": "resp_1"})]
+        unkept = (await ask("ka", input="hi", store=False)).json()
+        lost.append(await ask("ka", **on | {"previous_response_id": unkept["id"]}))
+        for each in lost:
+            assert (each.status_code, each.json()["error"]["code"]) == (
+                400,
+                "previous_response_not_found",
+            )
+        assert (await ask("kb", place, "GET")).status_code == 404
+        assert (await ask("kb", place, "DELETE")).status_code == 404
+        refused = await ask("kb", input=[reference])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "item_not_found")
+        # The tenant with most bytes loses its oldest, and nobody else does.
+        kept = (await ask("kb", input="mine")).json()
+        for _ in range(4):
+            await ask("ka", input="y" * (LARGE + 9_000))
+        assert (await ask("ka", place, "GET")).status_code == 404
+        assert (await ask("kb", f"/{kept['id']}", "DELETE")).json()["deleted"] is True
+        assert (await ask("kb", f"/{kept['id']}", "GET")).status_code == 404

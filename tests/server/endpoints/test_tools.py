@@ -388,3 +388,69 @@ async def test_a_chat_has_the_tokens_that_are_told(connect: Connect) -> None:
         await client.post("/chat/completions", json=body)
         found = await client.post("http://test/tokenize", json=body)
     assert found.json()["tokens"] == list(engine.requests[0].prompt_token_ids)
+
+
+def _turn(assistant: Any, tool: Any, **fields: Any) -> dict[str, Any]:
+    """A second turn, in which a call is answered, as an agent sends it."""
+    asked = {"role": "user", "content": [{"type": "text", "text": "What does note.txt say?"}]}
+    return {"messages": [asked, assistant, tool], "stream": True, **fields}
+
+
+READ: Any = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+SAID = {"role": "assistant", "content": "I look.", "tool_calls": [READ]}
+FOUND = {"role": "tool", "tool_call_id": "c"}
+USAGE = {"tools": TOOLS, "stream_options": {"include_usage": True}}
+MARK = {"type": "ephemeral"}
+SCHEMA = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"}
+CLAUDE = {
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: 1"},
+        {"type": "text", "text": "You are an agent.", "cache_control": MARK},
+    ],
+    "tools": [{"name": "get_weather", "input_schema": SCHEMA}],
+    "metadata": {"user_id": '{"device_id":"84a1"}'},
+    "max_tokens": 32000,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}
+CALLED = {"type": "tool_use", "id": "c", "name": "get_weather", "input": {}}
+RESULT = {"tool_use_id": "c", "type": "tool_result", "content": "4711", "is_error": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(
+            "/messages",
+            _turn(
+                {"role": "assistant", "content": [{"type": "text", "text": "I look."}, CALLED]},
+                {"role": "user", "content": [RESULT | {"cache_control": MARK}]},
+                **CLAUDE,
+            ),
+            id="claude-code 2.1.197",
+        ),
+        pytest.param(
+            "/chat/completions",
+            _turn(SAID, FOUND | {"content": "4711"}, tool_choice="auto", max_tokens=128, **USAGE),
+            id="opencode 1.18.33, cline 3.0.65",
+        ),
+        pytest.param(
+            "/chat/completions",
+            _turn(SAID, FOUND | {"content": [{"type": "text", "text": "4711"}]}, **USAGE),
+            id="qwen-code 0.15.10",
+        ),
+    ],
+)
+async def test_what_agents_send_back_is_taken(
+    connect: Connect, path: str, body: dict[str, Any]
+) -> None:
+    """Shortened from what each sent to this server."""
+    engine = ScriptedEngine(TEXT, info=engine_info(max_model_len=2000))
+    async with connect(engine) as client:
+        reply = await client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    shown = prompt_text(engine)
+    assert 'assistant: I look.<tool_call>{"name": "get_weather", "arguments": {}}' in shown
+    assert "tool: 4711" in shown
+    assert "billing" not in shown

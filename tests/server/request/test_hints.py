@@ -23,8 +23,8 @@ from worlds.request_bodies import (
     TOOLS,
     with_values,
 )
-from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import Connect, openai_client
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
+from worlds.serving import Connect
 
 pytestmark = pytest.mark.anyio
 
@@ -137,57 +137,7 @@ async def test_a_response_repeats_its_hints(connect: Connect) -> None:
     async with connect(ScriptedEngine(TEXT)) as client:
         reply = (await client.post("/responses", json=body)).json()
     assert (reply["prompt_cache_key"], reply["safety_identifier"]) == ("k", "s")
-    assert (reply["store"], reply["service_tier"]) == (False, "default")
-
-
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "K\u00f6ln"}}\n</tool_call>'
-
-
-async def test_an_agents_loop_of_responses_with_all_its_hints(connect: Connect) -> None:
-    """As coding agents send them: streamed, with tools, nothing stored, all items sent back."""
-    engine = ScriptedEngine(
-        script=lambda asked: [*(TEXT if "rain" in _shown(asked) else CALL).encode(), EOS]
-    )
-    asked: dict[str, Any] = {
-        "model": "test/scripted",
-        "instructions": "be brief",
-        "tools": FLAT_TOOLS,
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "store": False,
-        "include": ["reasoning.encrypted_content"],
-        "reasoning": {"effort": "medium", "summary": "auto"},
-        "text": {"verbosity": "low"},
-        "service_tier": "priority",
-        "prompt_cache_key": "thread-1",
-        "prompt_cache_retention": "24h",
-        "safety_identifier": "someone",
-        "metadata": {"job": "7"},
-    }
-    conversation: list[Any] = [{"role": "user", "content": "the weather?"}]
-    async with openai_client(connect, engine) as client:
-        for _ in range(2):
-            async with client.responses.stream(input=conversation, **asked) as stream:
-                async for _event in stream:
-                    pass
-                response = await stream.get_final_response()
-            conversation += response.output
-            conversation += [
-                {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
-                for item in response.output
-                if item.type == "function_call"
-            ]
-        raw = await client.responses.with_raw_response.create(input="hi", **asked)
-    assert response.output_text == TEXT
-    assert (response.service_tier, response.prompt_cache_key) == ("default", "thread-1")
-    assert b"effort medium" in bytes(t for t in engine.requests[0].prompt_token_ids if t < 256)
-    told = {"prompt_cache_retention", "service_tier", "text.verbosity"}
-    told |= {"reasoning.summary", "include"}
-    assert set(raw.headers[IGNORED_HEADER].split(", ")) == told
-
-
-def _shown(request: GenerationRequest) -> str:
-    return bytes(each for each in request.prompt_token_ids if each < 256).decode()
+    assert (reply["store"], reply["service_tier"]) == (True, "default")
 
 
 async def test_a_cache_key_opens_no_cache(connect: Connect, tmp_path: Path) -> None:
@@ -268,6 +218,10 @@ async def test_arguments_that_are_no_object_are_text(
     shown = SHOWN[given]
     shown = shown if takes_text or shown == "{}" else f'{{"arguments": {shown}}}'
     assert {_shown(each) for each in engine.requests} == {f"{shown}hi"}
+
+
+def _shown(request: GenerationRequest) -> str:
+    return bytes(each for each in request.prompt_token_ids if each < 256).decode()
 
 
 def _calls_other(request: GenerationRequest) -> bool:

@@ -151,10 +151,16 @@ CHATS: list[Row] = [
 
 TOOL: dict[str, Any] = {"type": "function", **TOOLS[0]["function"]}
 SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "x"}}
+GROUP = {"type": "namespace", "name": "g"}
+TEXT_TOOL = {"type": "custom", "name": "t"}
+LOOK = {"type": "grammar", "syntax": "regex", "definition": "(?=a"}
+LOOKS, SYNTAX = "tools.1.tools.0.format.definition", "tools.0.format.syntax"
+SEARCH = {"type": "web_search"}
+SOME = {"type": "allowed_tools", "mode": "auto"}
 RESPONSES: list[Row] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"input": []}, "input"),
-    ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0.type"),
+    ({"input": [{"type": "computer_call", "id": "1"}]}, "input.0.type"),
     ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input.0.colour"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
     ({"input": [{"role": "user", "content": 7}]}, "input.0.content"),
@@ -166,7 +172,18 @@ RESPONSES: list[Row] = [
     ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"input": "x" * 600}, "input"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.name"),
+    ({"tools": [{"type": "guess"}]}, "tools.0.type"),
+    ({"tools": "all"}, "tools"),
+    ({"tools": [TOOL, {**GROUP, "tools": [{**TEXT_TOOL, "format": LOOK}]}]}, LOOKS),
+    ({"tools": [TOOL, {**GROUP, "tools": [TOOL, TOOL]}]}, "tools.1.tools.1.name"),
+    ({"tools": [{**TEXT_TOOL, "format": {"type": "text", "syntax": "lark"}}]}, SYNTAX),
+    ({"tools": [TOOL, SEARCH], "tool_choice": SEARCH}, "tool_choice.type"),
+    ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {**SOME, "tools": [SEARCH]}}, "tool_choice.tools"),
+    (
+        {"tools": [TOOL], "tool_choice": {**SOME, "tools": [TEXT_TOOL]}},
+        "tool_choice.tools.0.name",
+    ),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),

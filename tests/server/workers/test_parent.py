@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from server.request.speculative import (
     SpeculativeField,
     SpeculativeResolver,
 )
+from server.response_store import ResponseStore
 from server.workers.child import RemoteMetrics, RemoteSpeculation
 from server.workers.parent import Workers, _Worker
 from worlds.scripted_engine import engine_info
@@ -31,6 +33,7 @@ class Parent(Workers):
 
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics
+        self._responses = ResponseStore(9)
 
 
 def nothing() -> None:
@@ -58,6 +61,15 @@ async def test_figures_are_counted_and_shown_across_the_pipe() -> None:
     assert b'slipstream_requests_total{finish_reason="stop"} 1.0' in content
     assert b'path="/health",status="200"} 1.0' in content
     assert content_type.startswith("text/plain")
+    for act, arguments, found in (
+        ("keep", ("tenant", "resp_1", b"12345"), None),
+        ("find", ("tenant", "resp_1"), b"12345"),
+        ("keep", ("tenant", "resp_2", b"67890"), None),
+        ("find", ("tenant", "resp_1"), None),
+        ("find", ("other", "resp_2"), None),
+        ("drop", ("tenant", "resp_2"), b"67890"),
+    ):
+        assert await asyncio.wrap_future(ours.ask(act, *arguments)) == found
 
 
 async def test_metrics_that_fail_are_an_error_and_not_an_endless_wait(
@@ -131,7 +143,7 @@ def told(num_workers: int) -> tuple[Workers, list[Process], list[Any]]:
     found = metrics()
     found.show_speculation = lambda *said: shown.append(said)  # type: ignore[method-assign]
     given: Any = SimpleNamespace(info=None)
-    parent = Workers(num_workers, given, given, given, found, resolver)
+    parent = Workers(num_workers, given, given, given, found, resolver, ResponseStore(0))
     others = [Process() for _ in range(num_workers)]
     parent._workers = [SimpleNamespace(link=each) for each in others]  # type: ignore[misc]
     return parent, others, shown
