@@ -435,8 +435,11 @@ def _own_name(functions: Sequence[ShownTool], param: str) -> str:
     if param.startswith("tools."):
         _, index, *within = param.split(".")
         own, field = functions[int(index)], ".".join(within).removeprefix("function.")
-        is_schema = field.startswith("parameters")
-        return own.schema + field[len("parameters") :] if is_schema else f"{own.place}.{field}"
+        if not field.startswith("parameters"):
+            return f"{own.place}.{field}"
+        # The schema around a pattern is of our making.
+        is_own = own.schema.endswith(".parameters")
+        return own.schema + field.removeprefix("parameters") if is_own else own.schema
     for name, new in _RENAMED.items():
         if param == name or param.startswith(f"{name}."):
             # Messages and items are not the same in number.

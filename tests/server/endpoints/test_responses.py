@@ -301,11 +301,12 @@ def ascii_of(text: str) -> str:
         ),
     ],
 )
+@pytest.mark.parametrize("unknown_fields", ["reject", "tell"])
 async def test_items_of_other_servers_are_shown_or_told(
-    connect: Connect, items: list[Any], shown: str, told: str | None
+    connect: Connect, items: list[Any], shown: str, told: str | None, unknown_fields: str
 ) -> None:
     engine = ScriptedEngine(TEXT)
-    async with connect(engine) as client:
+    async with connect(engine, unknown_fields=unknown_fields) as client:
         body = {"input": [*items, {"role": "user", "content": "go on"}]}
         reply = await client.post("/responses", json=body)
     assert reply.status_code == 200, reply.text
