@@ -14,7 +14,7 @@ from engine.lora.names import parse_adapters
 from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
-from engine.process.light_imports import light_imports
+from engine.process.light_imports import light_imports, without_torch
 from engine.process.memory import settle_memory
 from engine.process.preload import preload_environment
 from engine.process.streams import EventStreams
@@ -107,7 +107,7 @@ def _follow(config: EngineConfig) -> None:
 def _serve_alone(
     process: EngineProcess, settings: Settings, config: EngineConfig, listener: socket.socket
 ) -> None:
-    with light_imports(config):
+    with without_torch():
         tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
     engine = RemoteEngine(process.ready(), process.connect(), process.pulse)
 

@@ -18,7 +18,7 @@ from types import FrameType
 
 from engine.process.client import RemoteEngine
 from engine.process.launch import begin_child
-from engine.process.light_imports import light_imports
+from engine.process.light_imports import without_torch
 from engine.process.link import Link
 from engine.process.memory import settle_memory
 from engine.process.pulse import Pulse
@@ -107,7 +107,7 @@ def main() -> int:
         return asyncio.wrap_future(link.ask(act, *arguments))
 
     try:
-        with light_imports(config):
+        with without_torch():
             tokenizer = load_tokenizer(
                 config.served_model, config.revision, config.trust_remote_code
             )
