@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.model.rounding.gptq import round_to_nearest
-from engine.model.rounding.written import WrittenLinear, has_place, store_4_bits
+from slipstream.tools.quantize.written import WrittenLinear, has_place, store_4_bits
 from worlds.tiny_models import tiny_model
 
 
