@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published.eagle3 import LAYER_IDS, LAYER_SETTINGS, NUM_PARALLEL, SIZES
+from engine.drafting.published.eagle3 import LAYER_IDS, LAYER_SETTINGS, NUM_PARALLEL
 from engine.drafting.published.eagle3_network import Eagle3Network
-from engine.drafting.published.folder import CONFIG, WEIGHTS
+from engine.drafting.published.folder import CONFIG, SIZES, WEIGHTS
 from engine.drafting.published.medusa import KIND, SHARED_HEAD, ResidualHeads, blocks_of
 from engine.drafting.published.vocabulary import is_drafted
 from engine.machine import let_others_read

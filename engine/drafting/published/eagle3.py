@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from engine.attention.backend import IMPLEMENTATION
 from engine.drafting.facts import TargetFacts
@@ -19,6 +18,10 @@ from engine.drafting.published.captured import Layers, readings
 from engine.drafting.published.eagle3_network import FAMILIES, Eagle3Network, Eagle3Spec
 from engine.drafting.published.folder import (
     CONFIG,
+    EMBEDDING,
+    FAULTS,
+    HEAD,
+    SIZES,
     DraftFolder,
     DraftRefusedError,
     Section,
@@ -33,18 +36,8 @@ _OLDER_NAMES = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-_EMBEDDING, _HEAD, _MASK = "embed_tokens.weight", "lm_head.weight", "mask_hidden"
+_MASK = "mask_hidden"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "vocab_size",
-)
 LAYER_SETTINGS = ("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias")
 _ROPE_SETTINGS = ("rope_theta", "rope_scaling", "rope_parameters")
 _WINDOW_SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -68,8 +61,6 @@ _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 NUM_PARALLEL = "para_depths"
 _USUAL_PARALLEL = 8
 """Tokens of a P-EAGLE pass where the file does not say for how many it was trained."""
-_FAULTS = (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError)
-"""What transformers raises on configurations of impossible values."""
 
 
 def recognises(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
@@ -94,7 +85,7 @@ def read(folder: DraftFolder, facts: TargetFacts) -> Eagle3Network:
             network = Eagle3Network(spec)
     except DraftRefusedError:
         raise
-    except _FAULTS as error:
+    except FAULTS as error:
         raise folder.refused(f"{CONFIG} is of no model: {type(error).__name__} {error}") from error
     folder.fill(network, names)
     network.token_map = read_token_map(folder, spec.draft_vocab_size, facts.vocab_size)
@@ -125,7 +116,7 @@ def _spec(folder: DraftFolder, facts: TargetFacts, names: Collection[str]) -> Ea
     num_parallel, mask_token_id, mask_shape = _parallel(folder, facts, num_states)
     norm_before_fc = settings.flag("norm_before_fc", eagle.flag("norm_before_fc", False))
     draft_vocab_size = settings.size("draft_vocab_size", facts.vocab_size)
-    _check_ends(folder, facts, layer.hidden_size, draft_vocab_size)
+    folder.check_ends(facts, layer.hidden_size, draft_vocab_size)
     return Eagle3Spec(
         layer,
         facts.hidden_size,
@@ -136,8 +127,8 @@ def _spec(folder: DraftFolder, facts: TargetFacts, names: Collection[str]) -> Ea
         norms_states=norm_before_fc or "input_norm.weight" in names,
         norms_each_state=settings.flag("fc_norm", False) or "fc_norm.0.weight" in names,
         has_fc_bias="fc.bias" in names,
-        owns_embedding=_EMBEDDING in names,
-        owns_head=_HEAD in names,
+        owns_embedding=EMBEDDING in names,
+        owns_head=HEAD in names,
         num_parallel=num_parallel,
         mask_token_id=mask_token_id,
         mask_shape=mask_shape,
@@ -214,24 +205,6 @@ def _readings(
             f"it reads the states of layers {list(given[0])}, and the target has {num_layers}"
         )
     return found
-
-
-def _check_ends(
-    folder: DraftFolder, facts: TargetFacts, hidden_size: int, draft_vocab_size: int
-) -> None:
-    """Raises DraftRefusedError where the target's embedding or output head would have to stand in for a
-    missing one and cannot."""
-    missing = [name for name in (_EMBEDDING, _HEAD) if name not in folder.shapes]
-    if missing and hidden_size != facts.hidden_size:
-        raise folder.refused(
-            f"tensors are missing: {missing[0]} (the target's is for {facts.hidden_size} dimensions, "
-            f"not {hidden_size})"
-        )
-    if _HEAD in missing and draft_vocab_size != facts.vocab_size:
-        raise folder.refused(
-            f"tensors are missing: {_HEAD} (the target's is for {facts.vocab_size} tokens, not "
-            f"{draft_vocab_size})"
-        )
 
 
 def _parallel(
