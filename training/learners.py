@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.drafting.published.eagle3 import write_eagle3, write_peagle
 from engine.drafting.published.eagle3_network import Eagle3Network
-from engine.drafting.published.medusa import ResidualHeads, write_medusa
+from engine.drafting.published.medusa import ResidualHeads
 from engine.drafting.published.networks import place
 from training.eagle3 import (
     Eagle3Chain,
@@ -22,6 +21,7 @@ from training.eagle3 import (
     llama_config,
     make_network,
 )
+from training.folders import write_eagle3, write_medusa, write_peagle
 from training.head_losses import Rows
 from training.target_states import Batch, Target
 

@@ -17,18 +17,19 @@ from drafters.model.model_drafter import OPTIONS
 _NEEDS = DrafterNeeds(hidden_rows=True, draft_slots=True, draft_model="draft")
 
 
+def _info(name: str, summary: str, cost: str) -> DrafterInfo:
+    return DrafterInfo(name, summary, options=OPTIONS, needs=_NEEDS, cost=cost, samples=True)
+
+
 @drafter
 class Eagle3Drafter(FeatureDrafter):
     """See the module."""
 
-    info = DrafterInfo(
+    info = _info(
         "eagle3",
         "A trained layer continues the target's hidden states. More often right than medusa, "
         "at one small forward per drafted token.",
-        options=OPTIONS,
-        needs=_NEEDS,
-        cost="A forward of one layer and the output head per level of the tree; a layer's KV.",
-        samples=True,
+        "A forward of one layer and the output head per level of the tree; a layer's KV.",
     )
 
 
@@ -36,13 +37,10 @@ class Eagle3Drafter(FeatureDrafter):
 class MtpDrafter(FeatureDrafter):
     """See the module."""
 
-    info = DrafterInfo(
+    info = _info(
         "mtp",
         "The multi-token prediction layer that comes in some models' own checkpoints.",
-        options=OPTIONS,
-        needs=_NEEDS,
-        cost="A forward of one of the target's layers and the output head per level; a layer's KV.",
-        samples=True,
+        "A forward of one of the target's layers and the output head per level; a layer's KV.",
     )
 
 
@@ -50,13 +48,10 @@ class MtpDrafter(FeatureDrafter):
 class PEagleDrafter(FeatureDrafter):
     """See the module."""
 
-    info = DrafterInfo(
+    info = _info(
         "p_eagle",
         "A trained head that guesses several tokens in one forward, each by a mask behind the text.",
-        options=OPTIONS,
-        needs=_NEEDS,
-        cost="One forward of its layers over as many rows as it drafts positions; its layers' KV.",
-        samples=True,
+        "One forward of its layers over as many rows as it drafts positions; its layers' KV.",
     )
 
 
@@ -64,13 +59,10 @@ class PEagleDrafter(FeatureDrafter):
 class DFlashDrafter(FeatureDrafter):
     """See the module."""
 
-    info = DrafterInfo(
+    info = _info(
         "dflash",
         "A trained head that fills in a block of masks behind the text in one forward.",
-        options=OPTIONS,
-        needs=_NEEDS,
-        cost="One forward of its layers over a block, and keys and values for each token of the text.",
-        samples=True,
+        "One forward of its layers over a block, and keys and values for each token of the text.",
     )
 
 
@@ -78,11 +70,8 @@ class DFlashDrafter(FeatureDrafter):
 class DSparkDrafter(FeatureDrafter):
     """See the module."""
 
-    info = DrafterInfo(
+    info = _info(
         "dspark",
         "A block of masks as dflash's, read off token by token, with a word on how far to trust it.",
-        options=OPTIONS,
-        needs=_NEEDS,
-        cost="As dflash, and a small product per level of the tree.",
-        samples=True,
+        "As dflash, and a small product per level of the tree.",
     )

@@ -30,13 +30,6 @@ class TargetFacts:
     num_layers: int
     fingerprint: str
 
-    def as_config(self) -> dict[str, Any]:
-        return {
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "target_fingerprint": self.fingerprint,
-        }
-
 
 @torch.inference_mode()
 def weights_fingerprint(model: nn.Module) -> str:

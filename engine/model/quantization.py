@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.machine import release_memory
-from engine.model.int8 import computes_whole_numbers, quantize_by_channel, quantize_weight
+from engine.model.int8 import computes_whole_numbers, quantize_weight
 from engine.model.layers import (
     GroupedEmbedding,
     GroupedLinear,
@@ -359,30 +359,3 @@ def num_bytes(model: nn.Module) -> int:
     packed = {each for _, each in packed_weights(model)}
     plain = {*model.parameters(), *model.buffers()}
     return sum(int(each.nbytes) for each in plain) + sum(each.num_bytes for each in packed)
-
-
-# --- folders in 8 bits ---
-
-
-@torch.no_grad()
-def store_int8(model: PreTrainedModel) -> list[str]:
-    """Gives the model's linear layers 8 bits in the form that ``save_pretrained`` writes; returns their
-    names. The output head keeps its type, as readers of the format expect."""
-    from engine.model.stored.compressed_tensors import StoredInt8Linear, written_scheme
-
-    head = model.get_output_embeddings()
-    plain = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
-    names = [name for name, module in plain.items() if module is not head]
-    for name in names:
-        linear = plain.pop(name)
-        with torch.device("meta"):
-            stored = StoredInt8Linear(linear.in_features, linear.out_features, False, model.dtype)
-        weight = quantize_by_channel(linear.weight)
-        values = (weight.codes.short() - weight.zero).to(torch.int8)
-        stored.weight = nn.Parameter(values, requires_grad=False)
-        assert weight.channel_scales is not None
-        stored.weight_scale = nn.Parameter(weight.channel_scales[:, None], requires_grad=False)
-        stored.bias = linear.bias
-        model.set_submodule(name, stored)
-    model.config.quantization_config = written_scheme(list(plain))
-    return names

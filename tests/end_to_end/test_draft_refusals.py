@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.drafting.published.eagle3 import write_eagle3
 from engine.drafting.published.eagle3_network import Eagle3Network, Eagle3Spec
 from engine.process.launch import child_environment
 from slipstream.cli import main
+from training.folders import write_eagle3
 from worlds.published_blocks import PLAIN, block_tensors
 from worlds.published_blocks import write_folder as write_block_folder
 from worlds.tiny_bench_model import save_tiny_model, tiny_tokenizer

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published.eagle3 import read, write_eagle3, write_peagle
+from engine.drafting.published.eagle3 import read
 from engine.drafting.published.eagle3_network import Eagle3Network
 from engine.drafting.published.folder import DraftFolder
 from engine.drafting.published.networks import place
@@ -26,6 +26,7 @@ from training.eagle3 import (
     llama_config,
     make_network,
 )
+from training.folders import write_eagle3, write_peagle
 from training.head_losses import Rows, chosen_rows
 from worlds.published_rows import DraftStore
 from worlds.published_rows import Rows as StoredRows

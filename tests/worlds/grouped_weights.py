@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from engine.kernels.grouped_weight import GroupedWeight
+from engine.model.rounding.gptq import round_by_inputs
 
 Scheme = Callable[[int, int], GroupedWeight]
 """Takes output channels and input features, a multiple of 256."""
@@ -107,3 +108,10 @@ def channels_of(weight: GroupedWeight, first: int, end: int) -> GroupedWeight:
         if isinstance(value, torch.Tensor)
     }
     return weight._replace(**parts)
+
+
+def round_to_nearest(weight: torch.Tensor, has_minima: bool = False) -> GroupedWeight:
+    """Rounds each weight of ``[out_features, in_features]`` on its own, between the smallest and the
+    largest of its group."""
+    hessian = torch.zeros(weight.shape[1], weight.shape[1])
+    return round_by_inputs(weight, hessian, has_minima, (1.0,))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published.medusa import ResidualHeads, write_medusa
+from engine.drafting.published.medusa import ResidualHeads
+from training.folders import write_medusa
 from worlds.published_blocks import (
     LAYER_CONFIG,
     SPARK,

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
@@ -33,7 +32,14 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from engine.attention.backend import IMPLEMENTATION, AttentionPlan, KVShape
 from engine.drafting.facts import TargetFacts
 from engine.drafting.published.dspark import ConfidenceHead, MarkovHead
-from engine.drafting.published.folder import CONFIG, DraftFolder, DraftRefusedError, Section
+from engine.drafting.published.folder import (
+    CONFIG,
+    FAULTS,
+    SIZES,
+    DraftFolder,
+    DraftRefusedError,
+    Section,
+)
 from engine.drafting.published.vocabulary import read_token_map
 
 _KINDS = ("dflash", "dflash2", "dspark")
@@ -71,16 +77,6 @@ _LAYER_KEYS = (
     "use_sliding_window",
     "vocab_size",
 )
-_SIZES = (
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "vocab_size",
-)
 _ONLY = {
     "input_embedding_scale": 1.0,
     "logit_scale": 1.0,
@@ -89,16 +85,6 @@ _ONLY = {
     "rope_is_neox_style": True,
 }
 """Keys that change what is computed, with the one value that is computed here."""
-_BAD_VALUES = (
-    StrictDataclassError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What transformers raises for values that it cannot use."""
 _MASK_FILE = "mask_embedding.pt"
 _MARKOV = "markov_head.markov_w1.weight"
 _CONFIDENCE = "confidence_head.proj.weight"
@@ -281,7 +267,7 @@ def read(folder: DraftFolder, facts: TargetFacts) -> DFlashNetwork:
     """Returns a folder's network on the CPU, in the types that it is stored in. Raises DraftRefusedError
     with the reason where it does not fit the target, or holds anything that is not understood."""
     settings = _read_settings(folder, facts)
-    _check_ends(folder, settings, facts)
+    folder.check_ends(facts, settings.layers.hidden_size, settings.draft_vocab_size)
     token_map = read_token_map(folder, settings.draft_vocab_size, facts.vocab_size)
     network = DFlashNetwork(settings, facts.hidden_size, token_map)
     folder.fill(network, {name: name for name in folder.shapes if name not in _NOT_READ})
@@ -355,12 +341,12 @@ def _layer_config(section: Section) -> Any:
     given = {key: copy.deepcopy(section.content[key]) for key in _LAYER_KEYS if section.has(key)}
     try:
         config: Any = kind(attn_implementation=IMPLEMENTATION, **given)
-    except _BAD_VALUES as error:
+    except FAULTS as error:
         raise DraftRefusedError(
             section.path, f"the layers of {CONFIG} cannot be read: {error}"
         ) from error
-    made = Section(section.path, section.name, {key: getattr(config, key) for key in _SIZES})
-    for key in _SIZES:
+    made = Section(section.path, section.name, {key: getattr(config, key) for key in SIZES})
+    for key in SIZES:
         made.size(key)
     if config.num_attention_heads % config.num_key_value_heads:
         raise made.refused(
@@ -380,7 +366,7 @@ def _check_rotations(config: Any, section: Section) -> None:
     try:
         frequencies = Qwen3RotaryEmbedding(config).inv_freq
         is_whole = config.rope_parameters.get("partial_rotary_factor", 1) == 1
-    except _BAD_VALUES as error:
+    except FAULTS as error:
         raise section.refused("rope_parameters", f"cannot be read: {error!r}") from error
     if not is_whole:
         raise section.refused("rope_parameters", "turn parts of heads")
@@ -484,20 +470,3 @@ def _confidence_size(folder: DraftFolder, hidden_size: int, markov_rank: int) ->
             f"{hidden_size + markov_rank}"
         )
     return found
-
-
-def _check_ends(folder: DraftFolder, settings: _Settings, facts: TargetFacts) -> None:
-    """Raises DraftRefusedError where the target's embedding or output head would have to serve and does
-    not fit."""
-    size = settings.layers.hidden_size
-    for name in ("embed_tokens", "lm_head"):
-        if name not in settings.owns and size != facts.hidden_size:
-            raise folder.refused(
-                f"tensors are missing: {name}.weight; the target's is {facts.hidden_size} wide, and "
-                f"these layers {size}"
-            )
-    if settings.draft_vocab_size < facts.vocab_size and "lm_head" not in settings.owns:
-        raise folder.refused(
-            f"tensors are missing: lm_head.weight; the target's has {facts.vocab_size} tokens, and "
-            f"this head {settings.draft_vocab_size}"
-        )

@@ -7,15 +7,10 @@ and says at the top which method it is of.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import save_file
 
 from engine.attention.backend import IMPLEMENTATION
 from engine.drafting.facts import TargetFacts
@@ -23,13 +18,15 @@ from engine.drafting.published.captured import Layers, readings
 from engine.drafting.published.eagle3_network import FAMILIES, Eagle3Network, Eagle3Spec
 from engine.drafting.published.folder import (
     CONFIG,
-    WEIGHTS,
+    EMBEDDING,
+    FAULTS,
+    HEAD,
+    SIZES,
     DraftFolder,
     DraftRefusedError,
     Section,
 )
-from engine.drafting.published.vocabulary import MAPS, is_drafted, read_token_map
-from engine.machine import let_others_read
+from engine.drafting.published.vocabulary import MAPS, read_token_map
 
 _SPECULATORS = ("eagle3", "peagle")
 """The methods of speculators that are read here."""
@@ -39,19 +36,9 @@ _OLDER_NAMES = {
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-_EMBEDDING, _HEAD, _MASK = "embed_tokens.weight", "lm_head.weight", "mask_hidden"
-_IDS = "eagle_aux_hidden_state_layer_ids"
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "vocab_size",
-)
-_LAYER_SETTINGS = ("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias")
+_MASK = "mask_hidden"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_SETTINGS = ("hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias")
 _ROPE_SETTINGS = ("rope_theta", "rope_scaling", "rope_parameters")
 _WINDOW_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "llama": (),
@@ -71,11 +58,9 @@ _EAGLE_CONFIG: Mapping[str, tuple[Any, ...]] = {
 another network."""
 _PROPOSAL_KEYS = ("proposal_type", "speculative_tokens", "verifier_accept_k", "accept_tolerance")
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
-_DEPTHS = "para_depths"
+NUM_PARALLEL = "para_depths"
 _USUAL_PARALLEL = 8
 """Tokens of a P-EAGLE pass where the file does not say for how many it was trained."""
-_FAULTS = (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError)
-"""What transformers raises on configurations of impossible values."""
 
 
 def recognises(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
@@ -100,151 +85,11 @@ def read(folder: DraftFolder, facts: TargetFacts) -> Eagle3Network:
             network = Eagle3Network(spec)
     except DraftRefusedError:
         raise
-    except _FAULTS as error:
+    except FAULTS as error:
         raise folder.refused(f"{CONFIG} is of no model: {type(error).__name__} {error}") from error
     folder.fill(network, names)
     network.token_map = read_token_map(folder, spec.draft_vocab_size, facts.vocab_size)
     return network
-
-
-def write_eagle3(
-    path: Path,
-    network: Eagle3Network,
-    fingerprint: str | None = None,
-    notes: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes a folder of the plain form, which ``read`` makes the same network of, and vLLM and SGLang
-    theirs. Layers are named twice, as vLLM and as SGLang read them. ``fingerprint``: of the target's
-    weights; with one, ``read`` refuses other targets. ``notes``: more of the configuration.
-
-    Raises ValueError for layers of another family than Llama's, of which there is no plain form.
-    """
-    if network.spec.layer.model_type != "llama":
-        raise ValueError("the plain form of EAGLE-3 is for layers of Llama's family")
-    tensors = {
-        re.sub(r"^layers\.0\.", "midlayer.", name): tensor
-        for name, tensor in _tensors(network).items()
-    }
-    _write(path, tensors, _plain_config(network), fingerprint, notes)
-
-
-def write_peagle(
-    path: Path,
-    network: Eagle3Network,
-    target: str,
-    target_architectures: Sequence[str],
-    fingerprint: str | None = None,
-    notes: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes a folder of P-EAGLE in speculators' form, which ``read`` makes the same network of, and vLLM
-    its own: of the plain form vLLM would have to be told that it drafts in parallel. ``target``: its path
-    or name, with which vLLM serves the folder by itself. The others as for ``write_eagle3``.
-
-    Raises ValueError for a network that is no P-EAGLE, or that vLLM would take for another.
-    """
-    spec = network.spec
-    if spec.mask_token_id is None:
-        raise ValueError("the network has no mask token: it is no P-EAGLE")
-    if spec.norm_output or spec.norms_each_state:
-        raise ValueError("vLLM knows no P-EAGLE with norms of each state or normed features")
-    proposal = {"proposal_type": "greedy", "speculative_tokens": spec.num_parallel}
-    content: dict[str, Any] = {
-        "architectures": ["PEagleDraftModel"],
-        "speculators_model_type": "peagle",
-        "speculators_config": {
-            "algorithm": "peagle",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target, "architectures": list(target_architectures)},
-        },
-        "transformer_layer_config": {
-            "model_type": spec.layer.model_type,
-            **_layer_content(network),
-            "rope_parameters": dict(_layer(network).rope_parameters),
-            # Where vLLM looks for how many states are fused, three without it.
-            "num_aux_hidden_states": len(network.hidden_layers),
-        },
-        **_head_content(network),
-        _IDS: list(network.hidden_layers),
-        "mask_token_id": spec.mask_token_id,
-    }
-    _write(path, _tensors(network), content, fingerprint, notes)
-
-
-def _tensors(network: Eagle3Network) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = network.state_dict()
-    if network.token_map is not None:
-        ids = network.token_map
-        tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-        tensors["t2d"] = is_drafted(ids, _layer(network).vocab_size)
-    return tensors
-
-
-def _write(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    content: dict[str, Any],
-    fingerprint: str | None,
-    notes: Mapping[str, Any] | None,
-) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # Beside the file and then in its place: a head may be served while it is trained.
-    save_file(stored, path / f"{WEIGHTS}.new", metadata={"format": "pt"})
-    let_others_read(path / f"{WEIGHTS}.new")
-    (path / f"{WEIGHTS}.new").replace(path / WEIGHTS)
-    if fingerprint is not None:
-        content["target_fingerprint"] = fingerprint
-    text = json.dumps(content | dict(notes or {}), indent=2)
-    (path / CONFIG).write_text(text + "\n", encoding="utf-8")
-
-
-def _plain_config(network: Eagle3Network) -> dict[str, Any]:
-    spec = network.spec
-    rope = dict(_layer(network).rope_parameters)
-    rope.pop("rope_theta")
-    content: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        **_layer_content(network),
-        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
-        **_head_content(network),
-        _IDS: list(network.hidden_layers),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            _IDS: [layer - 1 for layer in network.hidden_layers],
-        },
-    }
-    if spec.mask_token_id is not None:
-        content |= dict.fromkeys(("mask_token_id", "ptd_token_id"), spec.mask_token_id)
-        content[_DEPTHS] = spec.num_parallel
-    return content
-
-
-def _layer_content(network: Eagle3Network) -> dict[str, Any]:
-    layer = _layer(network)
-    return {
-        **{key: getattr(layer, key) for key in (*_SIZES, *_LAYER_SETTINGS)},
-        "rope_theta": layer.rope_parameters["rope_theta"],
-        "torch_dtype": str(network.fc.weight.dtype).removeprefix("torch."),
-    }
-
-
-def _head_content(network: Eagle3Network) -> dict[str, Any]:
-    spec = network.spec
-    return {
-        "draft_vocab_size": spec.draft_vocab_size,
-        "target_hidden_size": spec.target_size,
-        "tie_word_embeddings": False,
-        "norm_before_residual": spec.norm_before_residual,
-        "norm_output": spec.norm_output,
-        "norm_before_fc": spec.norms_states,
-        "fc_norm": spec.norms_each_state,
-    }
-
-
-def _layer(network: Eagle3Network) -> Any:
-    return network.spec.layer
 
 
 def _name_of_today(name: str) -> str:
@@ -271,7 +116,7 @@ def _spec(folder: DraftFolder, facts: TargetFacts, names: Collection[str]) -> Ea
     num_parallel, mask_token_id, mask_shape = _parallel(folder, facts, num_states)
     norm_before_fc = settings.flag("norm_before_fc", eagle.flag("norm_before_fc", False))
     draft_vocab_size = settings.size("draft_vocab_size", facts.vocab_size)
-    _check_ends(folder, facts, layer.hidden_size, draft_vocab_size)
+    folder.check_ends(facts, layer.hidden_size, draft_vocab_size)
     return Eagle3Spec(
         layer,
         facts.hidden_size,
@@ -282,8 +127,8 @@ def _spec(folder: DraftFolder, facts: TargetFacts, names: Collection[str]) -> Ea
         norms_states=norm_before_fc or "input_norm.weight" in names,
         norms_each_state=settings.flag("fc_norm", False) or "fc_norm.0.weight" in names,
         has_fc_bias="fc.bias" in names,
-        owns_embedding=_EMBEDDING in names,
-        owns_head=_HEAD in names,
+        owns_embedding=EMBEDDING in names,
+        owns_head=HEAD in names,
         num_parallel=num_parallel,
         mask_token_id=mask_token_id,
         mask_shape=mask_shape,
@@ -291,7 +136,7 @@ def _spec(folder: DraftFolder, facts: TargetFacts, names: Collection[str]) -> Ea
 
 
 def _check_eagle_config(eagle: Section) -> None:
-    eagle.check_keys({*_EAGLE_CONFIG, _IDS, "norm_before_fc"})
+    eagle.check_keys({*_EAGLE_CONFIG, LAYER_IDS, "norm_before_fc"})
     for key, allowed in _EAGLE_CONFIG.items():
         if eagle.has(key) and eagle.content[key] not in allowed:
             raise eagle.refused(key, f"is {eagle.content[key]!r}, and only {allowed[0]!r} is known")
@@ -303,10 +148,10 @@ def _layer_config(section: Section, names: Collection[str]) -> Any:
     if family not in FAMILIES:
         known = " and ".join(FAMILIES)
         raise section.refused("model_type", f"is {family!r}, and layers of {known} are known")
-    for key in _SIZES:
+    for key in SIZES:
         if section.has(key):
             section.size(key)
-    settings = (*_SIZES, *_LAYER_SETTINGS, *_ROPE_SETTINGS, *_WINDOW_SETTINGS[family])
+    settings = (*SIZES, *LAYER_SETTINGS, *_ROPE_SETTINGS, *_WINDOW_SETTINGS[family])
     given = {key: section.content[key] for key in settings if section.has(key)}
     config: Any = FAMILIES[family].config(**given)
     if config.num_attention_heads % config.num_key_value_heads:
@@ -344,7 +189,7 @@ def _readings(
 ) -> tuple[Layers, ...]:
     """Returns which layers the file may mean: those at the top are named by the state that enters them,
     nested ones by the state that leaves them."""
-    top, nested = folder.settings.layer_ids(_IDS), eagle.layer_ids(_IDS)
+    top, nested = folder.settings.layer_ids(LAYER_IDS), eagle.layer_ids(LAYER_IDS)
     given = [] if top is None else [top]
     if nested is not None:
         given.append(tuple(layer + 1 for layer in nested))
@@ -362,24 +207,6 @@ def _readings(
     return found
 
 
-def _check_ends(
-    folder: DraftFolder, facts: TargetFacts, hidden_size: int, draft_vocab_size: int
-) -> None:
-    """Raises DraftRefusedError where the target's embedding or output head would have to stand in for a
-    missing one and cannot."""
-    missing = [name for name in (_EMBEDDING, _HEAD) if name not in folder.shapes]
-    if missing and hidden_size != facts.hidden_size:
-        raise folder.refused(
-            f"tensors are missing: {missing[0]} (the target's is for {facts.hidden_size} dimensions, "
-            f"not {hidden_size})"
-        )
-    if _HEAD in missing and draft_vocab_size != facts.vocab_size:
-        raise folder.refused(
-            f"tensors are missing: {_HEAD} (the target's is for {facts.vocab_size} tokens, not "
-            f"{draft_vocab_size})"
-        )
-
-
 def _parallel(
     folder: DraftFolder, facts: TargetFacts, num_states: int
 ) -> tuple[int, int | None, tuple[int, ...] | None]:
@@ -394,7 +221,7 @@ def _parallel(
     if shape not in ((width,), (1, width), (1, 1, width)):
         folder.check_shape(_MASK, (1, 1, width))
     key = next((each for each in _MASK_TOKENS if settings.has(each)), _MASK_TOKENS[0])
-    depth = depth or settings.size(_DEPTHS, _USUAL_PARALLEL)
+    depth = depth or settings.size(NUM_PARALLEL, _USUAL_PARALLEL)
     return depth, settings.token_id(key, facts.vocab_size), shape
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -25,6 +26,28 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 _WEIGHTS = (WEIGHTS, "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """The files that are looked for, each alone or by its index, in this order."""
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "max_position_embeddings",
+    "vocab_size",
+)
+"""Keys of the layers' configuration that are sizes."""
+FAULTS = (
+    StrictDataclassError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers raises for values that it cannot use."""
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_INDEX_BYTES = 1 << 26
 _LARGEST_SIZE = 1 << 24
@@ -149,6 +172,21 @@ class DraftFolder:
             raise self.refused(
                 "it was trained for other weights of the target (target_fingerprint is "
                 f"{found!r}, this model's is {facts.fingerprint!r})"
+            )
+
+    def check_ends(self, facts: TargetFacts, hidden_size: int, draft_vocab_size: int) -> None:
+        """Raises DraftRefusedError where the target's embedding or output head would have to stand in for
+        a missing one and cannot."""
+        missing = [name for name in (EMBEDDING, HEAD) if name not in self.shapes]
+        if missing and hidden_size != facts.hidden_size:
+            raise self.refused(
+                f"tensors are missing: {missing[0]} (the target's is for {facts.hidden_size} "
+                f"dimensions, not {hidden_size})"
+            )
+        if HEAD in missing and draft_vocab_size != facts.vocab_size:
+            raise self.refused(
+                f"tensors are missing: {HEAD} (the target's is for {facts.vocab_size} tokens, not "
+                f"{draft_vocab_size})"
             )
 
     def shape(self, name: str, num_dims: int) -> tuple[int, ...]:

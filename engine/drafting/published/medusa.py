@@ -8,21 +8,17 @@ a head costs ``hidden_size`` squared and not ``hidden_size * vocab_size`` number
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 
 from engine.batch import NORMED
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published.folder import CONFIG, WEIGHTS, DraftFolder
-from engine.machine import let_others_read
+from engine.drafting.published.folder import CONFIG, DraftFolder
 
 KIND = "medusa"
 _PREFIX = re.compile(r"^medusa_heads?\.")
@@ -31,7 +27,7 @@ _AUTHORS_BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
 _AUTHORS_PROJECTION = re.compile(r"^(\d+)\.(\d+)\.weight$")
 _BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 _PROJECTION = re.compile(r"^lm_heads\.(\d+)\.weight$")
-_SHARED = "lm_head.weight"
+SHARED_HEAD = "lm_head.weight"
 _TOKEN_MAP = "token_map"
 _MOST_OF_A_KIND = 1 << 10
 
@@ -169,7 +165,7 @@ def _own_name(name: str) -> str | None:
         return "blocks.{}.layers.{}.{}".format(*match.groups())
     if match := _AUTHORS_PROJECTION.match(name):
         return f"lm_heads.{match[1]}.weight"
-    known = _BLOCK.match(name) or _PROJECTION.match(name) or name in (_SHARED, _TOKEN_MAP)
+    known = _BLOCK.match(name) or _PROJECTION.match(name) or name in (SHARED_HEAD, _TOKEN_MAP)
     return name if known else None
 
 
@@ -200,13 +196,13 @@ def _read_blocks(
     parts = [("weight", (size, size)), *([("bias", (size,))] if has_bias else [])]
     with torch.no_grad():
         for part, shape in parts:
-            for layer, head, name in _blocks(num_heads, num_layers, part):
+            for layer, head, name in blocks_of(num_heads, num_layers, part):
                 tensor = _read(folder, stored.get(name, name), shape)
                 getattr(heads, part)[layer, head] = tensor.T if part == "weight" else tensor
     return heads
 
 
-def _blocks(num_heads: int, num_layers: int, part: str) -> Iterator[tuple[int, int, str]]:
+def blocks_of(num_heads: int, num_layers: int, part: str) -> Iterator[tuple[int, int, str]]:
     for head in range(num_heads):
         for layer in range(num_layers):
             yield layer, head, f"blocks.{head}.layers.{layer}.{part}"
@@ -219,10 +215,10 @@ def _projection_names(folder: DraftFolder, stored: Mapping[str, str], num_heads:
     if extra:
         raise folder.refused(f"unknown tensors: {stored[extra[0]]}")
     if not folder.settings.flag("original_lm_head", default=False):
-        if _SHARED in stored:
-            raise folder.refused(f"{stored[_SHARED]} where original_lm_head is not set")
+        if SHARED_HEAD in stored:
+            raise folder.refused(f"{stored[SHARED_HEAD]} where original_lm_head is not set")
         return [stored.get(name, name) for name in own]
-    return [stored[name] for name in (_SHARED, own[0]) if name in stored][:1]
+    return [stored[name] for name in (SHARED_HEAD, own[0]) if name in stored][:1]
 
 
 def _read_token_map(
@@ -262,41 +258,3 @@ def _read_projection(
 def _read(folder: DraftFolder, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     folder.check_shape(name, shape)
     return folder.read([name])[name]
-
-
-def write_medusa(
-    path: Path,
-    heads: ResidualHeads,
-    facts: TargetFacts,
-    notes: Mapping[str, Any],
-    output_head: torch.Tensor | None = None,
-) -> None:
-    """Writes a folder in vLLM's form, in bf16. ``notes``: more of its configuration. ``output_head``:
-    the target's, ``[vocab_size, hidden_size]``, which vLLM asks for; None: ``read_medusa`` takes it from
-    the target."""
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = {} if output_head is None else {_SHARED: output_head}
-    for layer, head, name in _blocks(heads.num_heads, heads.num_layers, "weight"):
-        tensors[name] = heads.weight[layer, head].T
-    for layer, head, name in _blocks(heads.num_heads, heads.num_layers, "bias"):
-        tensors[name] = heads.bias[layer, head, 0]
-    rounded = {
-        name: tensor.detach().to(torch.bfloat16).cpu().contiguous()
-        for name, tensor in tensors.items()
-    }
-    save_file(rounded, path / WEIGHTS, metadata={"format": "pt"})
-    let_others_read(path / WEIGHTS)
-    config = {
-        "architectures": ["MedusaModel"],
-        "model_type": KIND,
-        "num_heads": heads.num_heads,
-        "num_hidden_layers": heads.num_layers,
-        "hidden_size": facts.hidden_size,
-        "vocab_size": facts.vocab_size,
-        "truncated_vocab_size": facts.vocab_size,
-        "medusa_fc_bias": True,
-        "original_lm_head": True,
-        "target_fingerprint": facts.fingerprint,
-    }
-    text = json.dumps(config | dict(notes), indent=2)
-    (path / CONFIG).write_text(text + "\n", encoding="utf-8")

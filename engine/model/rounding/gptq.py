@@ -48,14 +48,6 @@ class Grid(NamedTuple):
 
 
 @torch.no_grad()
-def round_to_nearest(weight: torch.Tensor, has_minima: bool = False) -> GroupedWeight:
-    """Rounds each weight of ``[out_features, in_features]`` on its own, between the smallest and the
-    largest of its group."""
-    hessian = torch.zeros(weight.shape[1], weight.shape[1])
-    return round_by_inputs(weight, hessian, has_minima, (1.0,))
-
-
-@torch.no_grad()
 def round_by_inputs(
     weight: torch.Tensor,
     hessian: torch.Tensor,

@@ -33,16 +33,16 @@ from engine.request.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-_PACKED, _INTS, _FLOATS, _NAIVE = (
+PACKED, INTS, _FLOATS, _NAIVE = (
     "pack-quantized",
     "int-quantized",
     "float-quantized",
     "naive-quantized",
 )
-_METHOD = "compressed-tensors"
+METHOD = "compressed-tensors"
 _MIXED = "mixed-precision"
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-_SCHEME = {
+SCHEME = {
     "weights": {**_INT8, "strategy": "channel"},
     "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
 }
@@ -56,7 +56,7 @@ class StoredInt8Linear(StoredLinear):
     """
 
     scheme = "8 bits, a scale per channel"
-    method = _METHOD
+    method = METHOD
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ def _from_signed(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Scheme(NamedTuple):
-    """A group of the configuration. ``layout``: the format, ``_INTS`` or ``_FLOATS`` for a naive one.
+    """A group of the configuration. ``layout``: the format, ``INTS`` or ``_FLOATS`` for a naive one.
     ``group_size``: -1: a row. ``block``: of floats, None where shapes say it. ``by_token``: inputs have
     one scale for each token. ``has_ranges``: the checkpoint has scales for inputs, too."""
 
@@ -106,7 +106,7 @@ class _Scheme(NamedTuple):
 class _Scaled(WordsLinear):
     """A layer with ``weight_scale``: by group, by channel, or one for all."""
 
-    method = _METHOD
+    method = METHOD
 
     def __init__(
         self, name: str, linear: nn.Linear, tensors: StoredTensors, scheme: _Scheme
@@ -212,7 +212,7 @@ def read(config: Any) -> PlaceByTensors:
         Fields(sparsity, "sparsity_config").text("format", ["dense"], "dense")
     if fields.has("kv_cache_scheme"):
         logger.info("the checkpoint's scales for keys and values are left aside")
-    layout = fields.text("format", [_PACKED, _INTS, _FLOATS, _NAIVE, _MIXED], "")
+    layout = fields.text("format", [PACKED, INTS, _FLOATS, _NAIVE, _MIXED], "")
     groups = fields.found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise fields.refused("config_groups", "groups of layers")
@@ -255,7 +255,7 @@ def _make(
     stored = tensors.get(f"{name}.weight")
     if stored and stored.dtype in SCALES and not tensors.has(f"{name}.weight_scale"):
         return None
-    if scheme.layout == _PACKED:
+    if scheme.layout == PACKED:
         return PackedLinear(name, linear, tensors, scheme)
     if scheme.layout == _FLOATS:
         block = scheme.block
@@ -274,15 +274,15 @@ def _make(
 def _read_scheme(group: Fields, layout: str) -> _Scheme:
     targets = group.names("targets")
     if group.has("format") or layout == _MIXED:
-        layout = group.text("format", [_PACKED, _INTS, _FLOATS, _NAIVE])
+        layout = group.text("format", [PACKED, INTS, _FLOATS, _NAIVE])
     weights = Fields(group.found.get("weights"), f"{group.where}: weights")
     weights.nothing("dynamic")
     group.nothing("output_activations")
     kind = weights.text("type", ["int", "float"], "int")
     if layout != _NAIVE and (kind == "float") != (layout == _FLOATS):
         raise weights.refused("type", f"{'float' if layout == _FLOATS else 'int'} in {layout}")
-    layout = {_NAIVE: _FLOATS if kind == "float" else _INTS}.get(layout, layout)
-    bits = weights.integer("num_bits", (4, 8) if layout == _PACKED else (8,), 8)
+    layout = {_NAIVE: _FLOATS if kind == "float" else INTS}.get(layout, layout)
+    bits = weights.integer("num_bits", (4, 8) if layout == PACKED else (8,), 8)
     strategy, group_size = _read_groups(weights, layout)
     symmetric = weights.flag("symmetric", True)
     if layout == _FLOATS:
@@ -307,7 +307,7 @@ def _read_groups(weights: Fields, layout: str) -> tuple[str, int]:
         raise weights.refused("group_size", "multiples of 32")
     if strategy == "block" and not weights.has("block_structure"):
         raise weights.refused("block_structure", "two positive numbers")
-    if strategy == "tensor" and layout == _PACKED:
+    if strategy == "tensor" and layout == PACKED:
         raise weights.refused("strategy", "group, channel")
     return strategy, size if strategy == "group" else -1
 
@@ -317,11 +317,11 @@ def _read_inputs(group: Fields, layout: str) -> bool:
     something else than that or nothing."""
     if not group.has("input_activations"):
         return False
-    if layout == _PACKED:
+    if layout == PACKED:
         raise group.refused("input_activations", "nothing with packed weights")
     given = Fields(group.found["input_activations"], f"{group.where}: input_activations")
     wrong = [
-        key for key, value in _SCHEME["input_activations"].items() if given.found.get(key) != value
+        key for key, value in SCHEME["input_activations"].items() if given.found.get(key) != value
     ]
     if wrong:
         said = ", ".join(f"{key}={given.found.get(key)!r}"[:60] for key in wrong)
@@ -330,17 +330,3 @@ def _read_inputs(group: Fields, layout: str) -> bool:
             "dynamic and symmetric"
         )
     return True
-
-
-def written_scheme(
-    ignored: Sequence[str], layout: str = _INTS, scheme: Mapping[str, Any] = _SCHEME
-) -> dict[str, Any]:
-    """Returns what a configuration says of a model whose linear layers, but for the ``ignored``, are
-    written in the format ``layout`` by one ``scheme``: by default ``StoredInt8Linear``'s."""
-    return {
-        "quant_method": _METHOD,
-        "format": layout,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], **scheme}},
-        "ignore": list(ignored),
-    }

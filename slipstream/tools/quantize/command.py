@@ -104,7 +104,7 @@ def _in_8_bits(arguments: argparse.Namespace) -> int:
         if _too_far(found, arguments):
             return _TOO_FAR
     if arguments.dst is not None:
-        from engine.model.quantization import store_int8
+        from slipstream.tools.quantize.written import store_int8
 
         model, tokenizer = _load(arguments)
         names = store_int8(model)
@@ -115,7 +115,7 @@ def _in_8_bits(arguments: argparse.Namespace) -> int:
 def _in_4_bits(arguments: argparse.Namespace) -> int:
     from engine.model.rounding.sequence import quantize_4_bits
     from engine.model.rounding.texts import calibration_texts
-    from engine.model.rounding.written import WrittenLinear, has_place, store_4_bits
+    from slipstream.tools.quantize.written import WrittenLinear, has_place, store_4_bits
 
     model, tokenizer = _load(arguments)
     text = arguments.calibration and arguments.calibration.read_text(encoding="utf-8")

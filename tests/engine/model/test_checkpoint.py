@@ -17,9 +17,9 @@ from engine.drafting.drafts import find_drafts
 from engine.drafting.models import prepare_drafts
 from engine.model.checkpoint import not_finite
 from engine.model.loader import load_model, load_tokenizer
-from engine.model.quantization import store_int8
 from engine.request.errors import UnsupportedModelError
 from slipstream.cli import main
+from slipstream.tools.quantize.written import store_int8
 from worlds.tiny_models import CPU, tiny_model
 
 WEIGHTS = "model.safetensors"

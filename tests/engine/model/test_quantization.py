@@ -25,12 +25,12 @@ from engine.model.quantization import (
     quantization_info,
     quantize_model,
     round_inputs,
-    store_int8,
 )
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
+from slipstream.tools.quantize.written import store_int8
 from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, tiny_model
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="this CPU has no AVX2")

@@ -17,9 +17,9 @@ from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.model.layers import GroupedLinear
 from engine.model.loader import eos_token_ids, load_model, refuse_unservable
-from engine.model.stored.compressed_tensors import written_scheme
 from engine.model.text_half import find_text_half, own_names
 from engine.request.errors import UnsupportedModelError
+from slipstream.tools.quantize.written import written_scheme
 from worlds.tiny_models import CPU, own_logits, random_ids
 from worlds.tiny_wholes import SERVED, tiny_whole
 

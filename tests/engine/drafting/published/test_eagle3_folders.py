@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published.eagle3 import read, recognises, write_eagle3
+from engine.drafting.published.eagle3 import read, recognises
 from engine.drafting.published.eagle3_network import Eagle3Network
 from engine.drafting.published.folder import DraftFolder, DraftRefusedError
 from engine.drafting.published.networks import place
+from training.folders import write_eagle3
 from worlds.published_eagle3 import FACTS, FORMS, IDS, Form, write_folder, written
 
 PLAIN, SPECULATORS = FORMS["midlayer"], FORMS["speculators"]

@@ -20,9 +20,9 @@ from engine.drafting.published.medusa import (
     ResidualHeads,
     read_medusa,
     recognises,
-    write_medusa,
 )
 from engine.drafting.published.networks import place
+from training.folders import write_medusa
 
 HIDDEN, VOCAB, HEADS, LAYERS = 16, 40, 3, 2
 FACTS = TargetFacts(HIDDEN, VOCAB, 4, "f" * 32)

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from engine.drafting.published.eagle3 import write_eagle3, write_peagle
 from engine.drafting.published.eagle3_network import Eagle3Network, Eagle3Spec
+from training.folders import write_eagle3, write_peagle
 
 HIDDEN, VOCAB, HEADS, KV_HEADS, DIM, INNER = 24, 40, 4, 2, 8, 20
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine.kernels.grouped_weight import GroupedWeight
-from engine.model.rounding.gptq import round_by_inputs, round_to_nearest
+from engine.model.rounding.gptq import round_by_inputs
+from worlds.grouped_weights import round_to_nearest
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:

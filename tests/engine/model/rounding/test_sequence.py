@@ -13,9 +13,10 @@ from torch import nn
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.model.layers import as_linear, is_plain
 from engine.model.loader import load_model, load_tokenizer
-from engine.model.rounding.gptq import round_by_inputs, round_to_nearest
+from engine.model.rounding.gptq import round_by_inputs
 from engine.model.rounding.sequence import quantize_4_bits
 from engine.request.errors import UnsupportedModelError
+from worlds.grouped_weights import round_to_nearest
 from worlds.tiny_models import ARCHITECTURES, CPU, own_logits, random_ids, tiny_model
 
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from engine.model.loader import load_model
 from engine.model.patterns import Patterns
-from engine.model.quantization import store_int8
 from engine.model.stored.compressed_tensors import StoredInt8Linear, read
 from engine.model.stored.fp8 import Fp8Linear
 from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
+from slipstream.tools.quantize.written import store_int8
 from worlds.packed_checkpoints import (
     INT4,
     TOKENS,

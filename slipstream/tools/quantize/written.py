@@ -1,5 +1,5 @@
-"""Layers in 4 bits as compressed-tensors writes them, in its format "pack-quantized": asymmetric, in
-groups, as vLLM and transformers read it.
+"""Layers in 8 and 4 bits as compressed-tensors writes them, as vLLM and transformers read them: in its
+formats "int-quantized" and, in 4 bits, "pack-quantized", asymmetric, in groups.
 
 Eight codes lie in an int32, the first in its lowest bits: a weight's along the input, zero points' along
 the output. https://github.com/vllm-project/compressed-tensors
@@ -7,7 +7,7 @@ the output. https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
+from engine.model.int8 import quantize_by_channel
 from engine.model.rounding.gptq import BITS, SPAN
-from engine.model.stored.compressed_tensors import written_scheme
+from engine.model.stored.compressed_tensors import (
+    INTS,
+    METHOD,
+    PACKED,
+    SCHEME,
+    StoredInt8Linear,
+)
 from engine.model.stored.words import unpack
 
 _IN_A_WORD = 32 // BITS
@@ -80,8 +87,44 @@ def store_4_bits(model: PreTrainedModel, groups: Iterable[Mapping[str, GroupedWe
             model.set_submodule(name, WrittenLinear(weight, module.bias, model.dtype))
         count += len(group)
     kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    model.config.quantization_config = written_scheme(kept, "pack-quantized", {"weights": _WEIGHTS})
+    model.config.quantization_config = written_scheme(kept, PACKED, {"weights": _WEIGHTS})
     return count
+
+
+@torch.no_grad()
+def store_int8(model: PreTrainedModel) -> list[str]:
+    """Gives the model's linear layers 8 bits in the form that ``save_pretrained`` writes; returns their
+    names. The output head keeps its type, as readers of the format expect."""
+    head = model.get_output_embeddings()
+    plain = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
+    names = [name for name, module in plain.items() if module is not head]
+    for name in names:
+        linear = plain.pop(name)
+        with torch.device("meta"):
+            stored = StoredInt8Linear(linear.in_features, linear.out_features, False, model.dtype)
+        weight = quantize_by_channel(linear.weight)
+        values = (weight.codes.short() - weight.zero).to(torch.int8)
+        stored.weight = nn.Parameter(values, requires_grad=False)
+        assert weight.channel_scales is not None
+        stored.weight_scale = nn.Parameter(weight.channel_scales[:, None], requires_grad=False)
+        stored.bias = linear.bias
+        model.set_submodule(name, stored)
+    model.config.quantization_config = written_scheme(list(plain))
+    return names
+
+
+def written_scheme(
+    ignored: Sequence[str], layout: str = INTS, scheme: Mapping[str, Any] = SCHEME
+) -> dict[str, Any]:
+    """Returns what a configuration says of a model whose linear layers, but for the ``ignored``, are
+    written in the format ``layout`` by one ``scheme``: by default ``StoredInt8Linear``'s."""
+    return {
+        "quant_method": METHOD,
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], **scheme}},
+        "ignore": list(ignored),
+    }
 
 
 def _packed(codes: torch.Tensor) -> torch.Tensor:

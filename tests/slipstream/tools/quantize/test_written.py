@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from engine.kernels.grouped_weight import GroupedWeight
-from engine.model.rounding.gptq import round_to_nearest
-from engine.model.rounding.written import WrittenLinear, has_place, store_4_bits
+from slipstream.tools.quantize.written import WrittenLinear, has_place, store_4_bits
+from worlds.grouped_weights import round_to_nearest
 from worlds.tiny_models import tiny_model
 
 
