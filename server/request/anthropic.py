@@ -248,7 +248,7 @@ class MessagesRequest(CommonFields, MessageFields):
             schema = {"name": "output", "schema": form.schema_}
             given["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.thinking is not None and self.thinking.display == "omitted":
-            given["include_reasoning"] = not translator.splits_reasoning
+            given["include_reasoning"] = not translator.formats.splits_reasoning
         return check(ChatRequest, given)
 
 

@@ -56,6 +56,7 @@ class MessageFormats:
 
     @property
     def splits_reasoning(self) -> bool:
+        """Whether reasoning is split off from the model's text."""
         return bool(self._reasoning)
 
     def check(self, body: ToolFields) -> None:
