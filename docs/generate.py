@@ -287,7 +287,9 @@ def tenants_table() -> str:
     lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
     for name, field in TenantEntry.model_fields.items():
         default = "" if field.is_required() else _default(field)
-        lines.append(f"| `{name}` | {_type(field)} | {default} | {_cell(field.description or '')} |")
+        lines.append(
+            f"| `{name}` | {_type(field)} | {default} | {_cell(field.description or '')} |"
+        )
     return "\n".join(lines) + "\n"
 
 
