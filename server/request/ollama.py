@@ -15,15 +15,7 @@ from pydantic import Field, JsonValue, PlainValidator
 
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
-from server.request.body import (
-    MAX_SEED,
-    SWITCHES,
-    Body,
-    Hint,
-    StopField,
-    WithoutEffect,
-    optional,
-)
+from server.request.body import MAX_SEED, SWITCHES, Body, Hint, StopField, WithoutEffect, optional
 from server.request.embeddings import EmbeddingsRequest, plan_embeddings
 from server.request.messages import MAX_TOOLS, TEXT_ONLY, CalledFunction, Tool
 from server.request.parsing import check

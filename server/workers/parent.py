@@ -28,11 +28,7 @@ from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.stats import StepStats, idle_stats
 from server.http.draining import signals_to
 from server.metrics.prometheus import Metrics
-from server.request.speculative import (
-    SpeculativeChange,
-    SpeculativeField,
-    SpeculativeResolver,
-)
+from server.request.speculative import SpeculativeChange, SpeculativeField, SpeculativeResolver
 
 logger = logging.getLogger(__name__)
 
