@@ -109,6 +109,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _cell(text: str) -> str:
+    text = " ".join(text.split())
     return text.replace("|", "\\|").replace("[]", "`[]`")
 
 
@@ -286,7 +287,9 @@ def tenants_table() -> str:
     lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
     for name, field in TenantEntry.model_fields.items():
         default = "" if field.is_required() else _default(field)
-        lines.append(f"| `{name}` | {_type(field)} | {default} | {field.description} |")
+        lines.append(
+            f"| `{name}` | {_type(field)} | {default} | {_cell(field.description or '')} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -33,11 +33,7 @@ from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
 from server.request.message_formats import MessageFormats
-from server.request.speculative import (
-    ChangeSpeculation,
-    SpeculativeChange,
-    SpeculativeResolver,
-)
+from server.request.speculative import ChangeSpeculation, SpeculativeChange, SpeculativeResolver
 from server.request.translate import Translator
 from server.response_store import AskStore, ResponseStore
 from server.settings import Settings

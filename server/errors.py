@@ -43,15 +43,9 @@ _MOST_NAMED = 20
 SHUTDOWN_RETRY_SECONDS = 5
 
 _TYPES = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 408, 413, 414, 421, 431), "invalid_request_error"),
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    414: "invalid_request_error",
-    421: "invalid_request_error",
-    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",

@@ -114,16 +114,12 @@ def _unknown_paths(
 
 def _is_within_a_mapping(model: type[BaseModel], path: Path) -> bool:
     """Whether the path leads into a setting that takes names of its own."""
-    for name in path[:-1]:
-        field = model.model_fields.get(name)
-        if field is None:
-            return False
-        kind = group_of(field)
-        if kind is None:
-            kinds = (field.annotation, *get_args(field.annotation))
-            return any(get_origin(each) is dict for each in kinds)
-        model = kind
-    return False
+    return any(
+        get_origin(kind) is dict
+        for place, field in all_settings(model)
+        if place == path[: len(place)] and place != path
+        for kind in (field.annotation, *get_args(field.annotation))
+    )
 
 
 def _near(name: str, known: Iterable[str]) -> str:

@@ -194,201 +194,119 @@ class Settings(BaseSettings):
         nested_model_default_partial_update=True,
         protected_namespaces=(),
         validate_default=True,
+        use_attribute_docstrings=True,
     )
 
-    model: CliPositionalArg[str | None] = Field(
-        default=None,
-        description="Folder, GGUF file or hub id of the model, or smollm2 or bundled; default: smollm2 "
-        "where it is installed, else bundled.",
-    )
-    config: str | None = Field(
-        default=None, description="YAML, TOML or JSON file with any of these settings."
-    )
+    model: CliPositionalArg[str | None] = None
+    """Folder, GGUF file or hub id of the model, or smollm2 or bundled; default: smollm2 where it is
+    installed, else bundled."""
+    config: str | None = None
+    """YAML, TOML or JSON file with any of these settings."""
 
-    host: str = Field(
-        default="127.0.0.1",
-        description="Address to listen on. One that other machines reach needs a key, or allow_open.",
-    )
-    allow_open: bool = Field(
-        default=False,
-        description="Serve other machines without an API key: whoever reaches the port.",
-    )
-    allowed_hosts: Names = Field(
-        default=None,
-        description="Without an API key: names in requests' Host header that are answered besides the "
-        "host's own and localhost; *: any. Others get a 421, since pages of other sites could be behind "
-        "them. With allow_open all addresses are answered, too.",
-    )
-    port: int = Field(
-        default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one."
-    )
-    cors_origins: Origins = Field(
-        default=None,
-        description="Origins (https://HOST[:PORT]) whose pages may read the answers of this server in a "
-        "browser; *: all. Default: none but its own.",
-    )
-    served_model_name: str | None = Field(
-        default=None, description="Name in the API; default: the folder's name or the hub id."
-    )
-    api_key: SecretStr | None = Field(
-        default=None,
-        description="Clients must send it as a bearer token to /v1. Prefer the variable.",
-    )
-    api_keys_file: str | None = Field(
-        default=None,
-        description="YAML or JSON file of tenants, a key and limits for each; read again when changed. "
-        "Not beside api_key.",
-    )
-    max_request_seconds: float | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds from arrival in which a request has to be done, and the most that it may "
-        "give as its timeout; default: any time.",
-    )
-    admin_key: SecretStr | None = Field(
-        default=None,
-        description="Opens /admin to those who send it as a bearer token; default: there is no /admin. "
-        "Prefer the variable.",
-    )
-    log_level: LogLevel = Field(default="info", description="info writes a line per request.")
-    log_format: LogFormat = Field(
-        default="text",
-        description="json writes each line of the log as an object, with the ids of the request that it "
-        "belongs to.",
-    )
-    log_client_fields: bool = Field(
-        default=False,
-        description="Write requests' user, safety_identifier, prompt_cache_key and metadata on their log "
-        "lines. They may name people.",
-    )
-    request_log: str | None = Field(
-        default=None,
-        description="File to which finished requests are added, as token ids, for slipstream warm and "
-        "replay. Only its owner may read it; at 256 MiB another is begun, and one is kept.",
-    )
-    otlp_endpoint: str | None = Field(
-        default=None,
-        description="URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics of "
-        "requests; needs the extra otel. Default: what OTEL_EXPORTER_OTLP_ENDPOINT says.",
-    )
-    drain_seconds: float = Field(
-        default=30.0, ge=0, description="On shutdown: how long running requests may take to finish."
-    )
-    read_timeout: float = Field(
-        default=60.0,
-        ge=0,
-        description="Seconds in which a request has to come whole, headers and body; later it is a 408. "
-        "0: any time.",
-    )
-    write_timeout: float = Field(
-        default=60.0,
-        ge=0,
-        description="Seconds that a client may leave unread what waits for it; then the connection is "
-        "cut and its requests are aborted. 0: any time.",
-    )
-    keep_alive_timeout: int = Field(
-        default=5,
-        ge=1,
-        description="Seconds that a connection stays open between requests.",
-    )
-    api_workers: int = Field(
-        default=1,
-        ge=1,
-        description="Processes that speak HTTP on the port; more than one where the "
-        "traffic is more than a core can detokenise.",
-    )
-    engine_process: bool = Field(
-        default=True,
-        description="Run the engine in a process of its own: what the server does for one "
-        "request then delays no token of another.",
-    )
-    restart_engine: bool = Field(
-        default=False,
-        description="Launch the engine's process anew when it has died. Default: "
-        "/health says so, and whoever runs the server restarts it.",
-    )
-    step_timeout: float = Field(
-        default=120.0,
-        gt=0,
-        description="Seconds without progress, in a step or at rest, after which /health says that "
-        "the engine hangs. With restart_engine its process is then ended and launched anew.",
-    )
-    preload: bool = Field(
-        default=True,
-        description="Preload Intel's OpenMP (extra cpu) and a thread-caching malloc into "
-        "the engine's process where they are installed and the model runs on a CPU.",
-    )
-    max_header_bytes: int = Field(
-        default=64 << 10,
-        ge=1024,
-        description="Most bytes of a request's URL, headers, trailers and extensions of chunks "
-        "together; more is a 431, or a 414 where the URL is most of it.",
-    )
-    max_headers: int = Field(
-        default=100,
-        ge=1,
-        description="Most headers of a request, trailers among them; more is a 431.",
-    )
-    max_body_bytes: int | None = Field(
-        default=None,
-        ge=1024,
-        description="Larger requests get a 413. Default: 1 MiB, and room for a prompt and a "
-        "prediction of the longest tokens that fill the context.",
-    )
-    body_processes: int = Field(
-        default=1,
-        ge=0,
-        description="Processes that read bodies over 16 KiB; 0: the server's own, which "
-        "keeps all other requests waiting meanwhile.",
-    )
-    unknown_fields: Literal["reject", "tell"] = Field(
-        default="reject",
-        description="Fields of requests that the server does not know; reject: a 400 that names them; "
-        "tell: left out, and listed in the header x-slipstream-ignored.",
-    )
-    max_choices: int = Field(
-        default=128, ge=1, description="Most choices a request may ask for, over all its prompts."
-    )
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other machines reach needs a key, or allow_open."""
+    allow_open: bool = False
+    """Serve other machines without an API key: whoever reaches the port."""
+    allowed_hosts: Names = None
+    """Without an API key: names in requests' Host header that are answered besides the host's own and
+    localhost; *: any. Others get a 421, since pages of other sites could be behind them. With allow_open
+    all addresses are answered, too."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0: any free one."""
+    cors_origins: Origins = None
+    """Origins (https://HOST[:PORT]) whose pages may read the answers of this server in a browser; *: all.
+    Default: none but its own."""
+    served_model_name: str | None = None
+    """Name in the API; default: the folder's name or the hub id."""
+    api_key: SecretStr | None = None
+    """Clients must send it as a bearer token to /v1. Prefer the variable."""
+    api_keys_file: str | None = None
+    """YAML or JSON file of tenants, a key and limits for each; read again when changed. Not beside
+    api_key."""
+    max_request_seconds: float | None = Field(default=None, gt=0)
+    """Seconds from arrival in which a request has to be done, and the most that it may give as its
+    timeout; default: any time."""
+    admin_key: SecretStr | None = None
+    """Opens /admin to those who send it as a bearer token; default: there is no /admin. Prefer the
+    variable."""
+    log_level: LogLevel = "info"
+    """info writes a line per request."""
+    log_format: LogFormat = "text"
+    """json writes each line of the log as an object, with the ids of the request that it belongs to."""
+    log_client_fields: bool = False
+    """Write requests' user, safety_identifier, prompt_cache_key and metadata on their log lines. They may
+    name people."""
+    request_log: str | None = None
+    """File to which finished requests are added, as token ids, for slipstream warm and replay. Only its
+    owner may read it; at 256 MiB another is begun, and one is kept."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics of requests; needs the
+    extra otel. Default: what OTEL_EXPORTER_OTLP_ENDPOINT says."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """On shutdown: how long running requests may take to finish."""
+    read_timeout: float = Field(default=60.0, ge=0)
+    """Seconds in which a request has to come whole, headers and body; later it is a 408. 0: any time."""
+    write_timeout: float = Field(default=60.0, ge=0)
+    """Seconds that a client may leave unread what waits for it; then the connection is cut and its
+    requests are aborted. 0: any time."""
+    keep_alive_timeout: int = Field(default=5, ge=1)
+    """Seconds that a connection stays open between requests."""
+    api_workers: int = Field(default=1, ge=1)
+    """Processes that speak HTTP on the port; more than one where the traffic is more than a core can
+    detokenise."""
+    engine_process: bool = True
+    """Run the engine in a process of its own: what the server does for one request then delays no token
+    of another."""
+    restart_engine: bool = False
+    """Launch the engine's process anew when it has died. Default: /health says so, and whoever runs the
+    server restarts it."""
+    step_timeout: float = Field(default=120.0, gt=0)
+    """Seconds without progress, in a step or at rest, after which /health says that the engine hangs.
+    With restart_engine its process is then ended and launched anew."""
+    preload: bool = True
+    """Preload Intel's OpenMP (extra cpu) and a thread-caching malloc into the engine's process where they
+    are installed and the model runs on a CPU."""
+    max_header_bytes: int = Field(default=64 << 10, ge=1024)
+    """Most bytes of a request's URL, headers, trailers and extensions of chunks together; more is a 431,
+    or a 414 where the URL is most of it."""
+    max_headers: int = Field(default=100, ge=1)
+    """Most headers of a request, trailers among them; more is a 431."""
+    max_body_bytes: int | None = Field(default=None, ge=1024)
+    """Larger requests get a 413. Default: 1 MiB, and room for a prompt and a prediction of the longest
+    tokens that fill the context."""
+    body_processes: int = Field(default=1, ge=0)
+    """Processes that read bodies over 16 KiB; 0: the server's own, which keeps all other requests waiting
+    meanwhile."""
+    unknown_fields: Literal["reject", "tell"] = "reject"
+    """Fields of requests that the server does not know; reject: a 400 that names them; tell: left out,
+    and listed in the header x-slipstream-ignored."""
+    max_choices: int = Field(default=128, ge=1)
+    """Most choices a request may ask for, over all its prompts."""
 
-    tool_call_parser: Literal["auto", "none", *tool_call_formats()] = Field(  # type: ignore[valid-type]
-        default="auto",
-        description="How the model writes tool calls; auto: what its chat template says.",
-    )
-    reasoning_parser: Literal["auto", "none", *reasoning_formats()] = Field(  # type: ignore[valid-type]
-        default="auto",
-        description="How the model writes reasoning, which is split off; auto: what its chat "
-        "template says.",
-    )
+    tool_call_parser: Literal["auto", "none", *tool_call_formats()] = "auto"  # type: ignore[valid-type]
+    """How the model writes tool calls; auto: what its chat template says."""
+    reasoning_parser: Literal["auto", "none", *reasoning_formats()] = "auto"  # type: ignore[valid-type]
+    """How the model writes reasoning, which is split off; auto: what its chat template says."""
 
-    stored_response_bytes: ByteSize = Field(
-        default=ByteSize(64 << 20),
-        description="Memory for responses, with what came before each, that requests go on from by "
-        "previous_response_id; 0: none is kept.",
-    )
-
-    drafters: Names = Field(default=None, description="Drafters to load; default: all.")
-    draft: Paths = Field(
-        default=None,
-        description="[NAME=]PATH of what drafts, any number: folder, GGUF file or hub id of a small "
-        "model with the target's tokenizer, folder of heads for the target, or mtp, which is part of "
-        "the target's own checkpoint. NAME is that of its drafter; default: its method. The bundled "
-        "model has drafts of its own.",
-    )
-    lora: Paths = Field(
-        default=None,
-        description="NAME=PATH of LoRA adapters for the model, any number: folders that PEFT "
-        "wrote. Requests choose one by its NAME as their model; more come and go by /admin/lora.",
-    )
-    drafter_plugins: Names = Field(
-        default=None,
-        description="Drafters that other installed packages may bring; default: all, []: none.",
-    )
+    stored_response_bytes: ByteSize = Field(default=ByteSize(64 << 20))
+    """Memory for responses, with what came before each, that requests go on from by
+    previous_response_id; 0: none is kept."""
+    drafters: Names = None
+    """Drafters to load; default: all."""
+    draft: Paths = None
+    """[NAME=]PATH of what drafts, any number: folder, GGUF file or hub id of a small model with the
+    target's tokenizer, folder of heads for the target, or mtp, which is part of the target's own
+    checkpoint. NAME is that of its drafter; default: its method. The bundled model has drafts of its
+    own."""
+    lora: Paths = None
+    """NAME=PATH of LoRA adapters for the model, any number: folders that PEFT wrote. Requests choose one
+    by its NAME as their model; more come and go by /admin/lora."""
+    drafter_plugins: Names = None
+    """Drafters that other installed packages may bring; default: all, []: none."""
     drafter: DrafterSettings = DrafterSettings()
-    generation_config: Literal["auto", "none"] = Field(
-        default="auto",
-        description="auto: what the model's generation_config.json, or a GGUF file by general.sampling, "
-        "says of the sampling fields below is the default of requests; none: it is not read.",
-    )
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: what the model's generation_config.json, or a GGUF file by general.sampling, says of the
+    sampling fields below is the default of requests; none: it is not read."""
     sampling: SamplingDefaults = SamplingDefaults()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: CapSettings = CapSettings()

@@ -106,10 +106,11 @@ def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[s
     can = {
         "tools": translator.takes_tools,
         "insert": translator.fills_in,
-        "thinking": translator.splits_reasoning,
+        "thinking": translator.formats.splits_reasoning,
         "embedding": translator.info.embeddings != "none",
     }
-    return translator.chat_template, ["completion", *(name for name in can if can[name])]
+    source = translator.template.source or ""
+    return source, ["completion", *(name for name in can if can[name])]
 
 
 @router.delete("/api/delete", include_in_schema=False)

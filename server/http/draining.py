@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 import uvicorn
@@ -82,7 +82,17 @@ class DrainingServer(uvicorn.Server):
 
 
 @contextmanager
-def exit_at_signals() -> Iterator[None]:
+def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Has ``handler`` called at SIGTERM and SIGINT within the block."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual)
+
+
+def exit_at_signals() -> AbstractContextManager[None]:
     """SIGTERM and SIGINT end the block with the status that they have in shells, and clean up on the way.
     A ``DrainingServer`` in it takes them over while it runs."""
 
@@ -90,9 +100,4 @@ def exit_at_signals() -> Iterator[None]:
         del frame
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return signals_to(stop)

@@ -32,29 +32,22 @@ class _Discounted:
         self.drafts = kept * self.drafts + drafts
         self.accepted = kept * self.accepted + accepted
 
-    @property
     def rate(self) -> float:
+        """Returns the share accepted, 0 to 1."""
         return self.accepted / self.drafts
 
 
 @dataclass(slots=True)
 class AcceptanceDrift:
-    """One drafter's. Rates are there once ``observe`` was given a step with a draft."""
+    """One drafter's: ``recent``, over about 2,000 draft tokens, and its ``past``, what is late included.
+    Rates are there once ``observe`` was given a step with a draft."""
 
-    _recent: _Discounted = field(default_factory=_Discounted)
-    _past: _Discounted = field(default_factory=_Discounted)
+    recent: _Discounted = field(default_factory=_Discounted)
+    past: _Discounted = field(default_factory=_Discounted)
 
     def observe(self, stats: SpeculativeStats, seconds: float) -> None:
         """Takes a step in which ``stats`` has drafts; ``seconds``: how long it took."""
         tokens, drafts = stats.num_draft_tokens, stats.num_drafts
         accepted = stats.num_steps - stats.accepted[0]
-        self._recent.add(tokens / RECENT_TOKENS, drafts, accepted)
-        self._past.add(min(tokens / PAST_TOKENS, seconds / PAST_SECONDS), drafts, accepted)
-
-    def recent(self) -> float:
-        """Returns the share of late, over about 2,000 draft tokens, 0 to 1."""
-        return self._recent.rate
-
-    def past(self) -> float:
-        """Returns the share over its past, what is late included, 0 to 1."""
-        return self._past.rate
+        self.recent.add(tokens / RECENT_TOKENS, drafts, accepted)
+        self.past.add(min(tokens / PAST_TOKENS, seconds / PAST_SECONDS), drafts, accepted)

@@ -438,8 +438,8 @@ class Metrics(Collector):
         if drafter not in self._drifts:
             # Read when they are scraped: a step only adds.
             drift = self._drifts[drafter] = AcceptanceDrift()
-            self._series("drafter_acceptance_recent", drafter).set_function(drift.recent)
-            self._series("drafter_acceptance_past", drafter).set_function(drift.past)
+            self._series("drafter_acceptance_recent", drafter).set_function(drift.recent.rate)
+            self._series("drafter_acceptance_past", drafter).set_function(drift.past.rate)
         return self._drifts[drafter]
 
     def _observe_speedup(self, baseline: float, taken: float, num_steps: int) -> None:

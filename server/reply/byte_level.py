@@ -19,14 +19,12 @@ def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes: character -> byte.
 
     Bytes that print as one Latin-1 character stand for themselves, the others take the code points
-    from 256 on, in order (Radford et al. 2019, "Language Models are Unsupervised Multitask
-    Learners", code).
+    from 256 on, in order.
     """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + rank): byte for rank, byte in enumerate(others)
-    }
+    # Imported late: transformers takes seconds to load.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 def decoder_parts(tokenizer: Any) -> list[str]:

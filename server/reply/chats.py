@@ -9,14 +9,7 @@ from typing_extensions import TypedDict
 
 from server.formats.parts import CallArguments, CallStart, Part, reasoning_of
 from server.reply.deltas import ChoiceDelta, ReplyToken
-from server.reply.writers import (
-    NOTHING_OF_PROMPT,
-    Chunk,
-    ChunkWriter,
-    Ending,
-    OfPrompt,
-    Whole,
-)
+from server.reply.writers import NOTHING_OF_PROMPT, Chunk, ChunkWriter, Ending, OfPrompt, Whole
 
 
 class CalledFunction(TypedDict):

@@ -87,10 +87,6 @@ class TextAssembler:
 
     def _feed(self, piece: str, *, armed: bool) -> StopMatch | None:
         self._num_chars += len(piece)
-        if not self._options.stops:  # as most requests: nothing is held back
-            self._text.append(piece)
-            self._settle(self._num_chars + (not self._detokenizer.is_pending))
-            return None
         unsettled = self._matcher.held + piece
         begin = self._matcher.num_released
         text, match = self._matcher.feed(piece, armed=armed)

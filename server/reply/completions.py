@@ -8,14 +8,7 @@ from typing_extensions import TypedDict
 
 from engine.request.events import TokenLogprobs
 from server.reply.deltas import ChoiceDelta
-from server.reply.writers import (
-    NOTHING_OF_PROMPT,
-    Chunk,
-    ChunkWriter,
-    Ending,
-    OfPrompt,
-    Whole,
-)
+from server.reply.writers import NOTHING_OF_PROMPT, Chunk, ChunkWriter, Ending, OfPrompt, Whole
 
 
 class CompletionLogprobs(TypedDict):

@@ -149,9 +149,6 @@ class StopMatcher:
 
         A stop string counts only if its last character arrives ``armed``.
         """
-        if not self._stops:
-            self.num_released += len(piece)
-            return piece, None
         text = self.held + piece
         if armed and (match := self._find(text)):
             return "", match

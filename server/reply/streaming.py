@@ -21,12 +21,7 @@ from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from engine.logs import add_log_fields
-from server.errors import (
-    CLIENT_GONE_STATUS,
-    REQUEST_ID_KEY,
-    ApiError,
-    to_api_error,
-)
+from server.errors import CLIENT_GONE_STATUS, REQUEST_ID_KEY, ApiError, to_api_error
 from server.http.protocol import SEND_BODY, SendBody
 from server.metrics.record import RECORD_KEY, ChoiceRecord, RequestRecord
 from server.plan import ChoicePlan, RequestPlan, ignored_header

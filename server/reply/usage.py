@@ -62,14 +62,11 @@ class RunningUsage(TypedDict):
     total_tokens: int
 
 
-class Usage(TypedDict):
+class Usage(RunningUsage):
     """A prompt counts once however many choices it has; tokens a stop string cut off do not
     count. ``completion_tokens_details`` is there where it has something to say.
     """
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: NotRequired[CompletionTokensDetails]
     speculative: SpeculativeUsage

@@ -14,13 +14,7 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
-from server.request.anthropic_blocks import (
-    InputMessage,
-    SystemField,
-    Turn,
-    system_text,
-    turns,
-)
+from server.request.anthropic_blocks import InputMessage, SystemField, Turn, system_text, turns
 from server.request.body import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -31,12 +25,7 @@ from server.request.body import (
     optional,
     refusal,
 )
-from server.request.messages import (
-    CACHED,
-    MAX_TOOLS,
-    NAME_PATTERN,
-    ParametersField,
-)
+from server.request.messages import CACHED, MAX_TOOLS, NAME_PATTERN, ParametersField
 from server.request.parsing import check
 from server.request.protocol import (
     EFFORT,
@@ -248,7 +237,7 @@ class MessagesRequest(CommonFields, MessageFields):
             schema = {"name": "output", "schema": form.schema_}
             given["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.thinking is not None and self.thinking.display == "omitted":
-            given["include_reasoning"] = not translator.splits_reasoning
+            given["include_reasoning"] = not translator.formats.splits_reasoning
         return check(ChatRequest, given)
 
 

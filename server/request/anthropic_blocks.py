@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
@@ -110,10 +112,7 @@ def _blocks(kinds: Mapping[str, type[Body]]) -> Any:
 
 
 def _described(kinds: Mapping[str, type[Body]]) -> Any:
-    first, *others = kinds.values()
-    union: Any = first
-    for each in others:
-        union = union | each
+    union: Any = reduce(or_, kinds.values())
     return str | list[union]
 
 

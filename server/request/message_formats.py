@@ -14,12 +14,7 @@ from typing import Any
 from regex import compile
 
 from server.errors import bad_request, refused
-from server.formats.format import (
-    ReasoningFormat,
-    Schema,
-    Spelling,
-    ToolCallFormat,
-)
+from server.formats.format import ReasoningFormat, Schema, Spelling, ToolCallFormat
 from server.formats.json_rules import word
 from server.formats.registry import F, format_of, markers_of, reasoning_formats, tool_call_formats
 from server.formats.tool_calls.arguments import in_regex
@@ -56,6 +51,7 @@ class MessageFormats:
 
     @property
     def splits_reasoning(self) -> bool:
+        """Whether reasoning is split off from the model's text."""
         return bool(self._reasoning)
 
     def check(self, body: ToolFields) -> None:

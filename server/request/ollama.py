@@ -15,15 +15,7 @@ from pydantic import Field, JsonValue, PlainValidator
 
 from server.errors import ApiError, refused
 from server.plan import RequestPlan
-from server.request.body import (
-    MAX_SEED,
-    SWITCHES,
-    Body,
-    Hint,
-    StopField,
-    WithoutEffect,
-    optional,
-)
+from server.request.body import MAX_SEED, SWITCHES, Body, Hint, StopField, WithoutEffect, optional
 from server.request.embeddings import EmbeddingsRequest, plan_embeddings
 from server.request.messages import MAX_TOOLS, TEXT_ONLY, CalledFunction, Tool
 from server.request.parsing import check
@@ -320,16 +312,16 @@ def tagged(name: str) -> str:
 
 def thinking_fields(think: bool | str | None, translator: Translator) -> dict[str, Any]:
     """The fields of a chat that say whether to think. Raises ApiError 400 where the model cannot."""
-    variables = translator.template_variables
+    variables = translator.template.variables
     if think is None:
         return {}
     level = think if isinstance(think, str) else None
     if level and _EFFORT not in variables:
         reason = ": this model's chat template knows no levels; send true or false"
         raise refused("think", reason)
-    if think is True and SWITCHES.isdisjoint(variables) and not translator.splits_reasoning:
+    if think is True and SWITCHES.isdisjoint(variables) and not translator.formats.splits_reasoning:
         raise refused("think", ": this model does not think")
-    shows = {} if think or not translator.splits_reasoning else {"include_reasoning": False}
+    shows = {} if think or not translator.formats.splits_reasoning else {"include_reasoning": False}
     return {"thinking": bool(think), _EFFORT: level, **shows}
 
 

@@ -17,13 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import PlainValidator
 
 from drafters.base import DrafterInfo, OptionValue
-from drafters.options import (
-    FIXED_POLICY,
-    NO_DRAFTER,
-    PLAIN,
-    SpeculativeParams,
-    VerificationName,
-)
+from drafters.options import FIXED_POLICY, NO_DRAFTER, PLAIN, SpeculativeParams, VerificationName
 from engine.request.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info

@@ -70,11 +70,12 @@ class Translator:
         ``sampling``: defaults of the model's or the operator's, before those of an API."""
         self.info = info
         self._prompts = Prompts(info, tokenizer)
+        self.template = self._prompts.template
         self.resolver = resolver
         self.adapters = adapter_names(info.adapters or ())
         self.model_name = model_name
         self._max_choices = max_choices
-        self._formats = formats
+        self.formats = formats
         self._max_seconds = max_seconds
         self._logged = CLIENT_FIELDS if logs_client_fields else ()
         self.sampling = sampling
@@ -90,29 +91,14 @@ class Translator:
         return (self.model_name, *self.adapters)
 
     @property
-    def template_variables(self) -> frozenset[str]:
-        """Returns the chat template's variables that requests may set."""
-        return self._prompts.template.variables
-
-    @property
-    def chat_template(self) -> str:
-        """Returns the template's source; "" where there is none."""
-        return self._prompts.template.source or ""
-
-    @property
     def takes_tools(self) -> bool:
         """Returns whether the model can be shown tools, and its calls are recognised."""
-        return self._prompts.template.takes_tools and self._formats.knows_calls
+        return self.template.takes_tools and self.formats.knows_calls
 
     @property
     def fills_in(self) -> bool:
         """Returns whether a completion may have a suffix."""
         return bool(self._prompts.infill.marks)
-
-    @property
-    def splits_reasoning(self) -> bool:
-        """Returns whether reasoning is split off from the model's text."""
-        return self._formats.splits_reasoning
 
     def plan(
         self,
@@ -222,7 +208,7 @@ class Translator:
             raise refused("echo", "needs a last message that is the assistant's")
         refuse_foreign_parts(body.messages, self.info.unserved)
         kept = self._kept(body)
-        self._formats.check(body)
+        self.formats.check(body)
         text = self._render(body, body.shown_tools, body.allow_special_tokens)
         return [self._prompts.of_text("messages", text, body.add_special_tokens, kept)]
 
@@ -232,8 +218,8 @@ class Translator:
         """Returns the chat template's text for the messages. Raises ApiError naming the field."""
         if body.continue_final_message and body.add_generation_prompt:
             raise refused("continue_final_message", "needs 'add_generation_prompt': false")
-        return self._prompts.template.render(
-            template_messages(body.messages or (), self._prompts.template.takes_text),
+        return self.template.render(
+            template_messages(body.messages or (), self.template.takes_text),
             self._variables(body),
             tools=template_tools(self._told(tools, body)),
             allow_special_tokens=allows,
@@ -244,7 +230,7 @@ class Translator:
     def _told(self, tools: Sequence[Tool], body: ChatRequest | TokenizeRequest) -> Sequence[Tool]:
         """Returns those that the model is told of. Where its template has no place for any, a call that
         has to come is held to its schema all the same. Raises ApiError where that is no help."""
-        if not tools or self._prompts.template.takes_tools:
+        if not tools or self.template.takes_tools:
             return tools
         if isinstance(body, ChatRequest) and not body.must_call:
             raise refused("tools", ": this model's chat template has no place for them")
@@ -253,7 +239,7 @@ class Translator:
     def _variables(self, body: TemplateFields) -> dict[str, Any]:
         """Returns the client's variables of the chat template, and the hints that it reads. Raises
         ApiError."""
-        template = self._prompts.template
+        template = self.template
         variables = template.read_of(body.chat_template_kwargs or {})
         given = set(variables)
         for each in body.hints():
@@ -270,10 +256,10 @@ class Translator:
         given: Mapping[str, Any] = {}
         read: Set[str] = frozenset()
         if isinstance(body, ChatRequest):
-            given, read = body.chat_template_kwargs or {}, self._prompts.template.variables
+            given, read = body.chat_template_kwargs or {}, self.template.variables
         for each in body.hints():
             is_handed = each.hint.variable in read or each.hint.switches & read - given.keys()
-            is_read = each.path == "messages.name" and self._prompts.template.reads_names
+            is_read = each.path == "messages.name" and self.template.reads_names
             if each.hint.needs_telling(each.value) and not (is_handed or is_read):
                 yield each.path
         field, limit = body.limit
@@ -300,8 +286,8 @@ class Translator:
             min_tokens=_min_tokens(body),
         )
         if isinstance(body, ChatRequest):
-            text = self._formats.options(body, text, prompt)
-            grammar = self._formats.grammar(body, text, grammar)
+            text = self.formats.options(body, text, prompt)
+            grammar = self.formats.grammar(body, text, grammar)
         return text, grammar
 
     def adopt_adapters(self, adapters: Sequence[AdapterInfo]) -> None:

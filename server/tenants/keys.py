@@ -33,65 +33,40 @@ _Count = Annotated[int | None, Field(ge=1, le=_MOST)]
 class TenantEntry(BaseModel):
     """One tenant of the file."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
-
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9_.\-]{1,64}$",
-        description="Letters, digits, dots, dashes and underscores; a label of metrics.",
-    )
-    key: SecretStr | None = Field(
-        default=None, description="The API key, visible ASCII; or `key_sha256`."
-    )
-    key_sha256: str | None = Field(
-        default=None,
-        pattern="^[0-9a-f]{64}$",
-        description="The key's SHA-256 in hexadecimal: the file then holds no key.",
-    )
-    cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=256,
-        description="Tenants with the same one share caches; default: nobody does. Requests' own "
-        "`cache_salt` divides it further.",
-    )
-    requests_per_minute: _Count = Field(default=None, description="Prompts; default: any number.")
-    tokens_per_minute: _Count = Field(
-        default=None,
-        description="Tokens of prompts, charged when they come in, and written, charged as they are "
-        "written; default: any number.",
-    )
-    max_concurrent_requests: _Count = Field(
-        default=None, description="Choices at a time, waiting ones included."
-    )
-    max_tokens: _Count = Field(
-        default=None, description="Longest output of a choice; it then ends with `length`."
-    )
-    priority: int = Field(
-        default=0,
-        ge=-_MOST,
-        le=_MOST,
-        description="Added to requests' own `priority`, which must not be below 0; lower runs first.",
-    )
-    weight: float = Field(
-        default=1.0,
-        ge=0.001,
-        le=1000,
-        description="Share of tokens while several tenants of a priority wait.",
+    model_config = ConfigDict(
+        extra="forbid", strict=True, hide_input_in_errors=True, use_attribute_docstrings=True
     )
 
-    drafters: list[str] | None = Field(
-        default=None,
-        max_length=256,
-        description="Those that requests may name, besides `none`; where the server's default is not "
-        "among them, the first is the tenant's. Default: all that the server offers.",
-    )
+    name: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")
+    """Letters, digits, dots, dashes and underscores; a label of metrics."""
+    key: SecretStr | None = None
+    """The API key, visible ASCII; or `key_sha256`."""
+    key_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """The key's SHA-256 in hexadecimal: the file then holds no key."""
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    """Tenants with the same one share caches; default: nobody does. Requests' own `cache_salt` divides it
+    further."""
+    requests_per_minute: _Count = None
+    """Prompts; default: any number."""
+    tokens_per_minute: _Count = None
+    """Tokens of prompts, charged when they come in, and written, charged as they are written; default:
+    any number."""
+    max_concurrent_requests: _Count = None
+    """Choices at a time, waiting ones included."""
+    max_tokens: _Count = None
+    """Longest output of a choice; it then ends with `length`."""
+    priority: int = Field(default=0, ge=-_MOST, le=_MOST)
+    """Added to requests' own `priority`, which must not be below 0; lower runs first."""
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
+    """Share of tokens while several tenants of a priority wait."""
 
-    adapters: list[str] | None = Field(
-        default=None,
-        max_length=256,
-        description="Those that requests may name as their model and that lists of models show. Default: "
-        "all that are loaded.",
-    )
+    drafters: list[str] | None = Field(default=None, max_length=256)
+    """Those that requests may name, besides `none`; where the server's default is not among them, the
+    first is the tenant's. Default: all that the server offers."""
+
+    adapters: list[str] | None = Field(default=None, max_length=256)
+    """Those that requests may name as their model and that lists of models show. Default: all that are
+    loaded."""
 
     def digest(self) -> str:
         """The key's SHA-256. Raises ValueError where there is not exactly one sound key."""

@@ -9,7 +9,6 @@ worker that dies is replaced; all end with the first process.
 from __future__ import annotations
 
 import logging
-import signal
 import socket
 import threading
 import time
@@ -27,12 +26,9 @@ from engine.request.errors import EngineError
 from engine.request.events import TokenEvent
 from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.stats import StepStats, idle_stats
+from server.http.draining import signals_to
 from server.metrics.prometheus import Metrics
-from server.request.speculative import (
-    SpeculativeChange,
-    SpeculativeField,
-    SpeculativeResolver,
-)
+from server.request.speculative import SpeculativeChange, SpeculativeField, SpeculativeResolver
 from server.response_store import ResponseStore
 
 logger = logging.getLogger(__name__)
@@ -110,20 +106,15 @@ class Workers:
         """Serve until SIGTERM or SIGINT, and then let requests finish. Raises EngineError where the
         workers cannot start, and SystemExit where a second signal ended them, with 128 and its number, or
         where they did not end in time, with 1."""
-        before = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        try:
-            self._count_steps()
-            self._engine.watch(self._on_new_engine if restart_engine else None, step_timeout)
-            with self._lock:
-                self._workers = [self._launch() for _ in range(self._num_workers)]
-            self._keep_up()
-        finally:
-            self._end(drain_seconds)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with signals_to(self._on_signal):
+            try:
+                self._count_steps()
+                self._engine.watch(self._on_new_engine if restart_engine else None, step_timeout)
+                with self._lock:
+                    self._workers = [self._launch() for _ in range(self._num_workers)]
+                self._keep_up()
+            finally:
+                self._end(drain_seconds)
         if self._status:
             raise SystemExit(self._status)
 

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from regex import compile
 
-from server.formats.format import (
-    JSON_HEAD,
-    SPACE,
-    CallSyntax,
-    Spelling,
-    ToolCallFormat,
-)
+from server.formats.format import JSON_HEAD, SPACE, CallSyntax, Spelling, ToolCallFormat
 
 _SPELLING = Spelling(
     before='<tool_call>\n{"name": "NAME", "arguments": ', after="}\n</tool_call>", between="\n"

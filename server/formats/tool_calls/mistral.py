@@ -5,13 +5,7 @@ from __future__ import annotations
 
 from regex import compile
 
-from server.formats.format import (
-    JSON_HEAD,
-    SPACE,
-    CallSyntax,
-    Spelling,
-    ToolCallFormat,
-)
+from server.formats.format import JSON_HEAD, SPACE, CallSyntax, Spelling, ToolCallFormat
 
 _LIST = CallSyntax(
     # The bracket stands before the first call, a comma before the others.

@@ -34,34 +34,34 @@ def after(*parts: tuple[int, int], seconds: float = 0.01) -> AcceptanceDrift:
 def test_a_drafter_that_stays_as_it_was_is_as_good_as_its_past_from_the_first_step() -> None:
     for num_steps in (1, 50, 5000):
         drift = after((num_steps, 6))
-        assert drift.recent() == pytest.approx(0.6)
-        assert drift.past() == pytest.approx(0.6)
+        assert drift.recent.rate() == pytest.approx(0.6)
+        assert drift.past.rate() == pytest.approx(0.6)
 
 
 def test_what_changes_is_recent_soon_and_past_late() -> None:
     drift = after((5000, 8), (150, 2))  # 6,000 draft tokens: three lifetimes of what is recent
-    assert drift.recent() == pytest.approx(0.2 + 0.6 * 0.05, abs=0.005)
-    assert drift.past() == pytest.approx(0.8, abs=0.02)
-    assert drift.recent() < 0.7 * drift.past()
+    assert drift.recent.rate() == pytest.approx(0.2 + 0.6 * 0.05, abs=0.005)
+    assert drift.past.rate() == pytest.approx(0.8, abs=0.02)
+    assert drift.recent.rate() < 0.7 * drift.past.rate()
 
 
 def test_a_busy_server_does_not_forget_its_past_in_minutes() -> None:
     """200,000 draft tokens in a quarter of an hour: both must still differ at its end."""
     drift = after((5000, 8), (5000, 2), seconds=900 / 5000)
-    assert drift.recent() == pytest.approx(0.2, abs=0.001)
-    assert drift.past() == pytest.approx(0.5, abs=0.01)
+    assert drift.recent.rate() == pytest.approx(0.2, abs=0.001)
+    assert drift.past.rate() == pytest.approx(0.5, abs=0.01)
 
 
 def test_an_idle_servers_past_is_bounded_by_draft_tokens() -> None:
     slow = after((5000, 8), (10_000, 2), seconds=60.0)  # two lifetimes of 200,000 draft tokens
-    assert slow.past() == pytest.approx(0.25, abs=0.03)
+    assert slow.past.rate() == pytest.approx(0.25, abs=0.03)
 
 
 def test_how_deep_drafts_are_changes_nothing() -> None:
     drift = after((500, 6))
     for _ in range(500):
         drift.observe(step(6, gamma=16), 0.01)
-    assert drift.recent() == pytest.approx(0.6)
+    assert drift.recent.rate() == pytest.approx(0.6)
 
 
 def exported(metrics: Metrics, name: str) -> dict[str, float]:

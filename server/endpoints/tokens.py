@@ -1,4 +1,4 @@
-"""``/tokenize``, as vLLM has it."""
+"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from server.endpoints import Served
 from server.http.openapi import REFUSED_BODY, errors
 from server.request.large_bodies import BodyRoute
-from server.request.protocol import TokenizeRequest
+from server.request.protocol import DetokenizeRequest, TokenizeRequest
 from server.request.translate import Translator
 
 router = APIRouter(tags=["tokens"], route_class=BodyRoute)
@@ -24,10 +24,14 @@ class Tokenized(TypedDict):
     token_strs: list[str] | None
 
 
-_ANSWERS = {200: {"model": Tokenized}, **errors(*REFUSED_BODY, 404, 429, 500, 503)}
+class Detokenized(TypedDict):
+    prompt: str
 
 
-@router.post("/tokenize", responses=_ANSWERS)
+_ERRORS = errors(*REFUSED_BODY, 404, 429, 500, 503)
+
+
+@router.post("/tokenize", responses={200: {"model": Tokenized}, **_ERRORS})
 async def tokenize(body: TokenizeRequest, request: Request, served: Served) -> Response:
     """The tokens of a prompt or of messages."""
     await served.charge(request)
@@ -44,3 +48,11 @@ async def tokenize(body: TokenizeRequest, request: Request, served: Served) -> R
 
 def _tokenize(translator: Translator, body: TokenizeRequest) -> tuple[list[int], bool]:
     return translator.tokenize(body), body.return_token_strs
+
+
+@router.post("/detokenize", responses={200: {"model": Detokenized}, **_ERRORS})
+async def detokenize(body: DetokenizeRequest, request: Request, served: Served) -> Response:
+    """The text of tokens."""
+    await served.charge(request)
+    text, headers = await served.read_apart(body, request, Translator.detokenize)
+    return JSONResponse(Detokenized(prompt=text), headers=headers)

@@ -1,0 +1,43 @@
+"""``/v1/completions``, ``/v1/chat/completions`` and ``/v1/embeddings``."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from server.endpoints import Served
+from server.http.openapi import REFUSED_BODY, errors, generated
+from server.reply.chats import ChatChunk, ChatCompletion, ChatWriter
+from server.reply.completions import Completion, CompletionChunk, CompletionWriter
+from server.reply.embeddings import Embeddings, EmbeddingsWriter
+from server.reply.streaming import answer
+from server.request.embeddings import EmbeddingsRequest, plan_embeddings
+from server.request.large_bodies import BodyRoute
+from server.request.protocol import ChatRequest, CompletionRequest
+from server.request.translate import Translator
+
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
+
+
+@router.post("/v1/chat/completions", responses=generated(ChatCompletion, ChatChunk))
+async def create_chat_completion(body: ChatRequest, request: Request, served: Served) -> Response:
+    """An answer to messages."""
+    writer = await served.writer(ChatWriter, body, request, Translator.plan)
+    return await answer(request, served.choices.run, writer)
+
+
+@router.post("/v1/completions", responses=generated(Completion, CompletionChunk))
+async def create_completion(body: CompletionRequest, request: Request, served: Served) -> Response:
+    """Text after a prompt."""
+    writer = await served.writer(CompletionWriter, body, request, Translator.plan)
+    return await answer(request, served.choices.run, writer)
+
+
+_ANSWERS = {200: {"model": Embeddings}, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504)}
+
+
+@router.post("/v1/embeddings", responses=_ANSWERS)
+async def create_embeddings(body: EmbeddingsRequest, request: Request, served: Served) -> Response:
+    """Texts as vectors, where the server was told to make them."""
+    writer = await served.writer(EmbeddingsWriter, body, request, plan_embeddings)
+    return await answer(request, served.choices.run, writer)
