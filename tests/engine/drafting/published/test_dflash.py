@@ -16,6 +16,7 @@ from engine.drafting.published.dflash import read, recognises, spread_layers
 from engine.drafting.published.folder import DraftRefusedError
 from engine.drafting.published.networks import place
 from worlds import published_blocks as blocks
+from worlds.plain_heads import PlainBlock, Sizes
 from worlds.published_blocks import (
     BLOCK,
     DIM,
@@ -41,71 +42,24 @@ from worlds.published_blocks import (
     write_folder,
 )
 
-EPS, THETA, NUM_KNOWN = 1e-5, 500.0, 21
+THETA, NUM_KNOWN = 500.0, 21
 FULL, SLIDING = "full_attention", "sliding_attention"
 STATES = draw(500, NUM_KNOWN, 3 * HIDDEN)
 Sees = tuple[int | None, bool]
 """Of a layer: the window, and whether the block's later rows are seen."""
 
 
-def rms(rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    if weight is None:
-        return rows
-    return rows / torch.sqrt((rows * rows).mean(-1, keepdim=True) + EPS) * weight
-
-
-def turn(rows: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-    """Rotary embeddings as complex numbers: dimension i is the real part of the one that i + d / 2 is
-    the imaginary part of. ``[num_rows, heads, dim]``."""
-    half = rows.shape[-1] // 2
-    turned = torch.empty_like(rows)
-    for index, position in enumerate(positions):
-        for pair in range(half):
-            angle = position * THETA ** (-2 * pair / rows.shape[-1])
-            real, imaginary = rows[index, :, pair], rows[index, :, pair + half]
-            turned[index, :, pair] = real * math.cos(angle) - imaginary * math.sin(angle)
-            turned[index, :, pair + half] = real * math.sin(angle) + imaginary * math.cos(angle)
-    return turned
-
-
-def dense_block(
-    tensors: Tensors, states: torch.Tensor, anchor: int, sees: Sequence[Sees], embed: torch.Tensor
+def plain_block(
+    tensors: Tensors,
+    states: torch.Tensor,
+    anchor: int,
+    sees: Sequence[Sees],
+    embed: torch.Tensor,
 ) -> torch.Tensor:
-    """What the facts say of a block behind all of ``states``, row by row: ``[BLOCK, HIDDEN]``."""
-    known = len(states)
-    fused = rms(states @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
-    hidden = embed[torch.tensor([anchor] + [MASK] * (BLOCK - 1))]
-    for layer, (window, sees_block) in enumerate(sees):
-        weight = {
-            name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): each
-            for name, each in tensors.items()
-            if name.startswith(f"layers.{layer}.")
-        }
-        normed = rms(hidden, weight["input_layernorm"])
-        everything = torch.cat([fused, normed])
-        queries = (normed @ weight["self_attn.q_proj"].T).view(BLOCK, HEADS, DIM)
-        keys = (everything @ weight["self_attn.k_proj"].T).view(-1, KV_HEADS, DIM)
-        values = (everything @ weight["self_attn.v_proj"].T).view(-1, KV_HEADS, DIM)
-        queries = turn(rms(queries, weight.get("self_attn.q_norm")), range(known, known + BLOCK))
-        keys = turn(rms(keys, weight.get("self_attn.k_norm")), range(known + BLOCK))
-        attended = torch.zeros(BLOCK, HEADS, DIM)
-        for row in range(BLOCK):
-            own = known + row
-            seen = [
-                position
-                for position in range(known + BLOCK)
-                if (position <= own or sees_block) and (window is None or own - position < window)
-            ]
-            for head in range(HEADS):
-                shared = head // (HEADS // KV_HEADS)
-                scores = keys[seen, shared] @ queries[row, head] / math.sqrt(DIM)
-                attended[row, head] = scores.softmax(0) @ values[seen, shared]
-        hidden = hidden + attended.flatten(1) @ weight["self_attn.o_proj"].T
-        normed = rms(hidden, weight["post_attention_layernorm"])
-        gate = normed @ weight["mlp.gate_proj"].T
-        inner = gate * torch.sigmoid(gate) * (normed @ weight["mlp.up_proj"].T)
-        hidden = hidden + inner @ weight["mlp.down_proj"].T
-    return rms(hidden, tensors["norm.weight"])
+    """What the facts say of a block behind all of ``states``: ``[BLOCK, HIDDEN]``."""
+    sizes = Sizes(HEADS, KV_HEADS, DIM, THETA)
+    reading = PlainBlock(tensors, (), sizes, (embed, embed), sees, BLOCK, MASK)
+    return reading.block(anchor, states, BLOCK)
 
 
 OPEN: list[Sees] = [(None, True)] * LAYERS
@@ -168,7 +122,7 @@ def test_a_block_is_what_the_facts_say(
         first += len(piece)
     hidden = run.draft([17], [NUM_KNOWN])[0]
     ends = Ends()
-    expected = dense_block(tensors, STATES, 17, sees, ends.embed.weight)
+    expected = plain_block(tensors, STATES, 17, sees, ends.embed.weight)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(
         run.network.logits(hidden), expected @ ends.output_head.weight.T, atol=1e-3, rtol=1e-4
@@ -182,7 +136,7 @@ def test_blocks_of_a_step_do_not_see_each_other(backend: str, tmp_path: Path) ->
     run.feed(1, STATES[9:], 0)
     hidden = run.draft([3, 80], [9, 12])
     for got, states, anchor in zip(hidden, (STATES[:9], STATES[9:]), (3, 80), strict=True):
-        expected = dense_block(block_tensors(), states, anchor, OPEN, Ends().embed.weight)
+        expected = plain_block(block_tensors(), states, anchor, OPEN, Ends().embed.weight)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -192,7 +146,7 @@ def test_a_block_leaves_nothing_that_a_later_one_sees(tmp_path: Path) -> None:
     run.feed(0, STATES[:9], 0)
     run.draft([3], [9])
     run.feed(0, STATES[9:12], 9)
-    expected = dense_block(block_tensors(), STATES[:12], 5, OPEN, Ends().embed.weight)
+    expected = plain_block(block_tensors(), STATES[:12], 5, OPEN, Ends().embed.weight)
     torch.testing.assert_close(run.draft([5], [12])[0], expected, atol=1e-4, rtol=1e-4)
 
 
@@ -202,7 +156,7 @@ def test_ends_that_a_folder_has_are_its_own(tmp_path: Path) -> None:
     run = BlockRun(read_network(tmp_path, SPECULATORS, tensors))
     run.feed(0, STATES, 0)
     hidden = run.draft([17], [NUM_KNOWN])[0]
-    expected = dense_block(tensors, STATES, 17, OPEN, embed)
+    expected = plain_block(tensors, STATES, 17, OPEN, embed)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(run.network.logits(hidden), hidden @ head.T, atol=1e-3, rtol=1e-4)
 
@@ -220,7 +174,7 @@ def test_a_head_may_have_another_width_than_the_target(tmp_path: Path) -> None:
     run = BlockRun(network)
     states = draw(323, NUM_KNOWN, 60)
     run.feed(0, states, 0)
-    expected = dense_block(tensors, states, 17, OPEN, tensors["embed_tokens.weight"])
+    expected = plain_block(tensors, states, 17, OPEN, tensors["embed_tokens.weight"])
     torch.testing.assert_close(run.draft([17], [NUM_KNOWN])[0], expected, atol=1e-4, rtol=1e-4)
 
 
