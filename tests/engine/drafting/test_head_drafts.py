@@ -10,18 +10,15 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from drafters.model.heads import Eagle3Drafter, MtpDrafter, PEagleDrafter
-from engine.drafting.published.eagle3 import read
-from engine.drafting.published.folder import DraftFolder
 from engine.drafting.published.mtp import read_mtp
 from engine.model.loader import load_model
 from worlds.engine_harness import Setup
 from worlds.head_runs import CPU, HeadWorld
 from worlds.head_schedules import HeadSchedules, Make
-from worlds.plain_heads import PlainEagle, PlainMtp, Sizes
-from worlds.published_eagle3 import FACTS, Form, written
+from worlds.plain_heads import PlainMtp, Sizes, plain_eagle
+from worlds.published_eagle3 import FACTS, P_EAGLE_TOKENS, Form, loaded
 
 VOCAB = FACTS.vocab_size
 LAYERS = (2, 5, 7)  # what a file means that names none, of 10
@@ -46,39 +43,15 @@ P_EAGLE = Even(
     owns_embedding=True,
     more={"mask_token_id": 7},
 )
-P_EAGLE_TOKENS = 4
-
-
-def target_ends() -> tuple[torch.Tensor, torch.Tensor]:
-    """Embedding and output head, ``[vocab_size, hidden_size]``."""
-    generator = torch.Generator().manual_seed(9)
-    size = (VOCAB, FACTS.hidden_size)
-    return torch.randn(size, generator=generator), torch.randn(size, generator=generator)
 
 
 def eagle_world(path: Path, form: Form, shift: int = 0, **changes: Any) -> HeadWorld:
     """``shift``: of the layers that are read, against those that the file names."""
-    network = read(DraftFolder.open(written(path, form)), FACTS)
+    network = loaded(path, form)
     assert network.hidden_layers == LAYERS
     network.hidden_layers = tuple(layer + shift for layer in LAYERS)
-    ends = target_ends()
-    head = nn.Linear(FACTS.hidden_size, VOCAB, bias=False)
-    head.weight = nn.Parameter(ends[1])
-    network.bind(nn.Embedding.from_pretrained(ends[0]), head)
-    tensors = {
-        name.replace("midlayer.", "layers.0."): each for name, each in form.tensors().items()
-    }
-    is_parallel = form.method == "peagle"
-    reading = PlainEagle(
-        tensors,
-        network.hidden_layers,
-        Sizes(4, 2, form.head_dim, 10000.0),
-        ends,
-        norms_residual=form.method is not None,
-        mask=7 if is_parallel else None,
-        num_parallel=P_EAGLE_TOKENS if is_parallel else 1,
-    )
-    kind = PEagleDrafter if is_parallel else Eagle3Drafter
+    reading = plain_eagle(form, network.hidden_layers)
+    kind = PEagleDrafter if reading.is_parallel else Eagle3Drafter
     return HeadWorld(kind, network, reading, FACTS.hidden_size, VOCAB, **changes)
 
 
