@@ -27,6 +27,7 @@ from worlds.packed_checkpoints import (
     Codes,
     configuration,
     draw,
+    fill,
     load,
     packed,
     plain,
@@ -145,30 +146,19 @@ def test_layers_that_are_written_are_read() -> None:
 
 def test_one_scale_for_a_whole_layer_is_each_channels() -> None:
     tensors = {
-        "up.weight": torch.randint(-128, 128, (6, 40), dtype=torch.int8),
-        "up.weight_scale": torch.tensor([0.25]),
+        "weight": torch.randint(-128, 128, (6, 40), dtype=torch.int8),
+        "weight_scale": torch.tensor([0.25]),
     }
     found = configuration("int-quantized", INT8 | {"strategy": "tensor"})
-    layer = filled(read(found), "up", nn.Linear(40, 6), tensors)
-    assert torch.equal(layer.dequantized(torch.float32), tensors["up.weight"] * 0.25)
-
-
-def filled(place: Any, name: str, linear: nn.Linear, tensors: dict[str, torch.Tensor]) -> Any:
-    """Returns what stands in a layer's place, with its tensors."""
-    layer = place(name, linear, StoredTensors.of(tensors))
-    layer.load_state_dict(
-        {key.removeprefix(f"{name}."): each for key, each in tensors.items()}, False
-    )
-    layer.loaded(name)
-    return layer
+    layer = fill(read(found), nn.Linear(40, 6), tensors)
+    assert torch.equal(layer.dequantized(torch.float32), tensors["weight"] * 0.25)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_that_do_not_fill_their_last_word_are_read(bits: int) -> None:
     codes = draw(7, 45, bits, 32)  # the last group is short, too
-    tensors = {f"up.{name}": each for name, each in packed(codes).items()}
     found = configuration("pack-quantized", INT4 | {"num_bits": bits})
-    layer = filled(read(found), "up", nn.Linear(45, 7), tensors)
+    layer = fill(read(found), nn.Linear(45, 7), packed(codes))
     assert torch.equal(layer.dequantized(torch.float32), codes.weight())
     assert torch.equal(layer.part(3, 5).dequantized(), codes.weight()[3:5])
 
