@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from engine.model.checkpoint import load_weights
 from engine.model.stored.formats import read_places
 from engine.model.stored.layer import StoredLinear, StoredWeight
+from engine.model.stored.places import StoredTensors
 from worlds.tiny_models import tiny_model
 
 Tensors = dict[str, torch.Tensor]
@@ -207,3 +208,13 @@ def stored(model: PreTrainedModel) -> dict[str, StoredWeight]:
     """The places that were filled, by name."""
     found = model.named_modules()
     return {name: each for name, each in found if isinstance(each, StoredWeight)}
+
+
+def fill(place: Any, linear: nn.Linear, tensors: Tensors, name: str = "up") -> Any:
+    """Returns what stands in a layer's place, with its tensors; None if nothing does."""
+    described = StoredTensors.of({f"{name}.{key}": each for key, each in tensors.items()})
+    layer = place(name, linear, described)
+    if layer is not None:
+        layer.load_state_dict(tensors, strict=False)
+        layer.loaded(name)
+    return layer

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from worlds.head_runs import Said, Text
+from worlds.published_eagle3 import P_EAGLE_TOKENS, Form, target_ends
 
 Tensors = Mapping[str, torch.Tensor]
 EPS = 1e-5
@@ -20,6 +21,8 @@ class Sizes:
     num_kv_heads: int
     dim: int
     theta: float
+    factor: float = 1.0
+    """By which positions are divided."""
 
 
 def rms(rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -45,7 +48,7 @@ def turned(rows: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.T
     angles = positions.double()[:, None, None] * speeds
     spun = torch.complex(rows[..., :half].double(), rows[..., half:].double())
     spun = spun * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([spun.real, spun.imag], dim=-1).float()
+    return torch.cat([spun.real, spun.imag], dim=-1).to(rows.dtype)
 
 
 def heads(
@@ -57,7 +60,7 @@ def heads(
     if name == "v":
         return found
     normed = rms(found, own.get(f"self_attn.{name}_norm.weight"))
-    return turned(normed, positions, sizes.theta)
+    return turned(normed, positions / sizes.factor, sizes.theta)
 
 
 def attended(
@@ -132,7 +135,7 @@ class Chain:
 
 class PlainEagle(Chain):
     """EAGLE-3 and P-EAGLE. ``tensors``: by the newest of their names. Where ``norms_residual``, the
-    first layer goes on from normed features."""
+    first layer goes on from normed features; where ``norms_output``, the next row reads normed ones."""
 
     def __init__(
         self,
@@ -143,17 +146,21 @@ class PlainEagle(Chain):
         norms_residual: bool = False,
         mask: int | None = None,
         num_parallel: int = 1,
+        norms_output: bool = False,
     ) -> None:
         self.embedding = tensors.get("embed_tokens.weight", ends[0])
         self.head = tensors.get("lm_head.weight", ends[1])
         super().__init__(layers, torch.arange(len(self.head)) + tensors.get("d2t", 0))
-        self.tensors, self.sizes, self.norms_residual = tensors, sizes, norms_residual
+        self.tensors, self.sizes = tensors, sizes
+        self.norms_residual, self.norms_output = norms_residual, norms_output
         self.mask, self.num_parallel = mask, num_parallel
         self.depth = 1 + max(
             int(name.split(".")[1]) for name in tensors if name.startswith("layers.")
         )
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        if "input_norm.weight" in self.tensors:
+            states = rms(states, self.tensors["input_norm.weight"])
         if "fc_norm.0.weight" in self.tensors:
             parts = states.chunk(len(self.layers), dim=1)
             states = torch.cat(
@@ -176,7 +183,37 @@ class PlainEagle(Chain):
         for index in range(1, self.depth):
             own = part(self.tensors, f"layers.{index}.")
             hidden = layer_of(own, hidden, rms(hidden, own["input_layernorm.weight"]), self.sizes)
-        return hidden, rms(hidden, self.tensors["norm.weight"]) @ self.head.T
+        normed = rms(hidden, self.tensors["norm.weight"])
+        return normed if self.norms_output else hidden, normed @ self.head.T
+
+
+def plain_eagle(
+    form: Form, layers: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> PlainEagle:
+    """The reading of what a form writes, in front of ``target_ends()``."""
+    config, layer = form.config(), form.layer or {}
+    newest = {name: f"fc_norm.{at}" for at, name in enumerate(form.norms) if name != "input_norm"}
+    tensors = {}
+    for name, each in form.tensors().items():
+        if name.startswith(form.prefix):
+            name = f"layers.0.{name.removeprefix(form.prefix)}"
+        stem = name.removesuffix(".weight")
+        name = f"{newest[stem]}.weight" if stem in newest else name
+        tensors[name] = each.to(dtype) if each.is_floating_point() else each
+    theta = (layer.get("rope_parameters") or layer).get("rope_theta", 10000.0)
+    factor = (layer.get("rope_scaling") or {}).get("factor", 1.0)
+    embedding, head = target_ends()
+    is_parallel = form.method == "peagle"
+    return PlainEagle(
+        tensors,
+        layers,
+        Sizes(4, 2, form.head_dim, theta, factor),
+        (embedding.to(dtype), head.to(dtype)),
+        config.get("norm_before_residual", form.method is not None),
+        config["mask_token_id"] if is_parallel else None,
+        P_EAGLE_TOKENS if is_parallel else 1,
+        config.get("norm_output", False),
+    )
 
 
 class PlainMtp(Chain):

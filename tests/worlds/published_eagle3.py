@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from engine.drafting.facts import TargetFacts
+from engine.drafting.published.eagle3 import read
+from engine.drafting.published.eagle3_network import Eagle3Network
+from engine.drafting.published.folder import DraftFolder
 
 FACTS = TargetFacts(hidden_size=24, vocab_size=40, num_layers=10, fingerprint="a" * 32)
 IDS = "eagle_aux_hidden_state_layer_ids"
+P_EAGLE_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,9 @@ class Form:
             "speculators_config": {
                 "algorithm": self.method,
                 "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": P_EAGLE_TOKENS}
+                ],
                 "verifier": {"name_or_path": "x", "architectures": ["LlamaForCausalLM"]},
             },
             "transformer_layer_config": layer,
@@ -143,6 +150,23 @@ def write_folder(
 
 def written(path: Path, form: Form) -> Path:
     return write_folder(path, form.config(), form.tensors(), form.binary)
+
+
+def target_ends() -> tuple[torch.Tensor, torch.Tensor]:
+    """Embedding and output head of the target, ``[vocab_size, hidden_size]``."""
+    generator = torch.Generator().manual_seed(9)
+    size = (FACTS.vocab_size, FACTS.hidden_size)
+    return torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+
+
+def loaded(path: Path, form: Form) -> Eagle3Network:
+    """The network of a folder, bound to the target's ends."""
+    network = read(DraftFolder.open(written(path, form)), FACTS)
+    embedding, weight = target_ends()
+    head = nn.Linear(FACTS.hidden_size, FACTS.vocab_size, bias=False)
+    head.weight = nn.Parameter(weight)
+    network.bind(nn.Embedding.from_pretrained(embedding), head)
+    return network
 
 
 LINEAR = {"rope_theta": 5000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}

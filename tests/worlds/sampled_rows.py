@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
+import torch
 from torch import Tensor
 
 from drafters.tree import EMPTY, DraftTree
@@ -17,6 +19,17 @@ from engine.sampling.state import SampledRequest, SamplingState, rows_of
 from engine.transfer import read_now
 from engine.verification.match import verify
 from engine.verification.verify import begin_verification
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
 
 
 @dataclass(slots=True)

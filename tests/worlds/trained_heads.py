@@ -208,14 +208,6 @@ def write_heads(root: Path) -> dict[str, Path]:
 # --- heads without an engine's settings ---
 
 
-def medusa_heads() -> MedusaHeads:
-    """Heads that are often wrong and sometimes right: the next numbers of a circle, roughly."""
-    torch.manual_seed(1)
-    heads = ResidualHeads(4, 1, HIDDEN_SIZE)
-    torch.nn.init.normal_(heads.weight, std=0.2)
-    return bound_heads(heads)
-
-
 def bound_heads(blocks: ResidualHeads) -> MedusaHeads:
     """Heads in front of the target's own output head."""
     network = MedusaNetwork(blocks.requires_grad_(False), torch.nn.ModuleList(), TINY_VOCAB)

@@ -3,7 +3,6 @@ trees, accepted parts, prefix hits, chunks, rests, batches, and the end of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import engine.kernels
 from drafters.model.heads import DFlashDrafter, DSparkDrafter
 from worlds import published_blocks as blocks
 from worlds.engine_harness import Setup
-from worlds.head_runs import HeadWorld, prompt_of
-from worlds.head_schedules import (
-    a_long_text_is_run_before_it_drafts,
-    no_more_is_drafted_than_was_asked,
-    preempted_requests_draft_all_the_same,
-    rows_are_caught_up_after_a_rest,
-    what_rested_is_run_when_it_leaves,
-)
+from worlds.head_runs import HeadWorld
+from worlds.head_schedules import HeadSchedules, Make, both_widths
 from worlds.plain_heads import PlainBlock, Sizes
 from worlds.published_blocks import BLOCK, HIDDEN, LAYER_CONFIG, MASK, PLAIN, SPARK, SPECULATORS
 
@@ -81,7 +73,6 @@ HEADS = {
         SPARK, more=blocks.spark_tensors(reads_markov=False, has_bias=False), anchor_predicts=True
     ),
 }
-Make = Callable[..., HeadWorld]
 
 
 def block_world(path: Path, head: Head, **changes: Any) -> HeadWorld:
@@ -113,85 +104,14 @@ def make_few(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     return lambda **changes: block_world(tmp_path, HEADS[request.param], **changes)
 
 
-def prompt(seed: int, count: int = 22) -> list[int]:
-    return prompt_of(seed, count, blocks.VOCAB)
+class TestBlocks(HeadSchedules):
+    vocab_size = blocks.VOCAB
+    fewest_drafts = 3
 
-
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize(("backend", "temperature"), [("sdpa", 0.7), ("paged", 0.0)])
-def test_drafts_are_the_readings(make: Make, backend: str, width: int, temperature: float) -> None:
-    """In chunks of 5, with parts of drafts accepted between."""
-    world = make(backend=backend)
-    world.finished(world.ask("r", prompt(1), width=width, temperature=temperature))
-    assert world.num_drafts["r"] >= 3
-    assert world.num_checked["r"] > 10
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_requests_of_a_batch_draft_as_if_alone_one_of_them_after_a_prefix_hit(
-    make: Make, width: int
-) -> None:
-    world = make()
-    first = world.ask("first", prompt(1), width=width)
-    world.finished(first)
-    text = world.text(first)
-    follow_up = world.ask("follow-up", [*text, *prompt(2, 3)], width=width)
-    others = [world.ask(f"r{at}", prompt(10 + at, 9 + 6 * at), width=width) for at in range(3)]
-    world.finished(follow_up, *others)
-    assert world.num_cached("follow-up") == (len(text) - 1) // 4 * 4
-    assert world.num_together > 1
-    assert min(world.num_drafts[each.request_id] for each in (follow_up, *others)) >= 2
-
-
-def test_a_prefix_hit_drafts_as_often_as_a_miss(make_few: Make) -> None:
-    world = make_few()
-    miss, hit = world.ask("miss", prompt(1)), world.ask("hit", prompt(1))
-    world.finished(miss).finished(hit)
-    assert (world.num_cached("miss"), world.num_cached("hit")) == (0, 20)
-    assert world.text(miss) == world.text(hit)
-    assert world.num_drafts["hit"] == world.num_drafts["miss"]
-
-
-def test_after_a_rest_rows_are_caught_up_with_the_states_that_came_meanwhile(
-    make_few: Make,
-) -> None:
-    rows_are_caught_up_after_a_rest(make_few, prompt)
-
-
-def test_what_rested_to_its_end_is_run_when_it_leaves_its_blocks(make_few: Make) -> None:
-    what_rested_is_run_when_it_leaves(make_few, prompt)
-
-
-def test_a_text_of_more_rows_than_wait_is_run_before_it_drafts(make_few: Make) -> None:
-    a_long_text_is_run_before_it_drafts(make_few, prompt)
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_preempted_requests_draft_as_if_they_had_not_been(make_few: Make, width: int) -> None:
-    preempted_requests_draft_all_the_same(make_few, prompt, width)
-
-
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_fewer_tokens_than_a_block_has(make_few: Make, most: int) -> None:
-    """The block is whole all the same: its rows see each other."""
-    no_more_is_drafted_than_was_asked(make_few, prompt, most)
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_at_the_end_of_the_slots_a_block_has_fewer_masks(make: Make, width: int) -> None:
-    world = make(setup=Setup(num_blocks=10, max_model_len=40))
-    for at in range(4):
-        world.finished(world.ask(f"r{at}", prompt(at, 20 + at), max_tokens=20 - at, width=width))
-    assert world.fewest_slots < BLOCK
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_chains_run_ahead_of_what_the_host_reads_are_the_same(
-    make_few: Make, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: corrections are for tokens that only the device knows."""
-    monkeypatch.setattr(engine.kernels, "HOSTS", frozenset())
-    world = make_few()
-    assert world.model.runs_ahead
-    world.finished(world.ask("r", prompt(1), width=width))
-    assert world.num_drafts["r"] >= 3
+    @both_widths
+    def test_at_the_end_of_the_slots_a_block_has_fewer_masks(self, make: Make, width: int) -> None:
+        world = make(setup=Setup(num_blocks=10, max_model_len=40))
+        for at in range(4):
+            prompt = self.prompt(at, 20 + at)
+            world.finished(world.ask(f"r{at}", prompt, max_tokens=20 - at, width=width))
+        assert world.fewest_slots < BLOCK

@@ -3,7 +3,6 @@ and later steps, trees, accepted parts, prefix hits, chunks, rests and batches."
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,18 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-import engine.kernels
 from drafters.model.heads import Eagle3Drafter, MtpDrafter, PEagleDrafter
-from engine.drafting.published.eagle3 import read
-from engine.drafting.published.folder import DraftFolder
 from engine.drafting.published.mtp import read_mtp
 from engine.model.loader import load_model
 from worlds.engine_harness import Setup
-from worlds.head_runs import CPU, HeadWorld, prompt_of
-from worlds.head_schedules import (
-    a_long_text_is_run_before_it_drafts,
-    no_more_is_drafted_than_was_asked,
-    preempted_requests_draft_all_the_same,
-    rows_are_caught_up_after_a_rest,
-    what_rested_is_run_when_it_leaves,
-)
-from worlds.plain_heads import PlainEagle, PlainMtp, Sizes
-from worlds.published_eagle3 import FACTS, Form, written
+from worlds.head_runs import CPU, HeadWorld
+from worlds.head_schedules import HeadSchedules, Make
+from worlds.plain_heads import PlainMtp, Sizes, plain_eagle
+from worlds.published_eagle3 import FACTS, P_EAGLE_TOKENS, Form, loaded
 
 VOCAB = FACTS.vocab_size
 LAYERS = (2, 5, 7)  # what a file means that names none, of 10
-Make = Callable[..., HeadWorld]
 
 
 class Even(Form):
@@ -55,39 +43,15 @@ P_EAGLE = Even(
     owns_embedding=True,
     more={"mask_token_id": 7},
 )
-P_EAGLE_TOKENS = 4
-
-
-def target_ends() -> tuple[torch.Tensor, torch.Tensor]:
-    """Embedding and output head, ``[vocab_size, hidden_size]``."""
-    generator = torch.Generator().manual_seed(9)
-    size = (VOCAB, FACTS.hidden_size)
-    return torch.randn(size, generator=generator), torch.randn(size, generator=generator)
 
 
 def eagle_world(path: Path, form: Form, shift: int = 0, **changes: Any) -> HeadWorld:
     """``shift``: of the layers that are read, against those that the file names."""
-    network = read(DraftFolder.open(written(path, form)), FACTS)
+    network = loaded(path, form)
     assert network.hidden_layers == LAYERS
     network.hidden_layers = tuple(layer + shift for layer in LAYERS)
-    ends = target_ends()
-    head = nn.Linear(FACTS.hidden_size, VOCAB, bias=False)
-    head.weight = nn.Parameter(ends[1])
-    network.bind(nn.Embedding.from_pretrained(ends[0]), head)
-    tensors = {
-        name.replace("midlayer.", "layers.0."): each for name, each in form.tensors().items()
-    }
-    is_parallel = form.method == "peagle"
-    reading = PlainEagle(
-        tensors,
-        network.hidden_layers,
-        Sizes(4, 2, form.head_dim, 10000.0),
-        ends,
-        norms_residual=form.method is not None,
-        mask=7 if is_parallel else None,
-        num_parallel=P_EAGLE_TOKENS if is_parallel else 1,
-    )
-    kind = PEagleDrafter if is_parallel else Eagle3Drafter
+    reading = plain_eagle(form, network.hidden_layers)
+    kind = PEagleDrafter if reading.is_parallel else Eagle3Drafter
     return HeadWorld(kind, network, reading, FACTS.hidden_size, VOCAB, **changes)
 
 
@@ -146,92 +110,25 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     return world
 
 
-def prompt(seed: int, count: int = 22) -> list[int]:
-    return prompt_of(seed, count, VOCAB)
+@pytest.fixture
+def make_few(make: Make) -> Make:
+    """All of them: they are few."""
+    return make
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize(("backend", "temperature"), [("sdpa", 0.7), ("paged", 0.0)])
-def test_drafts_are_the_readings_first_and_later_ones(
-    make: Make, backend: str, width: int, temperature: float
-) -> None:
-    """In chunks of 5, with parts of drafts accepted between."""
-    world = make(backend=backend)
-    each = world.ask("r", prompt(1), width=width, temperature=temperature)
-    world.finished(each)
-    assert world.num_drafts["r"] >= 4
-    assert world.num_checked["r"] > 15
+class TestHeads(HeadSchedules):
+    vocab_size = VOCAB
+    fewest_drafts = 4
 
+    def test_at_the_end_of_the_slots_there_are_fewer_masks(self, tmp_path: Path) -> None:
+        world = eagle_world(tmp_path, P_EAGLE, setup=Setup(num_blocks=10, max_model_len=40))
+        world.finished(world.ask("r", self.prompt(1, 20), max_tokens=20))
+        assert world.fewest_positions < P_EAGLE_TOKENS
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_requests_of_a_batch_draft_as_if_alone_one_of_them_after_a_prefix_hit(
-    make: Make, width: int
-) -> None:
-    world = make()
-    first = world.ask("first", prompt(1), width=width)
-    world.finished(first)
-    text = world.text(first)
-    follow_up = world.ask("follow-up", [*text, *prompt(2, 3)], width=width)
-    others = [world.ask(f"r{at}", prompt(10 + at, 9 + 6 * at), width=width) for at in range(3)]
-    world.finished(follow_up, *others)
-    assert world.num_cached("follow-up") == (len(text) - 1) // 4 * 4
-    assert world.num_together > 1
-    assert min(world.num_drafts[each.request_id] for each in (follow_up, *others)) >= 3
-
-
-def test_a_prefix_hit_drafts_as_often_as_a_miss(make: Make) -> None:
-    world = make()
-    miss, hit = world.ask("miss", prompt(1)), world.ask("hit", prompt(1))
-    world.finished(miss).finished(hit)
-    assert (world.num_cached("miss"), world.num_cached("hit")) == (0, 20)
-    assert world.text(miss) == world.text(hit)
-    assert world.num_drafts["hit"] == world.num_drafts["miss"]
-
-
-def test_after_a_rest_rows_are_caught_up_with_the_states_that_came_meanwhile(make: Make) -> None:
-    """Drafts at some lengths alone, of which the last come long after those before."""
-    rows_are_caught_up_after_a_rest(make, prompt)
-
-
-def test_what_rested_to_its_end_is_run_when_it_leaves_its_blocks(make: Make) -> None:
-    what_rested_is_run_when_it_leaves(make, prompt)
-
-
-def test_a_text_of_more_rows_than_wait_is_run_before_it_drafts(make: Make) -> None:
-    """Its states are not all kept: rows are run while its prompt is read, and drafts read them."""
-    a_long_text_is_run_before_it_drafts(make, prompt)
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_preempted_requests_draft_as_if_they_had_not_been(make: Make, width: int) -> None:
-    preempted_requests_draft_all_the_same(make, prompt, width)
-
-
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_fewer_tokens_than_a_pass_drafts(make: Make, most: int) -> None:
-    no_more_is_drafted_than_was_asked(make, prompt, most)
-
-
-def test_at_the_end_of_the_slots_there_are_fewer_masks(tmp_path: Path) -> None:
-    world = eagle_world(tmp_path, P_EAGLE, setup=Setup(num_blocks=10, max_model_len=40))
-    world.finished(world.ask("r", prompt(1, 20), max_tokens=20))
-    assert world.fewest_positions < P_EAGLE_TOKENS
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_chains_run_ahead_of_what_the_host_reads_are_the_same(
-    make: Make, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: a chain's later rows get tokens that only the device knows."""
-    monkeypatch.setattr(engine.kernels, "HOSTS", frozenset())
-    world = make()
-    assert world.model.runs_ahead
-    world.finished(world.ask("r", prompt(1), width=width))
-    assert world.num_drafts["r"] >= 4
-
-
-@pytest.mark.parametrize("first", [1, -1])
-def test_another_reading_of_the_file_reads_other_states(first: int, tmp_path: Path) -> None:
-    world = eagle_world(tmp_path, EAGLE, shift=first)
-    assert world.drafter.hidden_layers == tuple(layer + first for layer in LAYERS)
-    world.finished(world.ask("r", prompt(1)))
+    @pytest.mark.parametrize("first", [1, -1])
+    def test_another_reading_of_the_file_reads_other_states(
+        self, first: int, tmp_path: Path
+    ) -> None:
+        world = eagle_world(tmp_path, EAGLE, shift=first)
+        assert world.drafter.hidden_layers == tuple(layer + first for layer in LAYERS)
+        world.finished(world.ask("r", self.prompt(1)))

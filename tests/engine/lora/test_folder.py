@@ -115,6 +115,14 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
     return lambda folder: change(folder, lambda tensors: tensors.update({name: tensor}))
 
 
+def said(**fields: Any) -> Damage:
+    return lambda folder: configure(folder, **fields)
+
+
+def wrote(text: str) -> Damage:
+    return lambda folder: (folder / CONFIG).write_text(text)
+
+
 def cut(folder: Path) -> None:
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
@@ -125,103 +133,78 @@ def with_bin(folder: Path) -> None:
 
 
 ENDLESS = r"(?:(?:\w|[a-z._])+(?:.|[a-z0-9_.])*)+(?=\d$)"
-DAMAGES: dict[str, tuple[Damage, str]] = {
-    "no folder": (shutil.rmtree, "there is no such folder"),
-    "no configuration": (lambda f: (f / CONFIG).unlink(), f"{CONFIG} cannot be read: No such file"),
-    "no JSON": (lambda f: (f / CONFIG).write_text("{"), f"{CONFIG} is not JSON"),
-    "no UTF-8": (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe{"), f"{CONFIG} is not JSON"),
-    "nested JSON": (lambda f: (f / CONFIG).write_text("[" * 100_000), f"{CONFIG} is not JSON"),
-    "a list": (lambda f: (f / CONFIG).write_text("[]"), "is not an object"),
-    "a large configuration": (
-        lambda f: (f / CONFIG).write_text(" " * (1 << 21)), "has more than 1048576 bytes",
-    ),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), f"it has no {WEIGHTS}"),
-    "a pickle": (with_bin, "a .bin is not read, save it anew"),
-    "cut weights": (cut, f"{WEIGHTS} cannot be read"),
-    "empty weights": (lambda f: save_file({}, f / WEIGHTS), "has no tensors"),
-    "another method": (lambda f: configure(f, peft_type="VERA"), "peft_type is 'VERA'"),
-    "no rank": (lambda f: configure(f, r=0), "r is 0, not a positive number"),
-    "alpha of nothing": (lambda f: configure(f, lora_alpha="8"), "lora_alpha is '8'"),
-    "an infinite alpha": (lambda f: configure(f, lora_alpha=float("inf")), "lora_alpha is inf"),
-    "another rank": (lambda f: configure(f, r=5), "its rank is 4; adapter_config.json says 5"),
-    "a bad pattern": (
-        lambda f: configure(f, alpha_pattern={"(": 3}), "alpha_pattern: '(' is no pattern",
-    ),
-    "a pattern that matches for ever": (
-        lambda f: configure(f, rank_pattern={ENDLESS: 4}), "regex timed out",
-    ),
-    "a long pattern": (
-        lambda f: configure(f, rank_pattern={"a" * 2001: 4}), "it has more than 2000 characters",
-    ),
-    "a large file of nothing": (
-        lambda f: os.truncate(f / WEIGHTS, 50 << 30), f"{WEIGHTS} cannot be read",
-    ),
-    "a pattern of words": (
-        lambda f: configure(f, rank_pattern={"q_proj": "4"}), "rank_pattern does not give positive",
-    ),
-    "DoRA": (lambda f: configure(f, use_dora=True), "use_dora is set, which is not served"),
-    "biases": (lambda f: configure(f, bias="all"), "bias is 'all'"),
-    "a bias of lora_B": (lambda f: configure(f, lora_bias=True), "lora_bias is set"),
-    "modules to save": (lambda f: configure(f, modules_to_save=["lm_head"]), "modules_to_save is"),
-    "target parameters": (lambda f: configure(f, target_parameters=["w"]), "target_parameters is"),
-    "replicated layers": (
-        lambda f: configure(f, layer_replication=[[0, 1]]), "layer_replication is set",
-    ),
-    "trained tokens": (
-        lambda f: configure(f, trainable_token_indices=[3]), "trainable_token_indices is set",
-    ),
-    "another base": (lambda f: configure(f, init_lora_weights="pissa"), "changes the base model's"),
-    "what comes later": (lambda f: configure(f, use_novelty=True), "use_novelty is set"),
-    "not a number": (
-        lambda f: change(f, lambda tensors: tensors[KEY][1, 2].fill_(torch.nan)), "not finite",
-    ),
-    "an overflow": (
-        lambda f: change(f, lambda tensors: tensors[KEY][0, 0].fill_(torch.inf)), "not finite",
-    ),
-    "whole numbers": (with_tensor(KEY, torch.ones(4, 64, dtype=torch.int8)), "type torch.int8"),
-    "another width": (
-        with_tensor(KEY, torch.zeros(4, 65)), "the model's layer takes 64 features and makes 64",
-    ),
-    "three dimensions": (with_tensor(KEY, torch.zeros(4, 64, 1)), "lora_A is (4, 64, 1)"),
-    "no dimension": (with_tensor(KEY, torch.zeros(())), "its rank is 0, not 1 to 512"),
-    "rank 0": (with_tensor(KEY, torch.zeros(0, 64)), "its rank is 0, not 1 to 512"),
-    "a high rank": (with_tensor(KEY, torch.zeros(513, 64)), "its rank is 513, not 1 to 512"),
-    "half a layer": (
-        lambda f: change(f, lambda tensors: tensors.pop(KEY)), f"{LAYER}: lora_A is missing",
-    ),
-    "an unknown layer": (
+DAMAGES: list[tuple[Damage, str]] = [
+    (shutil.rmtree, "there is no such folder"),
+    (lambda f: (f / CONFIG).unlink(), f"{CONFIG} cannot be read: No such file"),
+    (wrote("{"), f"{CONFIG} is not JSON"),
+    (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe{"), f"{CONFIG} is not JSON"),
+    (wrote("[" * 100_000), f"{CONFIG} is not JSON"),
+    (wrote("[]"), "is not an object"),
+    (wrote(" " * (1 << 21)), "has more than 1048576 bytes"),
+    (lambda f: (f / WEIGHTS).unlink(), f"it has no {WEIGHTS}"),
+    (with_bin, "a .bin is not read, save it anew"),
+    (cut, f"{WEIGHTS} cannot be read"),
+    (lambda f: save_file({}, f / WEIGHTS), "has no tensors"),
+    (said(peft_type="VERA"), "peft_type is 'VERA'"),
+    (said(r=0), "r is 0, not a positive number"),
+    (said(lora_alpha="8"), "lora_alpha is '8'"),
+    (said(lora_alpha=float("inf")), "lora_alpha is inf"),
+    (said(r=5), "its rank is 4; adapter_config.json says 5"),
+    (said(alpha_pattern={"(": 3}), "alpha_pattern: '(' is no pattern"),
+    (said(rank_pattern={ENDLESS: 4}), "regex timed out"),
+    (said(rank_pattern={"a" * 2001: 4}), "it has more than 2000 characters"),
+    (lambda f: os.truncate(f / WEIGHTS, 50 << 30), f"{WEIGHTS} cannot be read"),
+    (said(rank_pattern={"q_proj": "4"}), "rank_pattern does not give positive"),
+    (said(use_dora=True), "use_dora is set, which is not served"),
+    (said(bias="all"), "bias is 'all'"),
+    (said(lora_bias=True), "lora_bias is set"),
+    (said(modules_to_save=["lm_head"]), "modules_to_save is"),
+    (said(target_parameters=["w"]), "target_parameters is"),
+    (said(layer_replication=[[0, 1]]), "layer_replication is set"),
+    (said(trainable_token_indices=[3]), "trainable_token_indices is set"),
+    (said(init_lora_weights="pissa"), "changes the base model's"),
+    (said(use_novelty=True), "use_novelty is set"),
+    (lambda f: change(f, lambda tensors: tensors[KEY][1, 2].fill_(torch.nan)), "not finite"),
+    (lambda f: change(f, lambda tensors: tensors[KEY][0, 0].fill_(torch.inf)), "not finite"),
+    (with_tensor(KEY, torch.ones(4, 64, dtype=torch.int8)), "type torch.int8"),
+    (with_tensor(KEY, torch.zeros(4, 65)), "the model's layer takes 64 features and makes 64"),
+    (with_tensor(KEY, torch.zeros(4, 64, 1)), "lora_A is (4, 64, 1)"),
+    (with_tensor(KEY, torch.zeros(())), "its rank is 0, not 1 to 512"),
+    (with_tensor(KEY, torch.zeros(0, 64)), "its rank is 0, not 1 to 512"),
+    (with_tensor(KEY, torch.zeros(513, 64)), "its rank is 513, not 1 to 512"),
+    (lambda f: change(f, lambda tensors: tensors.pop(KEY)), f"{LAYER}: lora_A is missing"),
+    (
         lambda f: rewrite(f, lambda name: name.replace("q_proj", "qkv_proj")),
         "model.layers.0.self_attn.qkv_proj, model.layers.1.self_attn.qkv_proj: not among the layers",
     ),
-    "an embedding": (
+    (
         with_tensor("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4, 97)),
         "is not served: only lora_A and lora_B of linear layers are",
     ),
-    "weights of the base": (
+    (
         with_tensor("base_model.model.lm_head.base_layer.weight", torch.zeros(97, 64)),
         "save with save_embedding_layers=False",
     ),
-    "a magnitude": (
+    (
         with_tensor(f"base_model.model.{LAYER}.lora_magnitude_vector", torch.zeros(64)),
         "is not served",
     ),
-}  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("name", list(DAMAGES))
+@pytest.mark.parametrize(("damage", "expected"), DAMAGES)
 def test_a_damaged_folder_is_one_clear_line(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, damage: Damage, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Patterns, "seconds_left", 0.2)
-    damage, expected = DAMAGES[name]
     configure(folder, base_model_name_or_path="some/base")
     damage(folder)
     with pytest.raises(AdapterError) as caught:
         read_adapter(folder, shapes())
-    said = str(caught.value)
-    assert said.startswith(f"{folder}: ")
-    assert "\n" not in said
-    assert expected in said
+    message = str(caught.value)
+    assert message.startswith(f"{folder}: ")
+    assert "\n" not in message
+    assert expected in message
 
 
 @pytest.mark.parametrize(

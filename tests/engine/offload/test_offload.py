@@ -122,11 +122,7 @@ def test_restored_rows_have_the_bits_that_were_computed(
     warm = target.core(target.setup)
     Driver(warm).run(ask("x", LONG))
     from_memory = Driver(warm).run(ask("b", LONG))
-    kept = target.setup.but(tier=in_file(tmp_path / "kv"))
-    core = target.core(kept)
-    Driver(core).run(ask("x", LONG))
-    ended(core)
-    core = target.core(kept)
+    core = restarted(target, tmp_path, ask("x", LONG))
     from_file = Driver(core).run(ask("c", LONG))
     core.close()
     assert from_file.token_ids["c"] == plain.token_ids["a"]
@@ -163,14 +159,19 @@ def test_preempted_requests_come_back_and_write_the_same(
     core.close()
 
 
+def restarted(target: EveryDrafterTarget, path: Path, asked: GenerationRequest) -> EngineCore:
+    """An engine whose file is that of one that served this request and ended."""
+    kept = target.setup.but(tier=in_file(path / "kv"))
+    core = target.core(kept)
+    Driver(core).run(asked)
+    ended(core)
+    return target.core(kept)
+
+
 def test_a_text_comes_back_in_parts_and_nobody_waits_for_all_of_it(
     target: EveryDrafterTarget, tmp_path: Path
 ) -> None:
-    kept = target.setup.but(tier=in_file(tmp_path / "kv"))
-    core = target.core(kept)
-    Driver(core).run(ask("x", LONG))
-    ended(core)
-    core = target.core(kept)
+    core = restarted(target, tmp_path, ask("x", LONG))
     tier = core.pool.tier
     assert tier is not None
     tier.blocks_per_step = 4
@@ -192,11 +193,7 @@ def test_a_text_comes_back_in_parts_and_nobody_waits_for_all_of_it(
 def test_a_request_that_leaves_while_it_waits_for_its_blocks_leaves_nothing(
     target: EveryDrafterTarget, tmp_path: Path
 ) -> None:
-    kept = target.setup.but(tier=in_file(tmp_path / "kv"))
-    core = target.core(kept)
-    Driver(core).run(ask("x", LONG))
-    ended(core)
-    core = target.core(kept)
+    core = restarted(target, tmp_path, ask("x", LONG))
     assert core.pool.tier is not None
     core.pool.tier.blocks_per_step = 4
     driver = Driver(core)
@@ -211,11 +208,7 @@ def test_a_request_that_leaves_while_it_waits_for_its_blocks_leaves_nothing(
 
 
 def test_salts_keep_tenants_apart(target: EveryDrafterTarget, tmp_path: Path) -> None:
-    kept = target.setup.but(tier=in_file(tmp_path / "kv"))
-    core = target.core(kept)
-    Driver(core).run(ask("x", LONG, cache_salt="one"))
-    ended(core)
-    core = target.core(kept)
+    core = restarted(target, tmp_path, ask("x", LONG, cache_salt="one"))
     driver = Driver(core).run(
         ask("theirs", LONG, cache_salt="two"), ask("own", LONG, cache_salt="one")
     )

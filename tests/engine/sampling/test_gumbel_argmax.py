@@ -17,20 +17,10 @@ from engine.request.params import SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
 from engine.sampling.sampler import greedy_tokens, sampled_tokens
 from worlds.device_world import no_host
+from worlds.sampled_rows import DEVICES
 from worlds.sampling_oracle import expected_token, random_row, random_truncation
 
 torch.set_num_threads(1)
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 
 Way = Callable[[], AbstractContextManager[None]]
 WAYS = pytest.mark.parametrize("way", [nullcontext, no_host], ids=["kernels", "tensors"])

@@ -15,20 +15,9 @@ from torch import Tensor
 
 from engine.sampling.noise import _hash_int, _unit_float, request_key, signed
 from engine.sampling.noise_torch import _hash, gumbel, vocabulary_noise
-from worlds.sampled_rows import gumbel_scalar
+from worlds.sampled_rows import DEVICES, gumbel_scalar
 
 torch.set_num_threads(1)
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
 
 
 def keys_of(*seeds: int) -> Tensor:

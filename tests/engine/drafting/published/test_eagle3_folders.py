@@ -124,20 +124,6 @@ def test_layers_follow_another_reading(tmp_path: Path) -> None:
     assert found.hidden_layers == (3, 6, 8)
 
 
-def test_layers_that_the_target_has_not_are_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, PLAIN, saying(**{IDS: [2, 20, 40]})) == (
-        "it reads the states of layers [2, 20, 40], and the target has 10"
-    )
-
-
-def test_layers_of_another_number_than_fits_are_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, PLAIN, saying(**{IDS: [2, 5]})) == (
-        "it names 2 layers, and fc.weight is for the states of 3"
-    )
-    four = PLAIN.but(num_states=4)
-    assert refusal(tmp_path, four) == "it names 3 layers, and fc.weight is for the states of 4"
-
-
 # --- P-EAGLE ---
 
 
@@ -170,176 +156,148 @@ def test_p_eagle_of_unsaid_depth_drafts_eight(tmp_path: Path) -> None:
     assert network.num_parallel == 8
 
 
-def test_p_eagle_without_its_vector_or_its_token_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, PARALLEL, without("mask_hidden")) == "tensors are missing: mask_hidden"
-    assert refusal(tmp_path, PARALLEL, saying(mask_token_id=None)) == (
-        "mask_token_id is None, not a token of the target's 40"
-    )
-    assert refusal(tmp_path, PARALLEL, saying(mask_token_id=40)) == (
-        "mask_token_id is 40, not a token of the target's 40"
-    )
-    assert refusal(tmp_path, PARALLEL, holding("mask_hidden", torch.ones(1, 1, 48))) == (
-        "mask_hidden [1, 1, 48] instead of [1, 1, 72]"
-    )
-
-
 # --- refused ---
+
+
+def adding(**method: Any) -> Change:
+    return lambda config, _: config["speculators_config"]["proposal_methods"][0].update(method)
+
+
+def eagle_config(**keys: Any) -> Change:
+    return saying(eagle_config=keys)
+
+
+K_PROJ = "midlayer.self_attn.k_proj.weight"
+# By what is said of them.
+REFUSED: dict[str, Change] = {
+    # Of another target.
+    "vocab_size is 41, and the target's is 40": saying(vocab_size=41),
+    "target_hidden_size is 32, and the target's is 24": saying(target_hidden_size=32),
+    f"it reads the states of layers {[2, 20, 40]}, and the target has 10": saying(
+        **{IDS: [2, 20, 40]}
+    ),
+    "it names 2 layers, and fc.weight is for the states of 3": saying(**{IDS: [2, 5]}),
+    # Tensors.
+    "tensors are missing: fc.weight": without("fc.weight"),
+    "tensors are missing: norm.weight": without("norm.weight"),
+    "tensors are missing: layers.0.hidden_norm.weight": without("midlayer.hidden_norm.weight"),
+    "tensors are missing: layers.0.self_attn.q_proj.weight": without(
+        "midlayer.self_attn.q_proj.weight"
+    ),
+    "tensors are missing: d2t (for 16 tokens of the target's 40)": without("d2t"),
+    "tensors are missing: lm_head.weight (the target's is for 40 tokens, not 16)": without(
+        "lm_head.weight"
+    ),
+    "tensors are missing: fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight": saying(
+        fc_norm=True
+    ),
+    "tensors are missing: fc_norm.1.weight, fc_norm.2.weight": holding(
+        "fc_norm.0.weight", torch.ones(24)
+    ),
+    **{
+        f"unknown tensors: {name}": holding(name, torch.ones(24))
+        for name in ("midlayer.self_attn.q_norm.weight", "fc.scale", "mask", "fc.bias.x")
+    },
+    "a tensor is there under two names": holding("layers.0.hidden_norm.weight", torch.ones(24)),
+    f"{K_PROJ} [12, 24] instead of [12, 48]": holding(K_PROJ, torch.ones(12, 24)),
+    "fc.weight [24] does not have 2 dimensions": holding("fc.weight", torch.ones(24)),
+    "d2t [15] instead of [16]": holding("d2t", torch.zeros(15).long()),
+    "t2d [41] instead of [40]": holding("t2d", torch.zeros(41).long()),
+    "weights that are not finite: fc.weight": holding(
+        "fc.weight", torch.full((24, 72), float("inf"))
+    ),
+    "d2t gives an id twice": holding("d2t", -torch.arange(16)),
+    "d2t holds torch.float32": holding("d2t", torch.zeros(16)),
+    # Settings.
+    "config.json has unknown keys: eagle_config.new": eagle_config(new=1),
+    "eagle_config.use_aux_hidden_state is False, and only True is known": eagle_config(
+        use_aux_hidden_state=False
+    ),
+    "eagle_config.use_mtp_layernorm is True, and only False is known": eagle_config(
+        use_mtp_layernorm=True
+    ),
+    f"eagle_config.{IDS} is not a list of whole numbers": eagle_config(**{IDS: "2"}),
+    "model_type is 'gpt2', and layers of llama and qwen3 are known": saying(model_type="gpt2"),
+    "hidden_size is 0, not a positive whole number": saying(hidden_size=0),
+    "num_key_value_heads is 3, which does not divide 4 heads": saying(num_key_value_heads=3),
+    "num_hidden_layers is 2, and there are tensors of 1": saying(num_hidden_layers=2),
+    "draft_vocab_size is '16', not a positive whole number": saying(draft_vocab_size="16"),
+    "norm_output is 1, neither true nor false": saying(norm_output=1),
+}
+OTHERS_REFUSED: list[tuple[Form, Change, str]] = [
+    *((PLAIN, change, says) for says, change in REFUSED.items()),
+    (
+        PLAIN.but(num_states=4),
+        lambda *_: None,
+        "it names 3 layers, and fc.weight is for the states of 4",
+    ),
+    *(
+        (PLAIN, saying(**said), "tensors are missing: input_norm.weight")
+        for said in ({"norm_before_fc": True}, {"eagle_config": {"norm_before_fc": True}})
+    ),
+    *(
+        (PLAIN, holding("d2t", map_), "d2t gives ids outside of the target's 40")
+        for map_ in (torch.full((16,), 39), -torch.arange(16) - 1)
+    ),
+    *(
+        (PLAIN, holding("t2d", make(40, dtype=torch.bool)), "t2d names other tokens than d2t")
+        for make in (torch.zeros, torch.ones)
+    ),
+    *(
+        (
+            FORMS["a norm of all"],
+            without(name),
+            f"tensors are missing: {name} (the target's is for 24 dimensions, not 32)",
+        )
+        for name in ("embed_tokens.weight", "lm_head.weight")
+    ),
+    (PARALLEL, without("mask_hidden"), "tensors are missing: mask_hidden"),
+    *(
+        (
+            PARALLEL,
+            saying(mask_token_id=token_id),
+            f"mask_token_id is {token_id}, not a token of the target's 40",
+        )
+        for token_id in (None, 40)
+    ),
+    (
+        PARALLEL,
+        holding("mask_hidden", torch.ones(1, 1, 48)),
+        "mask_hidden [1, 1, 48] instead of [1, 1, 72]",
+    ),
+    (
+        SPECULATORS,
+        saying(speculators_config={"new": 1}),
+        "config.json has unknown keys: speculators_config.new",
+    ),
+    (
+        SPECULATORS,
+        adding(tree=1),
+        "config.json has unknown keys: speculators_config.proposal_methods[0].tree",
+    ),
+    (
+        SPECULATORS,
+        saying(speculators_config={"proposal_methods": [1]}),
+        "speculators_config.proposal_methods is not a list of objects",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "change", "says"), OTHERS_REFUSED)
+def test_what_does_not_fit_is_refused(
+    form: Form, change: Change, says: str, tmp_path: Path
+) -> None:
+    assert refusal(tmp_path, form, change) == says
 
 
 def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, PLAIN, saying(target_fingerprint="0")).startswith(
         "it was trained for other weights of the target"
     )
-    assert refusal(tmp_path, PLAIN, saying(vocab_size=41)) == (
-        "vocab_size is 41, and the target's is 40"
-    )
-    assert refusal(tmp_path, PLAIN, saying(target_hidden_size=32)) == (
-        "target_hidden_size is 32, and the target's is 24"
-    )
-    assert refusal(tmp_path, PLAIN, facts=TargetFacts(20, 40, 10, "")) == (
-        "fc.weight [24, 72] reads no whole number of states of 20"
-    )
-    assert refusal(tmp_path, PLAIN, facts=TargetFacts(80, 40, 10, "")) == (
-        "fc.weight [24, 72] reads no whole number of states of 80"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("fc.weight", "fc.weight"),
-        ("norm.weight", "norm.weight"),
-        ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"),
-        ("midlayer.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.weight"),
-        ("d2t", "d2t (for 16 tokens of the target's 40)"),
-        ("lm_head.weight", "lm_head.weight (the target's is for 40 tokens, not 16)"),
-    ],
-)
-def test_missing_tensors_are_named(name: str, says: str, tmp_path: Path) -> None:
-    assert refusal(tmp_path, PLAIN, without(name)) == f"tensors are missing: {says}"
-
-
-@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
-def test_ends_of_another_width_have_to_be_there(name: str, tmp_path: Path) -> None:
-    assert refusal(tmp_path, FORMS["a norm of all"], without(name)) == (
-        f"tensors are missing: {name} (the target's is for 24 dimensions, not 32)"
-    )
-
-
-def test_norms_that_the_configuration_asks_for_have_to_be_there(tmp_path: Path) -> None:
-    assert refusal(tmp_path, PLAIN, saying(fc_norm=True)) == (
-        "tensors are missing: fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"
-    )
-    for said in ({"norm_before_fc": True}, {"eagle_config": {"norm_before_fc": True}}):
-        assert refusal(tmp_path, PLAIN, saying(**said)) == "tensors are missing: input_norm.weight"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["midlayer.self_attn.q_norm.weight", "fc.scale", "fc_norm.0.weight", "mask", "fc.bias.x"],
-)
-def test_unknown_tensors_are_named(name: str, tmp_path: Path) -> None:
-    message = refusal(tmp_path, PLAIN, holding(name, torch.ones(24)))
-    if name == "fc_norm.0.weight":  # one norm of three
-        assert message == "tensors are missing: fc_norm.1.weight, fc_norm.2.weight"
-    else:
-        assert message == f"unknown tensors: {name}"
-
-
-def test_a_layer_under_both_names_is_refused(tmp_path: Path) -> None:
-    message = refusal(tmp_path, PLAIN, holding("layers.0.hidden_norm.weight", torch.ones(24)))
-    assert message == "a tensor is there under two names"
-
-
-def test_tensors_of_other_shapes_are_named_with_both(tmp_path: Path) -> None:
-    name = "midlayer.self_attn.k_proj.weight"
-    assert refusal(tmp_path, PLAIN, holding(name, torch.ones(12, 24))) == (
-        f"{name} [12, 24] instead of [12, 48]"
-    )
-    assert refusal(tmp_path, PLAIN, holding("fc.weight", torch.ones(24))) == (
-        "fc.weight [24] does not have 2 dimensions"
-    )
-    for name, found, wanted in (("d2t", 15, 16), ("t2d", 41, 40)):
-        assert refusal(tmp_path, PLAIN, holding(name, torch.zeros(found).long())) == (
-            f"{name} [{found}] instead of [{wanted}]"
+    for width in (20, 80):
+        assert refusal(tmp_path, PLAIN, facts=TargetFacts(width, 40, 10, "")) == (
+            f"fc.weight [24, 72] reads no whole number of states of {width}"
         )
-
-
-def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    bad = torch.full((24, 72), float("inf"))
-    assert refusal(tmp_path, PLAIN, holding("fc.weight", bad)) == (
-        "weights that are not finite: fc.weight"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "says"),
-    [
-        ("d2t", torch.full((16,), 39), "d2t gives ids outside of the target's 40"),
-        ("d2t", -torch.arange(16) - 1, "d2t gives ids outside of the target's 40"),
-        ("d2t", -torch.arange(16), "d2t gives an id twice"),
-        ("d2t", torch.zeros(16), "d2t holds torch.float32"),
-        ("t2d", torch.zeros(40, dtype=torch.bool), "t2d names other tokens than d2t"),
-        ("t2d", torch.ones(40, dtype=torch.bool), "t2d names other tokens than d2t"),
-    ],
-)
-def test_maps_between_vocabularies_have_to_be_maps(
-    name: str, tensor: torch.Tensor, says: str, tmp_path: Path
-) -> None:
-    assert refusal(tmp_path, PLAIN, holding(name, tensor)) == says
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"new": 1}, "config.json has unknown keys: eagle_config.new"),
-        (
-            {"use_aux_hidden_state": False},
-            "eagle_config.use_aux_hidden_state is False, and only True is known",
-        ),
-        (
-            {"use_mtp_layernorm": True},
-            "eagle_config.use_mtp_layernorm is True, and only False is known",
-        ),
-        ({IDS: "2"}, f"eagle_config.{IDS} is not a list of whole numbers"),
-    ],
-)
-def test_an_eagle_config_of_something_else_is_refused(
-    changes: Changes, says: str, tmp_path: Path
-) -> None:
-    assert refusal(tmp_path, PLAIN, saying(eagle_config=changes)) == says
-
-
-def test_unknown_keys_of_speculators_are_refused(tmp_path: Path) -> None:
-    def method(config: Any, _: object) -> None:
-        config["speculators_config"]["proposal_methods"][0]["tree"] = 1
-
-    assert refusal(tmp_path, SPECULATORS, saying(speculators_config={"new": 1})) == (
-        "config.json has unknown keys: speculators_config.new"
-    )
-    assert refusal(tmp_path, SPECULATORS, method) == (
-        "config.json has unknown keys: speculators_config.proposal_methods[0].tree"
-    )
-    assert refusal(tmp_path, SPECULATORS, saying(speculators_config={"proposal_methods": [1]})) == (
-        "speculators_config.proposal_methods is not a list of objects"
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2', and layers of llama and qwen3 are known"),
-        ({"hidden_size": 0}, "hidden_size is 0, not a positive whole number"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 4 heads"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, and there are tensors of 1"),
-        ({"draft_vocab_size": "16"}, "draft_vocab_size is '16', not a positive whole number"),
-        ({"norm_output": 1}, "norm_output is 1, neither true nor false"),
-    ],
-)
-def test_settings_of_layers_have_to_be_possible(
-    changes: Changes, says: str, tmp_path: Path
-) -> None:
-    assert refusal(tmp_path, PLAIN, saying(**changes)) == says
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.drafting.published.folder import DraftFolder, DraftRefusedError
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4, dtype=torch.long)}
 FACTS = TargetFacts(8, 16, 4, "f" * 32)
+Write = Callable[[Path], object]
 
 
 def write_config(path: Path, config: object) -> None:
@@ -69,7 +71,7 @@ def write_bin_shards(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_safetensors, write_bin, write_shards, write_bin_shards])
-def test_tensors_are_known_before_they_are_read(write: Any, tmp_path: Path) -> None:
+def test_tensors_are_known_before_they_are_read(write: Write, tmp_path: Path) -> None:
     write_config(tmp_path, {"hidden_size": 8})
     write(tmp_path)
     folder = DraftFolder.open(tmp_path)
@@ -85,113 +87,97 @@ def test_tensors_are_known_before_they_are_read(write: Any, tmp_path: Path) -> N
 # --- faults of files ---
 
 
-def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == "there is no config.json"
-
-
-def test_a_configuration_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    assert refusal(tmp_path).startswith("config.json cannot be read: ")
-
-
-def test_a_configuration_nested_beyond_reason_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[" * 100_000, encoding="utf-8")
-    assert refusal(tmp_path).startswith("config.json cannot be read: ")
-
-
-def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, [1])
-    assert refusal(tmp_path) == "config.json does not hold an object"
-
-
-def test_a_configuration_of_megabytes_is_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, {"x": "y" * (1 << 20)})
-    assert refusal(tmp_path) == "config.json has more than 1048576 bytes"
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, {})
-    told = refusal(tmp_path)
-    assert told.startswith("there is neither model.safetensors nor pytorch_model.bin nor ")
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("content", [b"", b"no weights", b"\xff" * 64])
-def test_damaged_weights_are_refused(name: str, content: bytes, tmp_path: Path) -> None:
-    write_config(tmp_path, {})
-    (tmp_path / name).write_bytes(content)
-    assert refusal(tmp_path).startswith(f"{name} cannot be read: ")
-
-
-@pytest.mark.parametrize("write", [write_safetensors, write_bin])
-def test_weights_that_end_too_soon_are_refused(write: Any, tmp_path: Path) -> None:
-    write_config(tmp_path, {})
-    write(tmp_path)
-    (file,) = (each for each in tmp_path.iterdir() if each.name != "config.json")
-    file.write_bytes(file.read_bytes()[:-10])
-    assert refusal(tmp_path).startswith(f"{file.name} cannot be read: ")
-
-
 class Intruder:
     def __reduce__(self) -> tuple[Any, ...]:
         return (pytest.fail, ("it was run",))
 
 
-def test_what_is_pickled_beside_tensors_is_not_run(tmp_path: Path) -> None:
-    write_config(tmp_path, {})
-    torch.save({"a.weight": Intruder()}, tmp_path / "pytorch_model.bin")
-    assert refusal(tmp_path).startswith("pytorch_model.bin cannot be read: ")
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Intruder()))
-    assert refusal(tmp_path).startswith("pytorch_model.bin cannot be read: ")
+def said(text: str) -> Write:
+    return lambda path: (path / "config.json").write_text(text, encoding="utf-8")
 
 
-@pytest.mark.parametrize("content", [[torch.ones(1)], {"a": 1}, {1: torch.ones(1)}])
-def test_a_pickle_of_something_else_is_refused(content: object, tmp_path: Path) -> None:
-    write_config(tmp_path, {})
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    assert refusal(tmp_path) == "pytorch_model.bin does not hold tensors by name"
+def bytes_in(name: str, content: bytes) -> Write:
+    return lambda path: (path / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("places", [None, {}, [1]])
-def test_an_index_that_names_nothing_is_refused(places: object, tmp_path: Path) -> None:
-    write_config(tmp_path, {})
-    write_index(tmp_path, "model.safetensors", places)
-    assert refusal(tmp_path) == "model.safetensors.index.json has no weight_map"
+def pickled(content: object) -> Write:
+    return lambda path: torch.save(content, path / "pytorch_model.bin")
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/tmp/model.safetensors", "x.bin", 3])
-def test_an_index_names_files_beside_it_alone(file: object, tmp_path: Path) -> None:
-    write_config(tmp_path, {})
-    write_index(tmp_path, "model.safetensors", {"a.weight": file})
-    assert refusal(tmp_path) == (
-        f"model.safetensors.index.json names {file!r}, not a .safetensors file beside it"
-    )
+def indexed(places: object, name: str = "model.safetensors") -> Write:
+    return lambda path: write_index(path, name, places)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    write_config(tmp_path, {})
-    write_index(tmp_path, "model.safetensors", {"a.weight": "model-1.safetensors"})
-    assert refusal(tmp_path) == "there is no model-1.safetensors"
-    (tmp_path / "model.safetensors.index.json").unlink()
-    write_index(tmp_path, "pytorch_model.bin", {"a.weight": "model-1.bin"})
-    assert refusal(tmp_path) == "there is no model-1.bin"
+def cut(write: Write) -> Write:
+    def cutting(path: Path) -> None:
+        write(path)
+        (file,) = (each for each in path.iterdir() if each.name != "config.json")
+        file.write_bytes(file.read_bytes()[:-10])
+
+    return cutting
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, {})
+def write_twice(path: Path) -> None:
     for file in ("m1.safetensors", "m2.safetensors"):
-        save_file(TENSORS, tmp_path / file)
-    places = {"a.weight": "m1.safetensors", "b.weight": "m2.safetensors"}
-    write_index(tmp_path, "model.safetensors", places)
-    assert refusal(tmp_path) == "two files hold a.weight, b.weight"
-
-
-def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    write_config(tmp_path, {})
-    save_file(
-        TENSORS | {"a.weight": torch.tensor([1.0, float("nan")])}, tmp_path / "model.safetensors"
+        save_file(TENSORS, path / file)
+    write_index(
+        path, "model.safetensors", {"a.weight": "m1.safetensors", "b.weight": "m2.safetensors"}
     )
-    assert refusal(tmp_path) == "weights that are not finite: a.weight"
+
+
+def write_no_numbers(path: Path) -> None:
+    save_file(TENSORS | {"a.weight": torch.tensor([1.0, float("nan")])}, path / "model.safetensors")
+
+
+# What is said ends with a space where more follows.
+FAULTS: list[tuple[Write, str]] = [
+    (lambda path: (path / "config.json").unlink(), "there is no config.json"),
+    (said("{"), "config.json cannot be read: "),
+    (said("[" * 100_000), "config.json cannot be read: "),
+    (said("[1]"), "config.json does not hold an object"),
+    (said(f'{{"x": "{"y" * (1 << 20)}"}}'), "config.json has more than 1048576 bytes"),
+    (lambda _: None, "there is neither model.safetensors nor pytorch_model.bin nor "),
+    *(
+        (bytes_in(name, content), f"{name} cannot be read: ")
+        for name in ("model.safetensors", "pytorch_model.bin")
+        for content in (b"", b"no weights", b"\xff" * 64)
+    ),
+    (cut(write_safetensors), "model.safetensors cannot be read: "),
+    (cut(write_bin), "pytorch_model.bin cannot be read: "),
+    # What is pickled beside tensors is not run.
+    (pickled({"a.weight": Intruder()}), "pytorch_model.bin cannot be read: "),
+    (
+        bytes_in("pytorch_model.bin", pickle.dumps(Intruder())),
+        "pytorch_model.bin cannot be read: ",
+    ),
+    *(
+        (pickled(content), "pytorch_model.bin does not hold tensors by name")
+        for content in ([torch.ones(1)], {"a": 1}, {1: torch.ones(1)})
+    ),
+    *(
+        (indexed(places), "model.safetensors.index.json has no weight_map")
+        for places in (None, {}, [1])
+    ),
+    *(
+        (
+            indexed({"a.weight": file}),
+            f"model.safetensors.index.json names {file!r}, not a .safetensors file beside it",
+        )
+        for file in ("../model.safetensors", "/tmp/model.safetensors", "x.bin", 3)
+    ),
+    (indexed({"a.weight": "model-1.safetensors"}), "there is no model-1.safetensors"),
+    (indexed({"a.weight": "model-1.bin"}, "pytorch_model.bin"), "there is no model-1.bin"),
+    (write_twice, "two files hold a.weight, b.weight"),
+    (write_no_numbers, "weights that are not finite: a.weight"),
+]
+
+
+@pytest.mark.parametrize(("write", "says"), FAULTS)
+def test_a_folder_that_cannot_be_read_is_refused(write: Write, says: str, tmp_path: Path) -> None:
+    write_config(tmp_path, {})
+    write(tmp_path)
+    message = refusal(tmp_path)
+    assert message.startswith(says) if says.endswith(" ") else message == says
 
 
 # --- faults of what they hold ---
@@ -228,43 +214,27 @@ def test_a_module_is_filled_where_it_has_no_memory_yet(tmp_path: Path) -> None:
         assert torch.equal(tensor, TENSORS[name])
 
 
-def fill_refusal(path: Path, names: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
-    write_config(path, {})
-    save_file(tensors, path / "model.safetensors")
+MORE = {f"c{index}": torch.ones(1) for index in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("names", "tensors", "says"),
+    [
+        (NAMES | {name: name for name in MORE}, MORE, "unknown tensors: c0, c1, c2 and 2 more"),
+        ({"b.weight": "b.weight"}, {}, "tensors are missing: a.weight"),
+        (NAMES | {"c": "a.weight"}, {"c": torch.ones(2, 3)}, "a tensor is there under two names"),
+        (NAMES, {"a.weight": torch.ones(3, 2)}, "a.weight [3, 2] instead of [2, 3]"),
+        (NAMES, {"a.weight": torch.ones(2, 3, dtype=torch.int8)}, "a.weight holds torch.int8"),
+    ],
+)
+def test_tensors_that_a_module_does_not_fit_are_named(
+    names: dict[str, str], tensors: dict[str, torch.Tensor], says: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path, {})
+    save_file(TENSORS | tensors, tmp_path / "model.safetensors")
     with pytest.raises(DraftRefusedError) as refused:
-        DraftFolder.open(path).fill(Module(), names)
-    return str(refused.value).removeprefix(f"{path}: ")
-
-
-def test_tensors_that_a_module_does_not_know_are_named(tmp_path: Path) -> None:
-    more = {f"c{index}": torch.ones(1) for index in range(5)}
-    assert fill_refusal(tmp_path, NAMES | {name: name for name in more}, TENSORS | more) == (
-        "unknown tensors: c0, c1, c2 and 2 more"
-    )
-
-
-def test_missing_tensors_are_named(tmp_path: Path) -> None:
-    assert fill_refusal(tmp_path, {"b.weight": "b.weight"}, TENSORS) == (
-        "tensors are missing: a.weight"
-    )
-
-
-def test_tensors_under_two_names_are_refused(tmp_path: Path) -> None:
-    names = NAMES | {"c": "a.weight"}
-    assert fill_refusal(tmp_path, names, TENSORS | {"c": torch.ones(2, 3)}) == (
-        "a tensor is there under two names"
-    )
-
-
-def test_tensors_of_other_shapes_are_named_with_both(tmp_path: Path) -> None:
-    assert fill_refusal(tmp_path, NAMES, TENSORS | {"a.weight": torch.ones(3, 2)}) == (
-        "a.weight [3, 2] instead of [2, 3]"
-    )
-
-
-def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
-    wrong = TENSORS | {"a.weight": torch.ones(2, 3, dtype=torch.int8)}
-    assert fill_refusal(tmp_path, NAMES, wrong) == "a.weight holds torch.int8"
+        DraftFolder.open(tmp_path).fill(Module(), names)
+    assert str(refused.value) == f"{tmp_path}: {says}"
 
 
 def test_shapes_are_asked_for_by_name(tmp_path: Path) -> None:

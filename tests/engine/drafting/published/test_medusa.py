@@ -227,78 +227,53 @@ def test_a_configuration_says_whose_heads_it_is_of() -> None:
     assert not recognises({"model_type": "llama", "num_heads": 3})
 
 
-CHANGES: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], object]]] = {
-    "of another kind": ("is not that of Medusa heads", lambda config, _: config.clear()),
-    "more heads": ("num_heads is 4, and there are 3", lambda config, _: config.update(num_heads=4)),
-    "no number": ("num_heads is 'three'", lambda config, _: config.update(num_heads="three")),
-    "other blocks": (
-        "num_hidden_layers is 1, and there are 2",
-        lambda config, _: config.update(num_hidden_layers=1),
+Change = Callable[[dict[str, Any], Tensors], object]
+
+
+def saying(**changes: Any) -> Change:
+    return lambda config, _: config.update(changes)
+
+
+def without(name: str) -> Change:
+    return lambda _, tensors: tensors.pop(name)
+
+
+def holding(name: str, *shape: int) -> Change:
+    return lambda _, tensors: tensors.update({name: random(*shape)})
+
+
+# By what is said of them.
+CHANGES: dict[str, Change] = {
+    "is not that of Medusa heads": lambda config, _: config.clear(),
+    "num_heads is 4, and there are 3": saying(num_heads=4),
+    "num_heads is 'three'": saying(num_heads="three"),
+    "num_hidden_layers is 1, and there are 2": saying(num_hidden_layers=1),
+    "vocab_size is 41, and this model needs 40": saying(vocab_size=41),
+    "hidden_size is 8, and this model needs 16": saying(hidden_size=8),
+    "logit_scale is not 1": saying(logit_scale=0.5),
+    "trained for other weights": saying(target_fingerprint="0" * 32),
+    "tensors are missing: blocks.1.layers.0.bias": without("blocks.1.layers.0.bias"),
+    "tensors are missing: lm_heads.2.weight": without("lm_heads.2.weight"),
+    "unknown tensors: blocks.0.layers.0.scale": holding("blocks.0.layers.0.scale", 1),
+    "unknown tensors: lm_heads.3.weight": holding("lm_heads.3.weight", VOCAB, HIDDEN),
+    "lm_head.weight where original_lm_head is not set": holding("lm_head.weight", VOCAB, HIDDEN),
+    "numbered beyond 1024": holding("blocks.99999999.layers.0.weight", 1),
+    "there are no tensors of heads": lambda _, tensors: drop(tensors, "blocks"),
+    r"blocks.2.layers.1.weight \[16, 8\] instead of \[16, 16\]": holding(
+        "blocks.2.layers.1.weight", 16, 8
     ),
-    "other vocabulary": (
-        "vocab_size is 41, and this model needs 40",
-        lambda config, _: config.update(vocab_size=41),
-    ),
-    "other width": (
-        "hidden_size is 8, and this model needs 16",
-        lambda config, _: config.update(hidden_size=8),
-    ),
-    "scaled": ("logit_scale is not 1", lambda config, _: config.update(logit_scale=0.5)),
-    "other weights": (
-        "trained for other weights",
-        lambda config, _: config.update(target_fingerprint="0" * 32),
-    ),
-    "missing": (
-        "tensors are missing: blocks.1.layers.0.bias",
-        lambda _, tensors: tensors.pop("blocks.1.layers.0.bias"),
-    ),
-    "missing projection": (
-        "tensors are missing: lm_heads.2.weight",
-        lambda _, tensors: tensors.pop("lm_heads.2.weight"),
-    ),
-    "unknown": (
-        "unknown tensors: blocks.0.layers.0.scale",
-        lambda _, tensors: tensors.update({"blocks.0.layers.0.scale": random(1)}),
-    ),
-    "unknown projection": (
-        "unknown tensors: lm_heads.3.weight",
-        lambda _, tensors: tensors.update({"lm_heads.3.weight": random(VOCAB, HIDDEN)}),
-    ),
-    "shared without a word": (
-        "lm_head.weight where original_lm_head is not set",
-        lambda _, tensors: tensors.update({"lm_head.weight": random(VOCAB, HIDDEN)}),
-    ),
-    "far numbers": (
-        "numbered beyond 1024",
-        lambda _, tensors: tensors.update({"blocks.99999999.layers.0.weight": random(1)}),
-    ),
-    "no heads": ("there are no tensors of heads", lambda _, tensors: drop(tensors, "blocks")),
-    "other shape": (
-        r"blocks.2.layers.1.weight \[16, 8\] instead of \[16, 16\]",
-        lambda _, tensors: tensors.update({"blocks.2.layers.1.weight": random(16, 8)}),
-    ),
-    "projection of another vocabulary": (
-        r"lm_heads.1.weight \[39, 16\] instead of \[40, 16\]",
-        lambda _, tensors: tensors.update({"lm_heads.1.weight": random(39, 16)}),
-    ),
-    "not finite": (
-        "not finite: blocks.0.layers.1.bias",
-        lambda _, tensors: tensors["blocks.0.layers.1.bias"].fill_(float("nan")),
-    ),
-    "no map": (
-        "tensors are missing: token_map",
-        lambda config, _: config.update(truncated_vocab_size=4),
-    ),
-    "map beyond": ("ids that are not of the target's 40", lambda *of: reduce_to(*of, [1, 40])),
-    "map twice": ("names a token twice", lambda *of: reduce_to(*of, [3, 3])),
-    "map of fractions": ("does not hold whole numbers", lambda *of: reduce_to(*of, [0.5, 1.0])),
-    "map without projection": (
-        "token_map without an output projection",
-        lambda config, tensors: (
-            config.update(original_lm_head=True),
-            drop(tensors, "lm_heads"),
-            reduce_to(config, tensors, [1, 2]),
-        ),
+    r"lm_heads.1.weight \[39, 16\] instead of \[40, 16\]": holding("lm_heads.1.weight", 39, 16),
+    "not finite: blocks.0.layers.1.bias": lambda _, tensors: tensors[
+        "blocks.0.layers.1.bias"
+    ].fill_(float("nan")),
+    "tensors are missing: token_map": saying(truncated_vocab_size=4),
+    "ids that are not of the target's 40": lambda *of: reduce_to(*of, [1, 40]),
+    "names a token twice": lambda *of: reduce_to(*of, [3, 3]),
+    "does not hold whole numbers": lambda *of: reduce_to(*of, [0.5, 1.0]),
+    "token_map without an output projection": lambda config, tensors: (
+        config.update(original_lm_head=True),
+        drop(tensors, "lm_heads"),
+        reduce_to(config, tensors, [1, 2]),
     ),
 }
 
@@ -313,11 +288,10 @@ def reduce_to(config: dict[str, Any], tensors: Tensors, token_ids: list[Any]) ->
     tensors["token_map"] = torch.tensor(token_ids)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, change: str) -> None:
-    told, apply = CHANGES[change]
+@pytest.mark.parametrize("told", CHANGES)
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, told: str) -> None:
     config, tensors = dict[str, Any](CONVERTED_CONFIG), converted()
-    apply(config, tensors)
+    CHANGES[told](config, tensors)
     folder = write(tmp_path, config, tensors)
     with pytest.raises(DraftRefusedError, match=told) as refused:
         read_medusa(folder, FACTS)

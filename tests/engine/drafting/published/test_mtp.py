@@ -335,86 +335,72 @@ def test_a_module_is_of_its_targets_type_and_on_its_device(tmp_path: Path) -> No
     assert network.body.rotary_emb.inv_freq.dtype == torch.float32
 
 
-CHANGES: dict[str, tuple[str, str, Callable[[Tensors], object]]] = {
-    "no module": (
-        "mimo",
-        "has no MTP module of a kind that is known",
-        lambda tensors: tensors.clear(),
-    ),
-    "missing": (
+def without(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def holding(name: str, *shape: int) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: torch.ones(shape)})
+
+
+_MIMO = "model.mtp_layers.0."
+# Family, what is said, and what is changed.
+CHANGES: list[tuple[str, str, Callable[[Tensors], object]]] = [
+    ("mimo", "has no MTP module of a kind that is known", lambda tensors: tensors.clear()),
+    (
         "glm4_moe",
-        r"are missing: model\.layers\.2\.self_attn\.o_proj\.weight",
-        lambda tensors: tensors.pop(f"{_LAST}self_attn.o_proj.weight"),
+        f"are missing: {_LAST}self_attn.o_proj.weight",
+        without(f"{_LAST}self_attn.o_proj.weight"),
     ),
-    "missing norm": (
-        "glm4_moe",
-        r"tensors are missing: model\.layers\.2\.hnorm\.weight",
-        lambda tensors: tensors.pop(f"{_LAST}hnorm.weight"),
-    ),
-    "missing last norm": (
-        "qwen3_5",
-        r"tensors are missing: mtp\.norm\.weight",
-        lambda tensors: tensors.pop("mtp.norm.weight"),
-    ),
-    "missing expert": (
+    ("glm4_moe", f"tensors are missing: {_LAST}hnorm.weight", without(f"{_LAST}hnorm.weight")),
+    ("qwen3_5", "tensors are missing: mtp.norm.weight", without("mtp.norm.weight")),
+    (
         "mellum",
         r"experts do not all have mtp\.layers\.0\.mlp\.experts\.\*\.up_proj\.weight",
-        lambda tensors: tensors.pop("mtp.layers.0.mlp.experts.1.up_proj.weight"),
+        without("mtp.layers.0.mlp.experts.1.up_proj.weight"),
     ),
-    "experts of two shapes": (
+    (
         "glm4_moe",
         r"experts do not all have .*\*\.down_proj\.weight, or not in one shape",
-        lambda tensors: tensors.update(
-            {f"{_LAST}mlp.experts.2.down_proj.weight": torch.ones(32, 64)},
-        ),
+        holding(f"{_LAST}mlp.experts.2.down_proj.weight", 32, 64),
     ),
-    "too few experts": (
+    (
         "glm4_moe",
-        r"model\.layers\.2\.mlp\.experts\.\w+ \[3, .*instead of \[4, ",
+        rf"{_LAST}mlp\.experts\.\w+ \[3, .*instead of \[4, ",
         lambda tensors: drop(tensors, "experts.3."),
     ),
-    "unknown": (
+    (
         "mimo",
-        r"not in the configuration: model\.mtp_layers\.0\.mlp\.gate_proj\.scale",
-        lambda tensors: tensors.update(
-            {"model.mtp_layers.0.mlp.gate_proj.scale": torch.ones(1)},
-        ),
+        f"not in the configuration: {_MIMO}mlp.gate_proj.scale",
+        holding(f"{_MIMO}mlp.gate_proj.scale", 1),
     ),
-    "unknown beside the layer": (
-        "qwen3_5",
-        r"unknown tensors: mtp\.gate\.weight",
-        lambda tensors: tensors.update({"mtp.gate.weight": torch.ones(1)}),
-    ),
-    "other shape": (
+    ("qwen3_5", "unknown tensors: mtp.gate.weight", holding("mtp.gate.weight", 1)),
+    (
         "mimo",
-        r"model\.mtp_layers\.0\.self_attn\.k_proj\.weight \[32, 32\] instead of \[32, 64\]",
-        lambda tensors: tensors.update(
-            {"model.mtp_layers.0.self_attn.k_proj.weight": torch.ones(32, 32)},
-        ),
+        rf"{_MIMO}self_attn\.k_proj\.weight \[32, 32\] instead of \[32, 64\]",
+        holding(f"{_MIMO}self_attn.k_proj.weight", 32, 32),
     ),
-    "join of another shape": (
+    (
         "mimo",
-        r"model\.mtp_layers\.0\.input_proj\.weight \[64, 64\] instead of \[64, 128\]",
-        lambda tensors: tensors.update(
-            {"model.mtp_layers.0.input_proj.weight": torch.ones(64, 64)},
-        ),
+        rf"{_MIMO}input_proj\.weight \[64, 64\] instead of \[64, 128\]",
+        holding(f"{_MIMO}input_proj.weight", 64, 64),
     ),
-    "not finite": (
+    (
         "mimo",
-        r"not finite: model\.mtp_layers\.0\.mlp\.up_proj\.weight",
-        lambda tensors: tensors["model.mtp_layers.0.mlp.up_proj.weight"].fill_(torch.nan),
+        f"not finite: {_MIMO}mlp.up_proj.weight",
+        lambda tensors: tensors[f"{_MIMO}mlp.up_proj.weight"].fill_(torch.nan),
     ),
-    "linear attention": (
+    (
         "qwen3_next",
         "has no self_attn: state that is not keys and values is not kept",
         lambda tensors: rename(tensors, ".self_attn.", ".linear_attn."),
     ),
-    "head of another vocabulary": (
+    (
         "glm4_moe",
         r"shared_head\.head\.weight \[96, 64\] instead of \[97, 64\]",
-        lambda tensors: tensors.update({f"{_LAST}shared_head.head.weight": torch.ones(96, 64)}),
+        holding(f"{_LAST}shared_head.head.weight", 96, 64),
     ),
-}
+]
 
 
 def drop(tensors: Tensors, part: str) -> None:
@@ -427,10 +413,11 @@ def rename(tensors: Tensors, old: str, new: str) -> None:
         tensors[name.replace(old, new)] = tensors.pop(name)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, change: str) -> None:
-    name, told, apply = CHANGES[change]
-    target = write(name, tmp_path, apply)
+@pytest.mark.parametrize(("name", "told", "change"), CHANGES)
+def test_what_does_not_fit_is_refused_in_one_line(
+    tmp_path: Path, name: str, told: str, change: Callable[[Tensors], object]
+) -> None:
+    target = write(name, tmp_path, change)
     with pytest.raises(DraftRefusedError, match=told) as refused:
         read_mtp(target, tmp_path)
     assert str(refused.value).startswith(f"{tmp_path}: ")

@@ -14,7 +14,7 @@ from engine.model.loader import load_model
 from engine.model.stored.awq import read
 from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
-from worlds.packed_checkpoints import Tensors, awq, draw, load, plain, stored, write_folder
+from worlds.packed_checkpoints import Tensors, awq, draw, fill, load, plain, stored, write_folder
 from worlds.tiny_models import CPU, own_logits
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
@@ -29,11 +29,7 @@ def make(name: str, linear: nn.Linear, **drawn: Any) -> tuple[Tensors, torch.Ten
 
 
 def layer_of(tensors: Tensors, linear: nn.Linear, **changes: Any) -> Any:
-    named = {f"up.{key}": each for key, each in tensors.items()}
-    layer: Any = read(AWQ | changes)("up", linear, StoredTensors.of(named))
-    layer.load_state_dict(tensors, strict=False)
-    layer.loaded("up")
-    return layer
+    return fill(read(AWQ | changes), linear, tensors)
 
 
 @pytest.mark.parametrize("model_name", ["llama", "qwen2"])

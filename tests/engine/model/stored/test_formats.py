@@ -23,7 +23,6 @@ from engine.model.loader import load_model
 from engine.model.quantization import pack_stored
 from engine.model.stored.formats import read_places
 from engine.model.stored.layer import StoredWeight
-from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
 from worlds.packed_checkpoints import (
     INT4,
@@ -31,6 +30,7 @@ from worlds.packed_checkpoints import (
     Tensors,
     awq,
     draw,
+    fill,
     gptq,
     load,
     packed,
@@ -161,16 +161,6 @@ def attempt(call: Callable[[], Any]) -> Any:
         return str(refused)
 
 
-def fill(place: Any, name: str, tensors: Tensors) -> Any:
-    """Returns what stands in a layer's place, with its tensors."""
-    described = StoredTensors.of({f"{name}.{key}": each for key, each in tensors.items()})
-    layer = place(name, nn.Linear(64, 16, bias=False), described)
-    if layer is not None:
-        layer.load_state_dict(tensors, strict=False)
-        layer.loaded(name)
-    return layer
-
-
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(configurations(), st.sampled_from(TENSORS), st.sampled_from(["a", "up", "down"]))
 def test_every_configuration_is_a_plan_or_refused_in_one_line(
@@ -184,7 +174,9 @@ def test_every_configuration_is_a_plan_or_refused_in_one_line(
         assert plan
         assert "\n" not in plan
     else:
-        layer = attempt(lambda: fill(plan.place_by_tensors, name, tensors))
+        layer = attempt(
+            lambda: fill(plan.place_by_tensors, nn.Linear(64, 16, bias=False), tensors, name)
+        )
         if isinstance(layer, str):  # tensors of something else
             assert "\n" not in layer
         elif layer is not None:

@@ -14,9 +14,8 @@ from torch import nn
 
 from engine.model.loader import load_model
 from engine.model.stored.fp8 import Fp8Linear, read
-from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
-from worlds.packed_checkpoints import Tensors, load, plain, stored, write_folder
+from worlds.packed_checkpoints import Tensors, fill, load, plain, stored, write_folder
 from worlds.tiny_models import CPU, own_logits, tiny_model
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -41,11 +40,7 @@ def draw(
 
 
 def layer_of(tensors: Tensors, linear: nn.Linear, **changes: Any) -> Any:
-    named = {f"up.{key}": each for key, each in tensors.items()}
-    layer: Any = read(FP8 | changes)("up", linear, StoredTensors.of(named))
-    layer.load_state_dict(tensors, strict=False)
-    layer.loaded("up")
-    return layer
+    return fill(read(FP8 | changes), linear, tensors)
 
 
 def test_a_checkpoint_of_blocks_means_its_products(

@@ -14,9 +14,8 @@ from torch import nn
 
 from engine.model.loader import load_model
 from engine.model.stored.gptq import read
-from engine.model.stored.places import StoredTensors
 from engine.request.errors import UnsupportedModelError
-from worlds.packed_checkpoints import Tensors, draw, gptq, load, plain, stored, write_folder
+from worlds.packed_checkpoints import Tensors, draw, fill, gptq, load, plain, stored, write_folder
 from worlds.tiny_models import CPU, own_logits
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
@@ -24,11 +23,7 @@ IDS = [1, 5, 9, 3, 40]
 
 
 def layer_of(tensors: Tensors, linear: nn.Linear, **changes: Any) -> Any:
-    named = {f"up.{key}": each for key, each in tensors.items()}
-    layer: Any = read(GPTQ | changes)("up", linear, StoredTensors.of(named))
-    layer.load_state_dict(tensors, strict=False)
-    layer.loaded("up")
-    return layer
+    return fill(read(GPTQ | changes), linear, tensors)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
