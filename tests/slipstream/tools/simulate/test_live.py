@@ -19,7 +19,6 @@ from slipstream.tools.simulate.work import Arrivals
 from worlds.live_server import live
 from worlds.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.anyio
 TEXTS = [measure.Text("edit", (1, 2), (3, 4, 5)), measure.Text("code", (6,), (7,))]
 
 
@@ -45,7 +44,7 @@ async def test_a_refusal_and_a_closed_port_are_told_in_words() -> None:
     async with live(ScriptedEngine("abc")) as found:
         address = Address(found.address[1])
         with pytest.raises(ClientError, match=r"400 [^$]*max_tokens"):
-            await address.stream({"prompt": "x", "max_tokens": -1})
+            await address.stream({"prompt": "x", "max_tokens": -2})
         whole = await address.post({"prompt": "x", "max_tokens": 3})
         assert b'"usage"' in whole
     with pytest.raises(ClientError, match=f"port {address.port}"):
