@@ -27,6 +27,11 @@ settings.register_profile(
 settings.load_profile("pinned")
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turn",

@@ -13,8 +13,6 @@ from worlds.scraping import STEP
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import serve
 
-pytestmark = pytest.mark.anyio
-
 PICKER = DEPLOY / "kubernetes" / "components" / "gateway" / "picker_config.yaml"
 # What the picker looks for where pods do not say otherwise.
 VLLM = {

@@ -15,7 +15,6 @@ from server.request.speculative import SpeculativeChange
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import serve
 
-pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": "Bearer secret"}
 URL = "http://test/admin/speculative"
 

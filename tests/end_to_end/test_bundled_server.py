@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
-import torch
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.process.runtime import AsyncEngine
-from server.app import build_app
-from server.settings import Settings
 from slipstream.cli import main
-from worlds.client_servers import WAIT_SECONDS, listening, wait_for
+from worlds.client_servers import WAIT_SECONDS
+from worlds.engine_servers import Served
 
 pytestmark = pytest.mark.slow
 
@@ -43,34 +36,6 @@ FIXED = {"adaptive_depth": "fixed"}
 DRAFT = {"speculative": {"draft_strategy": "ngram"} | FIXED}
 NASD = {"draft_strategy": "nasd"}
 PLAIN = {"speculative": {"draft_strategy": "none"}}
-
-
-@dataclass
-class Served:
-    engine: AsyncEngine
-    url: str
-
-    @property
-    def pool(self) -> Any:
-        return self.engine.core.pool
-
-    def client(self) -> OpenAI:
-        return OpenAI(
-            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=WAIT_SECONDS
-        )
-
-    def until(self, has_work: bool) -> None:
-        """Waits for requests to come to the engine, or to leave it: aborts take effect between steps."""
-        wait_for(lambda: self.engine.core.has_work is has_work)
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    """A real uvicorn on a loopback port, for all tests of this file."""
-    torch.manual_seed(0)
-    engine, tokenizer = build_engine(EngineConfig(max_num_seqs=8, check_integrity=True))
-    with listening(build_app(engine, tokenizer, Settings(drain_seconds=1))) as url:
-        yield Served(engine, url)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}])

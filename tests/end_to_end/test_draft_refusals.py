@@ -237,37 +237,25 @@ def test_drafts_that_cannot_be_told_apart_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("draft", "told"),
+    ("flags", "told"),
     [
-        ("Moon=PATH", r".*'Moon' is not lower-case letters, digits and underscores.*"),
-        ("moon=", r".*'moon=' names no path.*"),
-        ("moon=nothing/here", r".*nothing/here.*"),
+        (["Moon=PATH"], r".*'Moon' is not lower-case letters, digits and underscores.*"),
+        (["moon="], r".*'moon=' names no path.*"),
+        (["moon=nothing/here"], r".*nothing/here.*"),
+        (["mtp"], r"draft mtp: TARGET: the checkpoint has no MTP module of a kind that is known"),
+        (["x=HEAD", "--drafters", "ngram"], "draft x is set, but drafters leaves out x"),
+        (
+            ["x=HEAD", "--min-draft-agreement", "0.9"],
+            r"draft x: .*; is it another model's\? \(min_draft_agreement is 0\.9\)",
+        ),
     ],
 )
-def test_a_draft_that_is_written_wrongly_is_refused(
-    draft: str, told: str, target: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    line = refusal(capfd, target, "--draft", draft)
-    assert re.fullmatch(told, line), line
-
-
-def test_mtp_is_refused_where_the_target_has_none(
-    target: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert refusal(capfd, target, "--draft", "mtp") == (
-        f"draft mtp: {target}: the checkpoint has no MTP module of a kind that is known"
-    )
-
-
-def test_a_draft_that_is_left_out_or_hardly_agrees_is_refused(
-    target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_draft_that_cannot_be_is_refused(
+    flags: list[str], told: str, target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     head = str(write_eagle(tmp_path / "a"))
-    line = refusal(capfd, target, "--draft", f"x={head}", "--drafters", "ngram")
-    assert line == "draft x is set, but drafters leaves out x"
-    line = refusal(capfd, target, "--draft", f"x={head}", "--min-draft-agreement", "0.9")
-    told = r"draft x: .*; is it another model's\? \(min_draft_agreement is 0\.9\)"
-    assert re.fullmatch(told, line), line
+    line = refusal(capfd, target, "--draft", *(each.replace("HEAD", head) for each in flags))
+    assert re.fullmatch(told.replace("TARGET", re.escape(str(target))), line), line
 
 
 @pytest.mark.slow

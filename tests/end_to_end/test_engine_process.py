@@ -154,27 +154,6 @@ def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: P
     assert ended[0] < min(closed)
 
 
-def test_sigterm_lets_requests_finish_and_leaves_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path, "--drain-seconds", "300") as server:
-        pid = server.engine_pid()
-        asked = LONG | {"max_tokens": 200}
-        stream = iter(server.client().completions.create(stream=True, **asked))
-        next(stream)
-        server.process.terminate()
-        assert list(stream)[-1].choices[0].finish_reason == "length"
-        assert server.process.wait(HANG) == 0
-        said = server.log.read_text().splitlines()
-        running, draining = (
-            next(at for at, line in enumerate(said) if what in line)
-            for what in ("running on ", "draining")
-        )
-        assert "loading bundled" in said[0]
-        assert running < 10
-        # Besides, the line of the request that was let finish.
-        assert len([line for line in said[draining:] if " slipstream.requests" not in line]) == 2
-        assert has_gone(pid)
-
-
 def figure(server: Server, name: str) -> set[float]:
     """What ``/metrics`` says, asked over new connections, any of which may reach another process."""
     found = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.model.loader import BUNDLED
-from engine.tokenizer import load_tokenizer
+from worlds.engine_apart import has_gone
 from worlds.served_command import HANG, serving, until
-from worlds.two_ranks import saved_model
 
 pytestmark = pytest.mark.slow
 KINDS = {
@@ -23,13 +22,16 @@ KINDS = {
 LONG: dict[str, Any] = {"prompt": [5, 6], "stream": True, "ignore_eos": True, "max_tokens": 200}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of some kilobytes, with the bundled one's tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
-    load_tokenizer(str(BUNDLED / "target")).save_pretrained(folder)
-    saved_model("llama", folder, vocab_size=4096)
-    return folder
+def assert_log_is_short(said: list[str]) -> None:
+    running, draining = (
+        next(at for at, line in enumerate(said) if what in line)
+        for what in ("running on ", "draining")
+    )
+    assert "loading " in said[0]
+    assert running < 10
+    # Besides, the line of the request that was let finish, and what libraries say at the end.
+    own = [line for line in said[draining:] if re.match(r"\d{4}-\d\d-\d\d ", line)]
+    assert len([line for line in own if " slipstream.requests" not in line]) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,9 +53,14 @@ def test_an_end_in_order_is_a_success_and_one_at_once_is_not(
             next(lines)
             server.process.send_signal(number)
             if is_patient:
-                assert [line for line in lines if line][-1] == "data: [DONE]"
+                engine = () if kind == "engine within" else (server.engine_pid(),)
+                *_, last, done = (line for line in lines if line)
+                assert ('"finish_reason":"length"' in last, done) == (True, "data: [DONE]")
                 assert server.process.wait(HANG) == 0
+                assert all(map(has_gone, engine))
                 assert "Traceback" not in server.log.read_text()
+                if kind == "engine apart":
+                    assert_log_is_short(server.log.read_text().splitlines())
             else:
                 until(lambda: "draining" in server.log.read_text())
                 server.process.send_signal(number)

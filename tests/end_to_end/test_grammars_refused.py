@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from server.app import build_app
-from server.settings import Settings
-from worlds.client_servers import WAIT_SECONDS, listening
+from worlds.client_servers import WAIT_SECONDS
+from worlds.engine_servers import Served
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +17,9 @@ CYCLE = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref"
 CHAIN = "\n".join(f"r{at}: r{at + 1}" for at in range(4000)) + '\nr4000: "a"\nstart: r0'
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    engine, tokenizer = build_engine(EngineConfig(max_num_seqs=8, check_integrity=True))
-    with listening(build_app(engine, tokenizer, Settings(drain_seconds=1))) as url:
-        yield url
+@pytest.fixture
+def url(served: Served) -> str:
+    return served.url
 
 
 def ask(url: str, **fields: Any) -> httpx.Response:

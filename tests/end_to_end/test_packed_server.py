@@ -10,11 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.build import build_engine
 from engine.config import EngineConfig
-from server.app import build_app
-from server.settings import Settings
-from worlds.client_servers import WAIT_SECONDS, listening
+from worlds.client_servers import WAIT_SECONDS
+from worlds.engine_servers import engine_served
 from worlds.packed_models import FORMATS
 
 NUM_WRITTEN = 24
@@ -32,10 +30,9 @@ def served(path: Path, **settings: Any) -> Iterator[httpx.Client]:
     config = EngineConfig(
         model=str(path), draft=(str(path),), num_blocks=64, max_num_seqs=4, **settings
     )
-    engine, tokenizer = build_engine(config)
     with (
-        listening(build_app(engine, tokenizer, Settings(drain_seconds=1))) as url,
-        httpx.Client(base_url=f"{url}/v1", timeout=WAIT_SECONDS) as client,
+        engine_served(config) as found,
+        httpx.Client(base_url=f"{found.url}/v1", timeout=WAIT_SECONDS) as client,
     ):
         yield client
 

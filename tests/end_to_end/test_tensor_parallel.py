@@ -16,7 +16,6 @@ from engine.model.loader import BUNDLED, load_model
 from engine.tokenizer import load_tokenizer
 from worlds.engine_apart import has_gone
 from worlds.served_command import HANG, Server, serving, until
-from worlds.two_ranks import saved_model
 
 pytestmark = pytest.mark.slow
 
@@ -78,15 +77,6 @@ def test_all_ranks_end_with_the_server(server: Server) -> None:
 
 
 # --- launched by another ---
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of some kilobytes, with the bundled one's tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
-    load_tokenizer(str(BUNDLED / "target")).save_pretrained(folder)
-    saved_model("llama", folder, vocab_size=4096)
-    return folder
 
 
 def test_ranks_that_torchrun_launches_serve_and_end_with_it(tiny: Path, tmp_path: Path) -> None:

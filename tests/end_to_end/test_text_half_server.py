@@ -9,11 +9,9 @@ from typing import Any
 import httpx
 import torch
 
-from engine.build import build_engine
 from engine.config import EngineConfig
-from server.app import build_app
-from server.settings import Settings
-from worlds.client_servers import WAIT_SECONDS, listening
+from worlds.client_servers import WAIT_SECONDS
+from worlds.engine_servers import engine_served
 from worlds.scripted_engine import VOCAB_SIZE, byte_tokenizer
 from worlds.tiny_models import greedy_text
 from worlds.tiny_wholes import tiny_whole
@@ -28,15 +26,13 @@ def test_text_is_written_as_the_whole_writes_it_and_an_image_is_refused(tmp_path
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    engine, loaded = build_engine(
-        EngineConfig(
-            model=str(tmp_path),
-            num_blocks=64,
-            block_size=4,
-            max_num_batched_tokens=16,
-            max_num_seqs=2,
-            prefix_layers="1",
-        )
+    config = EngineConfig(
+        model=str(tmp_path),
+        num_blocks=64,
+        block_size=4,
+        max_num_batched_tokens=16,
+        max_num_seqs=2,
+        prefix_layers="1",
     )
     prompt = tokenizer.encode("a picture of", add_special_tokens=False)
     body = {
@@ -47,8 +43,8 @@ def test_text_is_written_as_the_whole_writes_it_and_an_image_is_refused(tmp_path
         "return_token_ids": True,
     }
     with (
-        listening(build_app(engine, loaded, Settings(drain_seconds=1))) as url,
-        httpx.Client(base_url=f"{url}/v1", timeout=WAIT_SECONDS) as client,
+        engine_served(config) as found,
+        httpx.Client(base_url=f"{found.url}/v1", timeout=WAIT_SECONDS) as client,
     ):
         (card,) = client.get("/models").json()["data"]
         assert (card["modalities"], card["unserved"]) == (["text"], ["vision"])

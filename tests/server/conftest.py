@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
+import httpx
 import pytest
 
+from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import Connect, serve
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture
 def connect() -> Connect:
     """Serves an engine for a block's length; gives an HTTP client whose ``app`` is the server."""
     return serve
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    """Of a server around a scripted engine, with the default settings."""
+    async with serve(ScriptedEngine()) as found:
+        yield found

@@ -11,15 +11,14 @@ from engine.request.info import QuantizationInfo
 from server.app import build_app
 from server.plan import IGNORED_HEADER
 from server.settings import Settings
+from worlds.official_clients import openai_client
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import Connect, openai_client
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import serve
 
 
-async def test_probes_follow_the_engine(connect: Connect) -> None:
+async def test_probes_follow_the_engine() -> None:
     engine = ScriptedEngine()
-    async with connect(engine, drain_seconds=7) as client:
+    async with serve(engine, drain_seconds=7) as client:
         assert (await client.get("http://test/health")).json() == {"status": "ok"}
         assert (await client.get("http://test/ready")).json() == {"status": "ready"}
         assert (await client.get("http://test/version")).json()["version"]
@@ -54,9 +53,9 @@ SERVED_AS = {
 
 
 @pytest.mark.parametrize("kind", SERVED_AS)
-async def test_without_a_key_only_known_hosts_are_answered(connect: Connect, kind: str) -> None:
+async def test_without_a_key_only_known_hosts_are_answered(kind: str) -> None:
     engine = ScriptedEngine("abc")
-    async with connect(engine, **{"allowed_hosts": [], **SERVED_AS[kind]}) as client:
+    async with serve(engine, **{"allowed_hosts": [], **SERVED_AS[kind]}) as client:
         client.headers["authorization"] = "Bearer k"
         for host, kinds in HOSTS.items():
             headers = {"host": host}
@@ -82,8 +81,8 @@ async def test_without_a_key_only_known_hosts_are_answered(connect: Connect, kin
                 assert (await client.get(f"http://test{probe}", headers=headers)).is_success
 
 
-async def test_models_are_listed_and_retrieved(connect: Connect) -> None:
-    async with openai_client(connect, ScriptedEngine()) as client:
+async def test_models_are_listed_and_retrieved() -> None:
+    async with openai_client(ScriptedEngine()) as client:
         listed = [model.id async for model in client.models.list()]
         assert listed == ["test/scripted"]
         assert (await client.models.retrieve("test/scripted")).owned_by == "slipstream"
@@ -109,11 +108,11 @@ BAD = {"temperature": 5, "top_p": "x" * 999, "top_k": True, "min_p": float("nan"
     ],
 )
 async def test_what_a_request_does_not_say_is_the_operators_the_models_or_the_apis(
-    connect: Connect, caplog: Any, models: Any, settings: Any, sent: Any, stated: Any
+    caplog: Any, models: Any, settings: Any, sent: Any, stated: Any
 ) -> None:
     engine = ScriptedEngine(info=engine_info(sampling_defaults=models))
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **sent}
-    async with connect(engine, **settings) as client:
+    async with serve(engine, **settings) as client:
         (card,) = (await client.get("/models")).json()["data"]
         await client.post("/completions", json={"prompt": "a", **sent})
         await client.post("/chat/completions", json=chat | {"min_p": None})
@@ -134,18 +133,18 @@ async def test_what_a_request_does_not_say_is_the_operators_the_models_or_the_ap
     assert all(len(each) < 200 for each in warnings)
 
 
-async def test_a_served_name_replaces_the_models(connect: Connect) -> None:
+async def test_a_served_name_replaces_the_models() -> None:
     local = ScriptedEngine(info=engine_info(model="/some/where/tiny"))
-    async with connect(local) as client:  # of a folder its name is shown only
+    async with serve(local) as client:  # of a folder its name is shown only
         assert (await client.get("/models")).json()["data"][0]["id"] == "tiny"
-    async with connect(ScriptedEngine(), served_model_name="mine") as client:
+    async with serve(ScriptedEngine(), served_model_name="mine") as client:
         reply = await client.post("/completions", json={"model": "mine", "prompt": "a"})
         assert reply.json()["model"] == "mine"
         old = await client.post("/completions", json={"model": "test/scripted", "prompt": "a"})
         assert old.status_code == 404
 
 
-async def test_the_card_and_the_fingerprint_tell_8_bits_from_16(connect: Connect) -> None:
+async def test_the_card_and_the_fingerprint_tell_8_bits_from_16() -> None:
     in_8_bits = QuantizationInfo(
         "int8", "start", 8, 8, {"8 bits": 600}, 7, 600, 1000, 1400, head=False
     )
@@ -153,7 +152,7 @@ async def test_the_card_and_the_fingerprint_tell_8_bits_from_16(connect: Connect
     cards, fingerprints = [], set()
     for quantization in (None, in_8_bits, keeping_inputs):
         info = engine_info(quantization=quantization)
-        async with connect(ScriptedEngine(info=info)) as client:
+        async with serve(ScriptedEngine(info=info)) as client:
             cards.append((await client.get("/models")).json()["data"][0]["quantization"])
             reply = await client.post("/completions", json={"model": info.model, "prompt": "a"})
             fingerprints.add(reply.json()["system_fingerprint"])
@@ -163,12 +162,12 @@ async def test_the_card_and_the_fingerprint_tell_8_bits_from_16(connect: Connect
     assert len(fingerprints) == 3
 
 
-async def test_drafters_are_listed_with_options_defaults_and_caps(connect: Connect) -> None:
+async def test_drafters_are_listed_with_options_defaults_and_caps() -> None:
     settings = {
         "speculative": {"num_speculative_tokens": 6},
         "speculative_caps": {"max_speculative_tokens": 12, "draft_strategies": ["ngram"]},
     }
-    async with connect(ScriptedEngine(), **settings) as client:
+    async with serve(ScriptedEngine(), **settings) as client:
         listed = (await client.get("/drafters")).json()
     assert [each["id"] for each in listed["data"]] == ["none", "ngram"]
     assert listed["data"][1]["options"] == [
@@ -188,27 +187,26 @@ async def test_drafters_are_listed_with_options_defaults_and_caps(connect: Conne
     assert listed["caps"]["max_speculative_tokens"] == 12
 
 
-async def test_wrong_paths_methods_and_bodies_have_the_error_shape(connect: Connect) -> None:
+async def test_wrong_paths_methods_and_bodies_have_the_error_shape(client: Any) -> None:
     headers = {"content-type": "application/json"}
-    async with connect(ScriptedEngine()) as client:
-        for method, path, status, code in (
-            ("GET", "/nowhere", 404, "not_found"),
-            ("GET", "/models/gpt-4", 404, "model_not_found"),
-            ("GET", "/completions", 405, "method_not_allowed"),
-            ("DELETE", "/chat/completions", 405, "method_not_allowed"),
-        ):
-            reply = await client.request(method, path)
-            assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
-        text = {"content": '{"prompt": "a"}', "headers": {"content-type": "text/plain"}}
-        no_objects = ("{", "[1]", '"text"', "", b"\xff\xfe")
-        for body in (text, *({"content": each, "headers": headers} for each in no_objects)):
-            reply = await client.post("/completions", **body)
-            assert reply.status_code == 400, body
-            assert reply.json()["error"]["type"] == "invalid_request_error"
+    for method, path, status, code in (
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "/models/gpt-4", 404, "model_not_found"),
+        ("GET", "/completions", 405, "method_not_allowed"),
+        ("DELETE", "/chat/completions", 405, "method_not_allowed"),
+    ):
+        reply = await client.request(method, path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+    text = {"content": '{"prompt": "a"}', "headers": {"content-type": "text/plain"}}
+    no_objects = ("{", "[1]", '"text"', "", b"\xff\xfe")
+    for body in (text, *({"content": each, "headers": headers} for each in no_objects)):
+        reply = await client.post("/completions", **body)
+        assert reply.status_code == 400, body
+        assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_body_over_the_limit_is_a_413(connect: Connect) -> None:
-    async with connect(ScriptedEngine(), max_body_bytes=2000) as client:
+async def test_a_body_over_the_limit_is_a_413() -> None:
+    async with serve(ScriptedEngine(), max_body_bytes=2000) as client:
         assert (await client.post("/completions", json={"prompt": "a"})).status_code == 200
         declared = await client.post("/completions", json={"prompt": "a" * 3000})
 
@@ -233,14 +231,14 @@ async def test_a_body_over_the_limit_is_a_413(connect: Connect) -> None:
     ],
 )
 async def test_pages_of_other_origins_may_read_what_the_operator_lets_them(
-    connect: Connect, allowed: Any, origin: str, told: str | None
+    allowed: Any, origin: str, told: str | None
 ) -> None:
     engine, body = ScriptedEngine(), {"prompt": "a", "store": True}
     asked = {"origin": origin, "access-control-request-method": "POST"}
     asked["access-control-request-headers"] = "authorization,content-type,x-stainless-os"
     sent = {"origin": origin, "authorization": "Bearer s3cret"}
     settings = {"api_key": "s3cret", "max_body_bytes": 2000, "cors_origins": allowed}
-    async with connect(engine, **settings) as client:
+    async with serve(engine, **settings) as client:
         preflight = await client.options("/completions", headers=asked)
         replies = [
             await client.post("/completions", json=each, headers=sent)
@@ -261,8 +259,8 @@ async def test_pages_of_other_origins_may_read_what_the_operator_lets_them(
     assert not told or allows == asked["access-control-request-headers"]
 
 
-async def test_an_api_key_guards_v1_only(connect: Connect) -> None:
-    async with connect(ScriptedEngine(), api_key="s3cret") as client:
+async def test_an_api_key_guards_v1_only() -> None:
+    async with serve(ScriptedEngine(), api_key="s3cret") as client:
         no_ascii = ("schlüssel".encode(), "s3creté".encode("latin-1"), bytes([255, 254]), b"")
         wrong = [b"s3cret", *(b"Bearer " + key for key in (b"wrong", *no_ascii))]
         for headers in ({}, *({b"authorization": each} for each in wrong)):
@@ -285,11 +283,9 @@ async def test_an_api_key_guards_v1_only(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/admin/speculative", "/health"])
-async def test_two_keys_are_a_400_wherever_the_right_one_stands(
-    connect: Connect, path: str
-) -> None:
+async def test_two_keys_are_a_400_wherever_the_right_one_stands(path: str) -> None:
     right, wrong = (b"authorization", b"Bearer s3cret"), (b"Authorization", b"Bearer wrong")
-    async with connect(ScriptedEngine(), api_key="s3cret", admin_key="s3cret") as client:
+    async with serve(ScriptedEngine(), api_key="s3cret", admin_key="s3cret") as client:
         for headers in ([right, wrong], [wrong, right], [right, right]):
             reply = await client.get(f"http://test{path}", headers=headers)
             assert reply.status_code == 400
@@ -297,21 +293,20 @@ async def test_two_keys_are_a_400_wherever_the_right_one_stands(
             assert "Authorization" in reply.json()["error"]["message"]
 
 
-async def test_answers_carry_a_request_id(connect: Connect) -> None:
-    async with connect(ScriptedEngine()) as client:
-        own = await client.get("/models", headers={"x-request-id": "abc-1"})
-        drawn = [(await client.get("/models")).headers["x-request-id"] for _ in range(2)]
-        unsound = await client.get("/models", headers={"x-request-id": "a b\tc"})
-        refused = await client.post("/completions", json={})
+async def test_answers_carry_a_request_id(client: Any) -> None:
+    own = await client.get("/models", headers={"x-request-id": "abc-1"})
+    drawn = [(await client.get("/models")).headers["x-request-id"] for _ in range(2)]
+    unsound = await client.get("/models", headers={"x-request-id": "a b\tc"})
+    refused = await client.post("/completions", json={})
     assert own.headers["x-request-id"] == own.headers["request-id"] == "abc-1"
     assert len(set(drawn)) == 2
     assert unsound.headers["x-request-id"] != "a b\tc"
     assert refused.headers["x-request-id"]
 
 
-async def test_two_apps_in_one_process_do_not_mix(connect: Connect) -> None:
+async def test_two_apps_in_one_process_do_not_mix() -> None:
     first, second = ScriptedEngine("one"), ScriptedEngine("two")
-    async with connect(first) as one, connect(second, served_model_name="other") as two:
+    async with serve(first) as one, serve(second, served_model_name="other") as two:
         assert (await one.post("/completions", json={"prompt": "a"})).json()["choices"][0][
             "text"
         ] == "one"
@@ -336,9 +331,9 @@ def test_defaults_that_the_engine_cannot_serve_stop_the_start() -> None:
         build_app(ScriptedEngine(), byte_tokenizer(), Settings(speculative_caps=caps))
 
 
-async def test_a_hung_step_is_seen_by_probes(connect: Connect) -> None:
+async def test_a_hung_step_is_seen_by_probes() -> None:
     engine = ScriptedEngine()
-    async with connect(engine, step_timeout=30) as client:
+    async with serve(engine, step_timeout=30) as client:
         for seconds, status in ((29.0, 200), (31.0, 503), (0.0, 200)):
             engine.stalled_seconds = seconds
             for path in ("health", "ready"):

@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 from engine.request.errors import UnsupportedModelError
 from engine.tokenizer import naming
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
-from worlds.serving import Connect
+from worlds.serving import serve
 
-pytestmark = pytest.mark.anyio
 KEY = {"x-api-key": "s3cret"}
 
 
@@ -28,8 +27,8 @@ def check(reply: httpx.Response, status: int, kind: str, code: str) -> None:
     assert body["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
 
 
-async def test_whoever_refuses_does_so_in_the_shape_of_the_path(connect: Connect) -> None:
-    async with connect(ScriptedEngine(), api_key="s3cret", max_body_bytes=2000) as client:
+async def test_whoever_refuses_does_so_in_the_shape_of_the_path() -> None:
+    async with serve(ScriptedEngine(), api_key="s3cret", max_body_bytes=2000) as client:
 
         async def post(path: str, headers: dict[str, str], **body: Any) -> httpx.Response:
             return await client.post(path, json=body, headers=headers)
@@ -44,13 +43,12 @@ async def test_whoever_refuses_does_so_in_the_shape_of_the_path(connect: Connect
         assert ending.headers["retry-after"] == "5"
 
 
-async def test_other_paths_keep_openais_shape(connect: Connect) -> None:
-    async with connect(ScriptedEngine()) as client:
-        for path in ("/messagesx", "/nowhere", "/models/messages"):
-            reply = await client.get(path)
-            assert reply.status_code == 404
-            assert reply.json().keys() == {"error"}
-            assert reply.json()["error"].keys() == {"message", "type", "param", "code"}
+async def test_other_paths_keep_openais_shape(client: Any) -> None:
+    for path in ("/messagesx", "/nowhere", "/models/messages"):
+        reply = await client.get(path)
+        assert reply.status_code == 404
+        assert reply.json().keys() == {"error"}
+        assert reply.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
 ODD = [{"SpecialToken": {"id": "[X]", "type_id": 0}}]
@@ -66,12 +64,12 @@ PANICS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("part", PANICS)
-async def test_a_tokenizer_that_panics_fails_the_request_alone(connect: Connect, part: str) -> None:
+async def test_a_tokenizer_that_panics_fails_the_request_alone(part: str) -> None:
     """Its file is from outside, and a panic in Rust is no ``Exception``."""
     tokenizer = byte_tokenizer()
     description = json.loads(tokenizer.backend_tokenizer.to_str()) | {part: PANICS[part]}
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(description))
-    async with connect(ScriptedEngine("hi"), tokenizer=tokenizer) as client:
+    async with serve(ScriptedEngine("hi"), tokenizer=tokenizer) as client:
         for stream in (False, True):
             reply = await client.post("/completions", json={"prompt": "hello", "stream": stream})
             assert reply.status_code == 500

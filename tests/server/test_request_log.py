@@ -17,9 +17,7 @@ from server.metrics import finished
 from slipstream.client.warm import read_lessons
 from slipstream.tools.replay.log import read_log
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
-from worlds.serving import Connect, until
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import serve, until
 
 
 class Lines(logging.Handler):
@@ -57,10 +55,8 @@ async def load(client: httpx.AsyncClient, name: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_requests_line_has_its_ids_and_figures(
-    connect: Connect, lines: Lines, stream: bool
-) -> None:
-    async with connect(ScriptedEngine("abc"), log_client_fields=True) as client:
+async def test_a_requests_line_has_its_ids_and_figures(lines: Lines, stream: bool) -> None:
+    async with serve(ScriptedEngine("abc"), log_client_fields=True) as client:
         body = {"prompt": "a", "user": "line\nbreak", "stream": stream, "n": 2}
         body |= {"metadata": {"job": "a\nb"}}
         headers = {"x-request-id": "abc-1"}
@@ -89,10 +85,10 @@ async def test_a_requests_line_has_its_ids_and_figures(
     assert {name: line[name] for name in expected} == expected
 
 
-async def test_a_fault_is_logged_under_its_request(connect: Connect, lines: Lines) -> None:
+async def test_a_fault_is_logged_under_its_request(lines: Lines) -> None:
     engine = ScriptedEngine("abc")
     engine.break_after, engine.error = 0, RequestFailedError("it broke")
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         for number in ("one", "two"):
             headers = {"x-request-id": number}
             reply = await client.post("/completions", json={"prompt": "a"}, headers=headers)
@@ -101,9 +97,9 @@ async def test_a_fault_is_logged_under_its_request(connect: Connect, lines: Line
     assert all("request_id" in each for each in lines.of("server.errors"))
 
 
-async def test_no_text_and_no_key_is_logged_at_any_level(connect: Connect, lines: Lines) -> None:
+async def test_no_text_and_no_key_is_logged_at_any_level(lines: Lines) -> None:
     keys = {"api_key": "the-api-key", "admin_key": "the-admin-key"}
-    async with connect(ScriptedEngine("the-written-text"), **keys) as client:
+    async with serve(ScriptedEngine("the-written-text"), **keys) as client:
         for key in (*keys.values(), "the-wrong-key"):
             client.headers["authorization"] = f"Bearer {key}"
             for body in ({"prompt": "the-prompt-text"}, {"prompt": "the-prompt-text", "n": -1}):
@@ -132,22 +128,20 @@ MORE_NAMES = {"safety_identifier": "ada-3", "prompt_cache_key": "ada-4"}
     ],
 )
 async def test_fields_that_may_name_people_are_logged_only_where_that_is_asked_for(
-    connect: Connect, lines: Lines, path: str, body: dict[str, Any]
+    lines: Lines, path: str, body: dict[str, Any]
 ) -> None:
     for asked in (False, True):
-        async with connect(ScriptedEngine("abc"), log_client_fields=asked) as client:
+        async with serve(ScriptedEngine("abc"), log_client_fields=asked) as client:
             assert (await client.post(path, json=NAMES | body)).is_success
         said = "".join(lines.texts)
         for name in re.findall(r"ada-\d", str(NAMES | body)):
             assert (name in said) is asked
 
 
-async def test_a_line_names_tenant_and_adapter_and_no_key(
-    connect: Connect, lines: Lines, tmp_path: Path
-) -> None:
+async def test_a_line_names_tenant_and_adapter_and_no_key(lines: Lines, tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("tenants: [{name: somebody, key: the-tenants-key}]")
-    async with connect(ScriptedEngine("abc"), api_keys_file=str(file), admin_key="adm1n") as client:
+    async with serve(ScriptedEngine("abc"), api_keys_file=str(file), admin_key="adm1n") as client:
         await load(client, "mine")
         client.headers["authorization"] = "Bearer the-tenants-key"
         for model in (None, "mine"):
@@ -161,7 +155,7 @@ async def test_a_line_names_tenant_and_adapter_and_no_key(
 
 
 async def test_finished_requests_are_written_down_for_warm_and_replay(
-    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole and streamed, cut at a stop string, by tenant; of adapters and of what failed nothing."""
     keys = tmp_path / "keys.yaml"
@@ -170,7 +164,7 @@ async def test_finished_requests_are_written_down_for_warm_and_replay(
     files[0].touch(0o644)
     engine = ScriptedEngine("abc")
     settings = {"api_keys_file": str(keys), "request_log": str(tmp_path / "log.jsonl")}
-    async with connect(engine, admin_key="adm1n", **settings) as client:
+    async with serve(engine, admin_key="adm1n", **settings) as client:
         await load(client, "mine")
         chat = {"messages": [{"role": "user", "content": "q"}]}
         for key, path, fields in (

@@ -19,13 +19,10 @@ import uvicorn
 import yaml
 
 from deploy.ray.exchange import Forwarded, Whole
-from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.process.runtime import AsyncEngine
-from server.app import build_app
-from server.settings import Settings
-from worlds.client_servers import listening
 from worlds.deploy_tools import DEPLOY, debian_tool
+from worlds.engine_servers import engine_served
 from worlds.gathered_replicas import Gathered, fleet
 from worlds.scripted_engine import ScriptedEngine
 
@@ -67,10 +64,8 @@ def live_server(key: str = "", **settings: Any) -> Iterator[LiveServer]:
     requests come with."""
     drafters = ("none", "ngram", "nasd", "prediction")
     config = EngineConfig(max_num_seqs=2, max_num_waiting=1, drafters=drafters)
-    engine, tokenizer = build_engine(config)
-    app = build_app(engine, tokenizer, Settings(drain_seconds=1, **settings))
-    with listening(app) as url:
-        yield LiveServer(engine, url.removeprefix("http://"), key)
+    with engine_served(config, **settings) as found:
+        yield LiveServer(found.engine, found.url.removeprefix("http://"), key)
 
 
 class _Unseen(Gathered):

@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.batch import ForwardOutput, InputBatch
-from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import Runner
 from engine.process.runtime import AsyncEngine
-from server.app import build_app
-from server.settings import Settings
-from worlds.client_servers import WAIT_SECONDS, listening, wait_for
+from worlds.client_servers import WAIT_SECONDS, wait_for
+from worlds.engine_servers import engine_served
 
 HANG = WAIT_SECONDS
 
@@ -72,10 +70,8 @@ class LiveServer:
 
 @contextmanager
 def live_server(api_key: str | None = None) -> Iterator[LiveServer]:
-    engine, tokenizer = build_engine(EngineConfig(max_num_seqs=4))
-    app = build_app(engine, tokenizer, Settings(drain_seconds=1, api_key=api_key))
-    with listening(app) as url:
-        yield LiveServer(engine, int(url.rpartition(":")[2]))
+    with engine_served(EngineConfig(max_num_seqs=4), api_key=api_key) as found:
+        yield LiveServer(found.engine, int(found.url.rpartition(":")[2]))
 
 
 class Line:

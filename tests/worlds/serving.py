@@ -34,6 +34,14 @@ async def serve(
             yield client
 
 
+async def post(
+    path: str, body: Any, engine: ScriptedEngine, tokenizer: Any = None, **settings: Any
+) -> httpx.Response:
+    """The answer to one request, of a server that serves nothing else."""
+    async with serve(engine, tokenizer, **settings) as client:
+        return await client.post(path, json=body)
+
+
 @asynccontextmanager
 async def openai_client(
     connect: Connect, engine: ScriptedEngine, **settings: Any

@@ -17,8 +17,6 @@ from worlds.lora_adapters import save_adapter
 from worlds.scripted_engine import ScriptedEngine
 from worlds.tiny_models import make_runner, tiny_model
 
-pytestmark = pytest.mark.anyio
-
 
 class Runtime:
     """An engine's runtime, as far as adapters go."""

@@ -12,9 +12,7 @@ import pytest
 
 from server.request.large_bodies import LARGE
 from worlds.scripted_engine import ScriptedEngine
-from worlds.serving import Connect
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import serve
 
 PATH = "http://test/admin/speculative"
 KEY = {"authorization": "Bearer adm1n"}
@@ -37,8 +35,8 @@ ADAPTERS = "http://test/admin/lora"
 LORA = [*((each, ADAPTERS) for each in ("GET", "POST", "PUT")), ("DELETE", f"{ADAPTERS}/a")]
 
 
-async def test_without_a_key_of_its_own_there_is_nothing(connect: Connect) -> None:
-    async with connect(ScriptedEngine(), api_key="adm1n") as client:
+async def test_without_a_key_of_its_own_there_is_nothing() -> None:
+    async with serve(ScriptedEngine(), api_key="adm1n") as client:
         for method, path in (*((each, PATH) for each in ("GET", "PATCH", "PUT")), *LORA):
             reply = await client.request(method, path, headers=KEY, json={})
             assert reply.status_code == 404
@@ -46,10 +44,10 @@ async def test_without_a_key_of_its_own_there_is_nothing(connect: Connect) -> No
 
 
 @pytest.mark.parametrize("given", [None, "Bearer s3cret", "Bearer ", "adm1n", "Bearer adm1n2"])
-async def test_the_api_key_and_no_key_do_not_open_it(connect: Connect, given: str | None) -> None:
+async def test_the_api_key_and_no_key_do_not_open_it(given: str | None) -> None:
     headers = {} if given is None else {"authorization": given}
     body = {"defaults": {"draft_strategy": "none"}}
-    async with connect(ScriptedEngine(), api_key="s3cret", admin_key="adm1n") as client:
+    async with serve(ScriptedEngine(), api_key="s3cret", admin_key="adm1n") as client:
         before = (await client.get(PATH, headers=KEY)).json()
         for method, path in (*((each, PATH) for each in ("GET", "PATCH", "PUT")), *LORA):
             reply = await client.request(method, path, headers=headers, json=body)
@@ -58,12 +56,12 @@ async def test_the_api_key_and_no_key_do_not_open_it(connect: Connect, given: st
         assert (await client.get("/models", headers=KEY)).status_code == 401
 
 
-async def test_a_change_holds_for_requests_that_come_after_it(connect: Connect) -> None:
+async def test_a_change_holds_for_requests_that_come_after_it() -> None:
     engine = ScriptedEngine()
     defaults = {"draft_strategy": "nasd", "adaptive_depth": "fixed", "num_speculative_tokens": 5}
     caps = {"max_speculative_tokens": 6, "draft_strategies": ["nasd"]}
     headers = {"content-type": "application/json"}
-    async with connect(engine, admin_key="adm1n", body_processes=1) as client:
+    async with serve(engine, admin_key="adm1n", body_processes=1) as client:
         for padding in (0, LARGE):
             assert (await drafts_of(client, engine, padding)).draft_strategy == "ngram"
         reply = await change(client, defaults=defaults, caps=caps)
@@ -86,10 +84,10 @@ async def test_a_change_holds_for_requests_that_come_after_it(connect: Connect) 
         assert shown["may_be_set"]["draft_strategies"] == list(engine.info.drafters)
 
 
-async def test_fields_that_are_not_given_stay_and_put_forgets_them(connect: Connect) -> None:
+async def test_fields_that_are_not_given_stay_and_put_forgets_them() -> None:
     engine = ScriptedEngine()
     speculative = {"draft_strategy": "nasd", "tree_strategy": "tree", "tree_width": 3}
-    async with connect(engine, admin_key="adm1n", speculative=speculative) as client:
+    async with serve(engine, admin_key="adm1n", speculative=speculative) as client:
         assert (await change(client, defaults={"num_speculative_tokens": 4})).status_code == 200
         assert (await drafts_of(client, engine)).shape.width == 3
         # The width that was set has no place in a chain: only from the built-in values on can it go.
@@ -122,11 +120,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_what_would_not_have_started_is_refused_by_name_and_changes_nothing(
-    connect: Connect,
-) -> None:
+async def test_what_would_not_have_started_is_refused_by_name_and_changes_nothing() -> None:
     # One server for all: large bodies are read in a process that takes seconds to start.
-    async with connect(ScriptedEngine(), admin_key="adm1n") as client:
+    async with serve(ScriptedEngine(), admin_key="adm1n") as client:
         before = (await client.get(PATH, headers=KEY)).json()
         headers = KEY | {"content-type": "application/json"}
         for body, param in REFUSED:
@@ -138,10 +134,8 @@ async def test_what_would_not_have_started_is_refused_by_name_and_changes_nothin
             assert (await client.get(PATH, headers=KEY)).json() == before, body
 
 
-async def test_a_change_shows_in_metrics_and_in_the_log(
-    connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with connect(ScriptedEngine(), admin_key="adm1n") as client:
+async def test_a_change_shows_in_metrics_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with serve(ScriptedEngine(), admin_key="adm1n") as client:
         assert 'draft_strategy="ngram"' in (await client.get("http://test/metrics")).text
         with caplog.at_level(logging.WARNING, logger="slipstream.admin"):
             await change(client, defaults={"draft_strategy": "none"})
@@ -154,9 +148,9 @@ async def test_a_change_shows_in_metrics_and_in_the_log(
     assert record.fields["defaults"] == {"draft_strategy": "none"}  # type: ignore[attr-defined]
 
 
-async def test_changes_at_once_are_all_taken_whole(connect: Connect) -> None:
+async def test_changes_at_once_are_all_taken_whole() -> None:
     engine = ScriptedEngine()
-    async with connect(engine, admin_key="adm1n") as client:
+    async with serve(engine, admin_key="adm1n") as client:
         pairs = [("nasd", 3), ("ngram", 4), ("sampler", 5)] * 4
         await asyncio.gather(
             *(

@@ -3,19 +3,18 @@ from __future__ import annotations
 import pytest
 
 from server.plan import IGNORED_HEADER
+from worlds.official_clients import openai_client
 from worlds.request_bodies import CHAT
 from worlds.scripted_engine import ASSISTANT, USER, ScriptedEngine, byte_tokenizer
-from worlds.serving import Connect, events, openai_client
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import events, post, serve
 
 TEXT = "hello wörld, 100 € spent"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-async def test_the_openai_client_chats(connect: Connect) -> None:
+async def test_the_openai_client_chats() -> None:
     engine = ScriptedEngine(TEXT)
-    async with openai_client(connect, engine) as client:
+    async with openai_client(engine) as client:
         reply = await client.chat.completions.create(model="test/scripted", messages=MESSAGES)
         (choice,) = reply.choices
         # Clients send back what ``model_dump`` gives, nulls included.
@@ -31,20 +30,19 @@ async def test_the_openai_client_chats(connect: Connect) -> None:
     assert request.sampling.max_tokens == 512 - len(request.prompt_token_ids)
 
 
-async def test_messages_go_through_the_chat_template(connect: Connect) -> None:
+async def test_messages_go_through_the_chat_template() -> None:
     engine = ScriptedEngine(TEXT)
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
-    async with connect(engine) as client:
-        await client.post("/chat/completions", json={"messages": messages})
+    await post("/chat/completions", {"messages": messages}, engine)
     expected = [USER, *b"system: be brief\n", USER, *b"user: a\nb\n", ASSISTANT]
     assert list(engine.requests[0].prompt_token_ids) == expected
 
 
-async def test_two_choices_stream_interleaved(connect: Connect) -> None:
-    async with openai_client(connect, ScriptedEngine(TEXT, group_sizes=(3,))) as client:
+async def test_two_choices_stream_interleaved() -> None:
+    async with openai_client(ScriptedEngine(TEXT, group_sizes=(3,))) as client:
         stream = await client.chat.completions.create(
             model="test/scripted",
             messages=MESSAGES,
@@ -65,8 +63,8 @@ async def test_two_choices_stream_interleaved(connect: Connect) -> None:
     assert chunks[-1].usage.completion_tokens == 2 * len(TEXT.encode())
 
 
-async def test_logprobs_have_openai_shape(connect: Connect) -> None:
-    async with openai_client(connect, ScriptedEngine("a€")) as client:
+async def test_logprobs_have_openai_shape() -> None:
+    async with openai_client(ScriptedEngine("a€")) as client:
         reply = await client.chat.completions.create(
             model="test/scripted", messages=MESSAGES, logprobs=True, top_logprobs=2
         )
@@ -83,10 +81,9 @@ async def test_logprobs_have_openai_shape(connect: Connect) -> None:
     ]
 
 
-async def test_streamed_logprobs_come_with_their_text(connect: Connect) -> None:
+async def test_streamed_logprobs_come_with_their_text() -> None:
     body = {"messages": MESSAGES, "logprobs": True, "stream": True, "stop": "rld"}
-    async with connect(ScriptedEngine(TEXT)) as client:
-        *chunks, _ = events((await client.post("/chat/completions", json=body)).text)
+    *chunks, _ = events((await post("/chat/completions", body, ScriptedEngine(TEXT))).text)
     seen = b""
     text = ""
     for chunk in chunks:
@@ -97,9 +94,13 @@ async def test_streamed_logprobs_come_with_their_text(connect: Connect) -> None:
     assert text == "hello wö"
 
 
-async def test_a_tokenizer_without_a_template_is_a_400(connect: Connect) -> None:
-    async with connect(ScriptedEngine(), byte_tokenizer(chat_template=None)) as client:
-        refused = await client.post("/chat/completions", json={"messages": MESSAGES})
+async def test_a_tokenizer_without_a_template_is_a_400() -> None:
+    refused = await post(
+        "/chat/completions",
+        {"messages": MESSAGES},
+        ScriptedEngine(),
+        byte_tokenizer(chat_template=None),
+    )
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "messages"
     assert "no chat template" in refused.json()["error"]["message"]
@@ -108,9 +109,9 @@ async def test_a_tokenizer_without_a_template_is_a_400(connect: Connect) -> None
 # --- predicted outputs ---
 
 
-async def test_a_prediction_is_drafted_from_and_accounted(connect: Connect) -> None:
+async def test_a_prediction_is_drafted_from_and_accounted() -> None:
     engine = ScriptedEngine(TEXT)
-    async with openai_client(connect, engine) as client:
+    async with openai_client(engine) as client:
         reply = await client.chat.completions.create(
             model="test/scripted",
             messages=MESSAGES,
@@ -129,32 +130,12 @@ async def test_a_prediction_is_drafted_from_and_accounted(connect: Connect) -> N
     )
 
 
-async def test_prompt_logprobs_come_once_for_all_choices(connect: Connect) -> None:
-    body = {"messages": MESSAGES, "prompt_logprobs": 2, "n": 2}
-    engine = ScriptedEngine("ab")
-    async with connect(engine) as client:
-        reply = (await client.post("/chat/completions", json=body)).json()
-        *chunks, _ = events(
-            (await client.post("/chat/completions", json=body | {"stream": True})).text
-        )
-    first, second, *_ = reply["prompt_logprobs"]
-    token_id = engine.requests[0].prompt_token_ids[1]
-    assert first is None
-    assert second == {
-        str(token_id): {"logprob": -0.5, "rank": 1, "decoded_token": chr(token_id)},
-        str(token_id + 1): {"logprob": -1.5, "rank": 2, "decoded_token": chr(token_id + 1)},
-    }
-    assert len(reply["prompt_logprobs"]) == len(engine.requests[0].prompt_token_ids)
-    found = [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk]
-    assert found == [reply["prompt_logprobs"]]
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_echo_is_the_last_message(connect: Connect, stream: bool) -> None:
+async def test_an_echo_is_the_last_message(stream: bool) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "so: "}]
     body = {"messages": messages, "echo": True, "stream": stream}
     fields = {"add_generation_prompt": False, "continue_final_message": True}
-    async with connect(ScriptedEngine(TEXT)) as client:
+    async with serve(ScriptedEngine(TEXT)) as client:
         reply = await client.post("/chat/completions", json=body | fields)
         refused = await client.post("/chat/completions", json=body | {"messages": MESSAGES})
     if stream:
@@ -165,10 +146,10 @@ async def test_an_echo_is_the_last_message(connect: Connect, stream: bool) -> No
     assert refused.json()["error"]["param"] == "echo"
 
 
-async def test_tokens_may_be_named_by_their_ids(connect: Connect) -> None:
+async def test_tokens_may_be_named_by_their_ids() -> None:
     body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
     body["return_tokens_as_token_ids"] = True
-    async with connect(ScriptedEngine("a")) as client:
+    async with serve(ScriptedEngine("a")) as client:
         reply = (await client.post("/chat/completions", json=body)).json()
         refused = await client.post("/chat/completions", json=body | {"logprobs": None})
     (entry,) = reply["choices"][0]["logprobs"]["content"]
@@ -177,11 +158,11 @@ async def test_tokens_may_be_named_by_their_ids(connect: Connect) -> None:
     assert refused.status_code == 400
 
 
-async def test_named_tokens_come_instead_of_the_likeliest(connect: Connect) -> None:
+async def test_named_tokens_come_instead_of_the_likeliest() -> None:
     """With the token that was written, as in vLLM; a number of the likeliest has no effect."""
     engine = ScriptedEngine("a")
     body = {**CHAT, "logprobs": True, "logprob_token_ids": [ord("c"), ord("b")]}
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         replies = [
             await client.post("/chat/completions", json=body | {"top_logprobs": num})
             for num in (0, 2)
@@ -196,17 +177,25 @@ async def test_named_tokens_come_instead_of_the_likeliest(connect: Connect) -> N
     assert [each.headers.get(IGNORED_HEADER) for each in replies] == [None, "top_logprobs"]
 
 
-async def test_of_the_prompt_is_told_once_beside_the_choices(connect: Connect) -> None:
-    body = {**CHAT, "n": 2, "return_token_ids": True, "prompt_logprobs": 1}
+async def test_of_the_prompt_is_told_once_beside_the_choices() -> None:
+    body = {**CHAT, "n": 2, "return_token_ids": True, "prompt_logprobs": 2}
     engine = ScriptedEngine("ab")
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         whole = (await client.post("/chat/completions", json=body)).json()
         plain = (await client.post("/chat/completions", json=CHAT)).json()
         reply = await client.post("/chat/completions", json=body | {"stream": True})
     *chunks, _ = events(reply.text)
     told = list(engine.requests[0].prompt_token_ids)
     assert whole["prompt_token_ids"] == told
+    first, second, *_ = whole["prompt_logprobs"]
+    assert first is None
+    assert second == {
+        str(each): {"logprob": -0.5 - rank, "rank": rank + 1, "decoded_token": chr(each)}
+        for rank, each in enumerate((told[1], told[1] + 1))
+    }
     assert len(whole["prompt_logprobs"]) == len(told)
+    found = [each["prompt_logprobs"] for each in chunks if "prompt_logprobs" in each]
+    assert found == [whole["prompt_logprobs"]]
     assert [each["token_ids"] for each in whole["choices"]] == [[*b"ab"]] * 2
     assert not any("prompt_token_ids" in each for each in whole["choices"])
     assert [each["prompt_token_ids"] for each in chunks if "prompt_token_ids" in each] == [told]

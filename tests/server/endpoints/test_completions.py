@@ -8,19 +8,18 @@ from openai import BadRequestError, NotFoundError
 from tokenizers import AddedToken, processors
 
 from server.plan import IGNORED_HEADER
+from worlds.official_clients import openai_client
 from worlds.scripted_engine import BOS, EOS, ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import Connect, events, openai_client
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import events, post, serve
 
 TEXT = "hello wörld, 100 € spent"
 GROUPINGS = [(1,), (1, 3, 2), (7,), (1000,)]
 
 
-async def test_the_openai_client_completes_and_streams(connect: Connect) -> None:
+async def test_the_openai_client_completes_and_streams() -> None:
     engine = ScriptedEngine(TEXT)
     asked: dict[str, Any] = {"model": "test/scripted", "prompt": "ab", "max_tokens": 99}
-    async with openai_client(connect, engine) as client:
+    async with openai_client(engine) as client:
         reply = await client.completions.create(**asked)
         options = {"include_usage": True}
         stream = await client.completions.create(**asked, stream=True, stream_options=options)
@@ -39,7 +38,7 @@ async def test_the_openai_client_completes_and_streams(connect: Connect) -> None
 @pytest.mark.parametrize("stop", [None, "rld", "€ s", ["zz", "0 €", "0"], "t"])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_stream_adds_up_to_the_whole_reply(
-    connect: Connect, group_sizes: Sequence[int], stop: Any, n: int
+    group_sizes: Sequence[int], stop: Any, n: int
 ) -> None:
     """Text, tokens, logprobs, ends and usage; whatever the grouping of tokens into steps."""
     body = {
@@ -52,7 +51,7 @@ async def test_a_stream_adds_up_to_the_whole_reply(
         "return_token_ids": True,
         "speculative": {"return_drafted": True},
     }
-    async with connect(ScriptedEngine(TEXT, group_sizes=group_sizes)) as client:
+    async with serve(ScriptedEngine(TEXT, group_sizes=group_sizes)) as client:
         whole = (await client.post("/completions", json=body)).json()
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         *chunks, usage, done = events((await client.post("/completions", json=body)).text)
@@ -76,12 +75,12 @@ async def test_a_stream_adds_up_to_the_whole_reply(
 @pytest.mark.parametrize("group_sizes", GROUPINGS)
 @pytest.mark.parametrize("include", [False, True])
 async def test_a_stop_string_cuts_text_tokens_and_bill(
-    connect: Connect, group_sizes: Sequence[int], include: bool
+    group_sizes: Sequence[int], include: bool
 ) -> None:
     """Every byte is a token here, so that every longer stop string crosses token borders."""
     engine = ScriptedEngine(TEXT, group_sizes=group_sizes)
     body = {"prompt": "ab", "max_tokens": 99, "logprobs": 0, "include_stop_str_in_output": include}
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         for stop in ("h", "lo w", "ör", "€", " spent", "t", "no such"):
             reply = (await client.post("/completions", json=body | {"stop": [stop]})).json()
             at, choice = TEXT.find(stop), reply["choices"][0]
@@ -95,23 +94,22 @@ async def test_a_stop_string_cuts_text_tokens_and_bill(
     assert engine.closed_early == []
 
 
-async def test_a_stop_string_ends_the_request_in_the_engine(connect: Connect) -> None:
+async def test_a_stop_string_ends_the_request_in_the_engine() -> None:
     endless = ScriptedEngine(script=lambda _: [*b"abc"] * 1000, group_sizes=(1,))
-    async with connect(endless) as client:
-        await client.post("/completions", json={"prompt": "x", "max_tokens": 400, "stop": "cab"})
+    await post("/completions", {"prompt": "x", "max_tokens": 400, "stop": "cab"}, endless)
     assert endless.aborted == {endless.requests[0].request_id}
     assert endless.num_events < 10
 
 
-async def test_min_tokens_lets_early_stop_strings_pass(connect: Connect) -> None:
-    async with connect(ScriptedEngine("ab ab ab ab")) as client:
+async def test_min_tokens_lets_early_stop_strings_pass() -> None:
+    async with serve(ScriptedEngine("ab ab ab ab")) as client:
         body = {"prompt": "x", "max_tokens": 99, "stop": "ab", "min_tokens": 5}
         reply = await client.post("/completions", json=body)
     assert reply.json()["choices"][0]["text"] == "ab ab "
 
 
-async def test_logprobs_have_openai_shape(connect: Connect) -> None:
-    async with openai_client(connect, ScriptedEngine("a€")) as client:
+async def test_logprobs_have_openai_shape() -> None:
+    async with openai_client(ScriptedEngine("a€")) as client:
         reply = await client.completions.create(
             model="test/scripted", prompt="xyz", max_tokens=9, logprobs=2, echo=True
         )
@@ -126,13 +124,13 @@ async def test_logprobs_have_openai_shape(connect: Connect) -> None:
     assert logprobs.top_logprobs[3] == {"a": -0.5, "b": -1.5}
 
 
-async def test_echoed_offsets_skip_a_bos_that_is_not_in_the_text(connect: Connect) -> None:
+async def test_echoed_offsets_skip_a_bos_that_is_not_in_the_text() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", BOS)]
     )
     engine = ScriptedEngine("z")
-    async with connect(engine, tokenizer) as client:
+    async with serve(engine, tokenizer) as client:
         body = {"prompt": "é<|user|>b", "echo": True, "logprobs": 0}
         reply = (await client.post("/completions", json=body)).json()
         await client.post("/completions", json=body | {"add_special_tokens": False})
@@ -143,10 +141,10 @@ async def test_echoed_offsets_skip_a_bos_that_is_not_in_the_text(connect: Connec
     assert [each.prompt_token_ids[0] == BOS for each in engine.requests] == [True, False]
 
 
-async def test_choices_share_a_seed_and_differ_in_their_index(connect: Connect) -> None:
+async def test_choices_share_a_seed_and_differ_in_their_index() -> None:
     engine = ScriptedEngine()
     body = {"prompt": [[1], [2]], "n": 2, "max_tokens": 1}
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         replies = [
             (await client.post("/completions", json=body | seed)).json()
             for seed in ({"seed": 9}, {}, {})
@@ -163,8 +161,8 @@ async def test_choices_share_a_seed_and_differ_in_their_index(connect: Connect) 
     assert len({each.request_id for each in engine.requests}) == 12
 
 
-async def test_usage_accounts_for_speculation(connect: Connect) -> None:
-    async with openai_client(connect, ScriptedEngine(TEXT)) as client:
+async def test_usage_accounts_for_speculation() -> None:
+    async with openai_client(ScriptedEngine(TEXT)) as client:
         reply = await client.completions.create(
             model="test/scripted",
             prompt="ab",
@@ -193,8 +191,8 @@ async def test_usage_accounts_for_speculation(connect: Connect) -> None:
     }
 
 
-async def test_drafted_tokens_are_told_on_request(connect: Connect) -> None:
-    async with connect(ScriptedEngine("a€b", group_sizes=(4, 1))) as client:
+async def test_drafted_tokens_are_told_on_request() -> None:
+    async with serve(ScriptedEngine("a€b", group_sizes=(4, 1))) as client:
         body = {"prompt": "x", "speculative": {"return_drafted": True}}
         reply = (await client.post("/completions", json=body)).json()
     assert reply["choices"][0]["tokens"] == [
@@ -208,26 +206,27 @@ async def test_drafted_tokens_are_told_on_request(connect: Connect) -> None:
     assert reply["choices"][0]["num_draft_tokens"] == 4 + 1
 
 
-async def test_text_that_ends_inside_a_character_is_still_given_out(connect: Connect) -> None:
-    async with connect(ScriptedEngine(b"a\xe2\x82")) as client:
+async def test_text_that_ends_inside_a_character_is_still_given_out() -> None:
+    async with serve(ScriptedEngine(b"a\xe2\x82")) as client:
         body = {"prompt": "x", "speculative": {"return_drafted": True}}
         choice = (await client.post("/completions", json=body)).json()["choices"][0]
     assert choice["text"] == "".join(each["text"] for each in choice["tokens"]) == "a\ufffd"
 
 
-async def test_a_chunk_tells_of_the_steps_whose_text_was_held_back(connect: Connect) -> None:
+async def test_a_chunk_tells_of_the_steps_whose_text_was_held_back() -> None:
     """Two steps each write a half of a character: one chunk, with both steps' drafts."""
     body = {"prompt": "x", "stream": True, "speculative": {"return_drafted": True}}
-    async with connect(ScriptedEngine("aé!", group_sizes=(1,))) as client:
-        *chunks, _ = events((await client.post("/completions", json=body)).text)
+    *chunks, _ = events(
+        (await post("/completions", body, ScriptedEngine("aé!", group_sizes=(1,)))).text
+    )
     first, second = (chunk["choices"][0] for chunk in chunks[-2:])
     assert (first["text"], first["num_steps"], first["num_draft_tokens"]) == ("é", 2, 2)
     assert (second["text"], second["num_steps"]) == ("!", 1)
 
 
-async def test_max_tokens_is_clamped_to_the_room_there_is(connect: Connect) -> None:
+async def test_max_tokens_is_clamped_to_the_room_there_is() -> None:
     engine = ScriptedEngine(script=lambda _: [97] * 1000, info=engine_info(max_model_len=32))
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         reply = await client.post("/completions", json={"prompt": [1] * 30, "max_tokens": 32})
         default = await client.post("/completions", json={"prompt": [1] * 31})
         for prompt in ([1] * 32, "a" * 32, "a" * 100_000):
@@ -243,8 +242,8 @@ async def test_max_tokens_is_clamped_to_the_room_there_is(connect: Connect) -> N
     assert default.status_code == 200
 
 
-async def test_the_openai_client_raises_its_own_errors(connect: Connect) -> None:
-    async with openai_client(connect, ScriptedEngine()) as client:
+async def test_the_openai_client_raises_its_own_errors() -> None:
+    async with openai_client(ScriptedEngine()) as client:
         with pytest.raises(NotFoundError) as missing:
             await client.completions.create(model="gpt-4", prompt="a")
         with pytest.raises(BadRequestError) as refused:
@@ -267,7 +266,7 @@ async def test_the_openai_client_raises_its_own_errors(connect: Connect) -> None
     ],
 )
 async def test_a_gap_is_filled_by_the_marks_that_the_tokenizer_has(
-    connect: Connect, marks: str, written: str
+    marks: str, written: str
 ) -> None:
     tokenizer, tokens = byte_tokenizer(), marks.split()
     tokenizer.init_kwargs["infill_tokens"] = [tokens[:3]] if "<gap>" in tokens else []
@@ -279,7 +278,7 @@ async def test_a_gap_is_filled_by_the_marks_that_the_tokenizer_has(
         script=lambda _: [*b"f()", ids[3], *b"more", EOS], info=engine_info(vocab_size=300)
     )
     body, url = {"prompt": "def ", "suffix": "\n"}, "http://test/api"
-    async with connect(engine, tokenizer) as client:
+    async with serve(engine, tokenizer) as client:
         ollama = await client.post(f"{url}/generate", json=body | {"stream": False})
         # Who is not trusted with special tokens spells none.
         spelled = {"prompt": f"{tokens[1]}a", "allow_special_tokens": False}
@@ -303,8 +302,8 @@ async def test_a_gap_is_filled_by_the_marks_that_the_tokenizer_has(
     assert texts[1].endswith("more")
 
 
-async def test_a_batch_of_prompts_bills_each_prompt_once(connect: Connect) -> None:
-    async with connect(ScriptedEngine("abc")) as client:
+async def test_a_batch_of_prompts_bills_each_prompt_once() -> None:
+    async with serve(ScriptedEngine("abc")) as client:
         body = {"prompt": ["a", "bcd"], "n": 2}
         usage = (await client.post("/completions", json=body)).json()["usage"]
     assert usage["prompt_tokens"] == 4
@@ -313,9 +312,9 @@ async def test_a_batch_of_prompts_bills_each_prompt_once(connect: Connect) -> No
     assert usage["prompt_tokens_details"]["cached_tokens"] == 6
 
 
-async def test_an_immediate_eos_still_answers(connect: Connect) -> None:
+async def test_an_immediate_eos_still_answers() -> None:
     body = {"prompt": "a"}
-    async with connect(ScriptedEngine(script=lambda _: [EOS])) as client:
+    async with serve(ScriptedEngine(script=lambda _: [EOS])) as client:
         whole = (await client.post("/completions", json=body)).json()
         streamed = await client.post("/completions", json=body | {"stream": True})
     assert (whole["choices"][0]["text"], whole["usage"]["completion_tokens"]) == ("", 0)
@@ -327,10 +326,10 @@ async def test_an_immediate_eos_still_answers(connect: Connect) -> None:
     assert streamed.headers["x-accel-buffering"] == "no"
 
 
-async def test_every_chunk_counts_the_tokens_so_far(connect: Connect) -> None:
+async def test_every_chunk_counts_the_tokens_so_far() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": ["ab", "cde"], "n": 2, "max_tokens": 99, "stream": True}
-    async with connect(ScriptedEngine(TEXT)) as client:
+    async with serve(ScriptedEngine(TEXT)) as client:
         reply = await client.post("/completions", json=body | {"stream_options": options})
         alone = {"stream_options": {"continuous_usage_stats": True}}
         other = await client.post("/completions", json=body | alone)
@@ -348,12 +347,12 @@ async def test_every_chunk_counts_the_tokens_so_far(connect: Connect) -> None:
     assert not any("usage" in chunk for chunk in events(other.text)[:-1])
 
 
-async def test_prompt_logprobs_and_an_echo_share_what_is_scored(connect: Connect) -> None:
+async def test_prompt_logprobs_and_an_echo_share_what_is_scored() -> None:
     """One shows what it was asked for, whatever the other wants."""
     engine = ScriptedEngine("a")
     base = {"prompt": "xy", "echo": True}
     body = base | {"logprobs": 0, "prompt_logprobs": 2}
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         reply = (await client.post("/completions", json=body)).json()
         silent = (await client.post("/completions", json=body | {"echo": False})).json()
         for fields in ({"logprobs": 3, "echo": False}, {"logprobs": 3}, {}):
@@ -380,25 +379,24 @@ async def test_prompt_logprobs_and_an_echo_share_what_is_scored(connect: Connect
 )
 @pytest.mark.parametrize("as_ids", [False, True])
 async def test_a_prompt_is_cut_to_so_many_tokens(
-    connect: Connect, fields: dict[str, Any], kept: str, as_ids: bool
+    fields: dict[str, Any], kept: str, as_ids: bool
 ) -> None:
     engine = ScriptedEngine("a")
     prompt = [*b"123456789"] if as_ids else "123456789"
     body = {"prompt": prompt, "echo": True, "max_tokens": 5} | fields
-    async with connect(engine) as client:
-        reply = await client.post("/completions", json=body)
+    reply = await post("/completions", body, engine)
     assert reply.json()["choices"][0]["text"] == kept + "a"
     assert reply.json()["usage"]["prompt_tokens"] == len(kept)
     assert engine.requests[0].prompt_token_ids == tuple(kept.encode())
 
 
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
-async def test_a_reply_has_its_account_in_vllms_words_too(connect: Connect, path: str) -> None:
+async def test_a_reply_has_its_account_in_vllms_words_too(path: str) -> None:
     """Where aiperf and guidellm look: at the root, in streams on the last chunk before the end."""
     messages = [{"role": "user", "content": "a"}]
     asked: dict[str, Any] = {"prompt": "a"} if path == "/completions" else {"messages": messages}
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    async with connect(ScriptedEngine(TEXT)) as client:
+    async with serve(ScriptedEngine(TEXT)) as client:
         whole = (await client.post(path, json=asked)).json()
         *chunks, last, done = events((await client.post(path, json=asked | streamed)).text)
     assert done == "[DONE]"
@@ -412,13 +410,12 @@ async def test_a_reply_has_its_account_in_vllms_words_too(connect: Connect, path
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_named_tokens_are_scored_and_no_others(connect: Connect, stream: bool) -> None:
+async def test_named_tokens_are_scored_and_no_others(stream: bool) -> None:
     """Beside the token itself, which comes first; an echoed prompt has them, too."""
     engine = ScriptedEngine("a")
     named = [ord("c"), ord("b")]
     body = {"prompt": "xy", "logprobs": 2, "logprob_token_ids": named, "stream": stream}
-    async with connect(engine) as client:
-        reply = await client.post("/completions", json=body | {"echo": True})
+    reply = await post("/completions", body | {"echo": True}, engine)
     chunks = events(reply.text)[:-1] if stream else [reply.json()]
     found = [each for chunk in chunks for each in chunk["choices"][0]["logprobs"]["top_logprobs"]]
     assert found[0] is None

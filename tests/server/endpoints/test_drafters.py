@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from drafters.base import DrafterInfo
 from engine.request.info import DraftInfo
 from worlds.scraping import scrape, value
 from worlds.scripted_engine import ScriptedEngine, engine_info
-from worlds.serving import Connect
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import serve
 
 CHECKED = DraftInfo("tuned", "eagle3", "/models/heads/second", 1234, (2, 6, 9), 0.6, "shifted by 1")
 UNCHECKED = DraftInfo("fast", "small_model", "org/small", 77)
 
 
-async def test_named_drafts_are_drafters_as_any_other(connect: Connect) -> None:
+async def test_named_drafts_are_drafters_as_any_other() -> None:
     info = engine_info()
     named = {name: DrafterInfo(name, "Drafts.") for name in ("tuned", "fast")}
     drafts = {"tuned": CHECKED, "fast": UNCHECKED}
     engine = ScriptedEngine()
     engine.info = replace(info, drafters={**info.drafters, **named}, drafts=drafts)
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         reply = (await client.get("http://test/v1/drafters")).json()
         cards = {card["id"]: card["draft"] for card in reply["data"]}
         metrics = await scrape(client)

@@ -10,19 +10,18 @@ import pytest
 from openai import BadRequestError
 
 from server.request.large_bodies import LARGE
+from worlds.official_clients import openai_client
 from worlds.scripted_engine import USER, ScriptedEngine, engine_info
-from worlds.serving import Connect, openai_client
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import post, serve
 
 
 def embedding_engine(**changes: Any) -> ScriptedEngine:
     return ScriptedEngine(info=engine_info(**{"embeddings": "mean", "hidden_size": 2} | changes))
 
 
-async def test_the_openai_client_gets_vectors(connect: Connect) -> None:
+async def test_the_openai_client_gets_vectors() -> None:
     engine = embedding_engine()
-    async with openai_client(connect, engine) as client:
+    async with openai_client(engine) as client:
         reply = await client.embeddings.create(
             model="test/scripted", input=["ab", "cde"], dimensions=2, user="me"
         )
@@ -39,10 +38,10 @@ async def test_the_openai_client_gets_vectors(connect: Connect) -> None:
     assert {each.speculative.draft_strategy for each in engine.requests} == {"none"}
 
 
-async def test_as_many_texts_as_openai_takes_go_through_a_shorter_queue(connect: Connect) -> None:
+async def test_as_many_texts_as_openai_takes_go_through_a_shorter_queue() -> None:
     engine = embedding_engine()
     engine.capacity = 64
-    async with connect(engine) as http:
+    async with serve(engine) as http:
         for path, name in (("/embeddings", "data"), ("http://test/api/embed", "embeddings")):
             reply = await http.post(path, json={"input": ["a"] * 2048})
             assert len(reply.json()[name]) == 2048
@@ -50,9 +49,9 @@ async def test_as_many_texts_as_openai_takes_go_through_a_shorter_queue(connect:
     assert len(engine.requests[-1].prompt_token_ids) == 511
 
 
-async def test_numbers_come_as_text_or_as_bytes(connect: Connect) -> None:
+async def test_numbers_come_as_text_or_as_bytes() -> None:
     """The official client asks for the latter by itself, where it can."""
-    async with connect(embedding_engine()) as http:
+    async with serve(embedding_engine()) as http:
         body = {"input": "a"}
         (plain,) = (await http.post("/embeddings", json=body)).json()["data"]
         body["encoding_format"] = "base64"
@@ -61,9 +60,9 @@ async def test_numbers_come_as_text_or_as_bytes(connect: Connect) -> None:
     assert packed["embedding"] == "AAAAPwAAwkI="
 
 
-async def test_texts_that_spell_special_tokens_are_text(connect: Connect) -> None:
+async def test_texts_that_spell_special_tokens_are_text() -> None:
     engine = embedding_engine()
-    async with connect(engine) as http:
+    async with serve(engine) as http:
         await http.post("/embeddings", json={"input": "<|user|>"})
         await http.post("/embeddings", json={"input": [USER]})
     assert engine.requests[0].prompt_token_ids == tuple(b"<|user|>")
@@ -85,30 +84,28 @@ async def test_texts_that_spell_special_tokens_are_text(connect: Connect) -> Non
     ],
 )
 async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(
-    connect: Connect, body: dict[str, Any], param: str
+    body: dict[str, Any], param: str
 ) -> None:
     engine = embedding_engine()
-    async with connect(engine, body_processes=0) as http:
-        reply = await http.post("/embeddings", json=body)
+    reply = await post("/embeddings", body, engine, body_processes=0)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
     assert not engine.requests
 
 
-async def test_a_server_without_embeddings_says_how_to_have_them(connect: Connect) -> None:
+async def test_a_server_without_embeddings_says_how_to_have_them() -> None:
     engine = ScriptedEngine()
-    async with openai_client(connect, engine) as client:
+    async with openai_client(engine) as client:
         with pytest.raises(BadRequestError, match="--embeddings"):
             await client.embeddings.create(model="test/scripted", input="a")
-    async with connect(engine) as http:
-        reply = await http.post("http://test/api/embed", json={"input": "a"})
+    reply = await post("http://test/api/embed", {"input": "a"}, engine)
     assert reply.status_code == 400
     assert "--embeddings" in reply.json()["error"]
     assert not engine.requests
 
 
-async def test_the_ollama_client_gets_vectors(connect: Connect) -> None:
-    async with connect(embedding_engine()) as http:
+async def test_the_ollama_client_gets_vectors() -> None:
+    async with serve(embedding_engine()) as http:
         transport = httpx.ASGITransport(app=http.app)  # type: ignore[attr-defined]
         client = ollama.AsyncClient(host="http://test", transport=transport)
         several = await client.embed("test/scripted", ["ab", "cde"])
@@ -132,8 +129,8 @@ async def test_the_ollama_client_gets_vectors(connect: Connect) -> None:
     assert told == {"options.num_ctx", "options.temperature", "keep_alive"}
 
 
-async def test_what_ollamas_endpoints_refuse_is_named(connect: Connect) -> None:
-    async with connect(embedding_engine()) as http:
+async def test_what_ollamas_endpoints_refuse_is_named() -> None:
+    async with serve(embedding_engine()) as http:
         for path, body, named in (
             ("embed", {"input": "a" * 600}, "input"),
             ("embed", {"input": [1]}, "input"),
@@ -147,8 +144,8 @@ async def test_what_ollamas_endpoints_refuse_is_named(connect: Connect) -> None:
         assert missing.status_code == 404
 
 
-async def test_an_embedding_counts_as_a_request_without_a_token(connect: Connect) -> None:
-    async with connect(embedding_engine()) as http:
+async def test_an_embedding_counts_as_a_request_without_a_token() -> None:
+    async with serve(embedding_engine()) as http:
         await http.post("/embeddings", json={"input": ["a", "b"]})
         figures = (await http.get("http://test/metrics")).text
         card = (await http.get("/models")).json()["data"][0]

@@ -14,20 +14,19 @@ from drafters.options import SpeculativeParams
 from engine.speculation.gamma import gamma_policy_names
 from server.request.speculative import SpeculativeField
 from worlds.scripted_engine import ScriptedEngine
-from worlds.serving import Connect
+from worlds.serving import serve
 
-pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).resolve().parents[3]
 
 
 async def test_the_documented_file_is_a_new_endpoint(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     (source,) = re.findall(r'```python title="\S+pieces.py"\n(.*?)```', page, re.DOTALL)
     (tmp_path / "pieces.py").write_text(source, encoding="utf-8")
     monkeypatch.setattr(server.endpoints, "__path__", [*server.endpoints.__path__, str(tmp_path)])
-    async with connect(ScriptedEngine()) as client:
+    async with serve(ScriptedEngine()) as client:
         reply = await client.post("/pieces", json={"token_ids": [*b"ab"]})
         assert reply.json() == {"texts": ["a", "b"]}
         refused = await client.post("/pieces", json={"token_ids": [1], "colour": 1})
@@ -43,9 +42,9 @@ async def test_the_documented_file_is_a_new_endpoint(
     assert line in generate.endpoints_table()
 
 
-async def test_a_form_can_be_made_of_what_is_listed(connect: Connect) -> None:
+async def test_a_form_can_be_made_of_what_is_listed() -> None:
     caps = {"max_speculative_tokens": 12, "max_tree_width": 3}
-    async with connect(ScriptedEngine(), speculative_caps=caps) as client:
+    async with serve(ScriptedEngine(), speculative_caps=caps) as client:
         listed = (await client.get("/drafters")).json()
     told = {each["name"]: each for each in listed["fields"]}
     names = [each.name for each in fields(SpeculativeParams)]

@@ -12,9 +12,7 @@ import pytest
 from engine.request.errors import AdapterError
 from server.request.large_bodies import LARGE
 from worlds.scripted_engine import ScriptedEngine
-from worlds.serving import Connect, events
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import events, serve
 
 PATH = "http://test/admin/lora"
 KEY = {"authorization": "Bearer adm1n"}
@@ -29,9 +27,9 @@ async def ask(client: httpx.AsyncClient, model: str | None, **fields: Any) -> ht
     return await client.post("/completions", json={"prompt": "a", "model": model, **fields})
 
 
-async def test_the_model_field_chooses_and_the_reply_says_so(connect: Connect) -> None:
+async def test_the_model_field_chooses_and_the_reply_says_so() -> None:
     engine = ScriptedEngine()
-    async with connect(engine, admin_key="adm1n") as client:
+    async with serve(engine, admin_key="adm1n") as client:
         base = (await client.get("/models")).json()["data"][0]["id"]
         assert (await ask(client, "mine")).status_code == 404
         assert (await load(client, "mine")).status_code == 200
@@ -50,18 +48,16 @@ async def test_the_model_field_chooses_and_the_reply_says_so(connect: Connect) -
         assert tokens.status_code == 200
 
 
-async def test_fingerprints_tell_adapters_apart(connect: Connect) -> None:
-    async with connect(ScriptedEngine(), admin_key="adm1n") as client:
+async def test_fingerprints_tell_adapters_apart() -> None:
+    async with serve(ScriptedEngine(), admin_key="adm1n") as client:
         await load(client, "mine")
         base, mine = [(await ask(client, each)).json() for each in (None, "mine")]
         assert mine["system_fingerprint"] == base["system_fingerprint"] + "_" + ("0f" * 5)
 
 
-async def test_large_bodies_know_of_adapters_that_came_after_their_process(
-    connect: Connect,
-) -> None:
+async def test_large_bodies_know_of_adapters_that_came_after_their_process() -> None:
     engine = ScriptedEngine()
-    async with connect(engine, admin_key="adm1n", body_processes=1) as client:
+    async with serve(engine, admin_key="adm1n", body_processes=1) as client:
         body = json.dumps({"prompt": "a", "model": "mine"}) + " " * LARGE
         headers = {"content-type": "application/json"}
         for status in (404, 200, 404):
@@ -74,8 +70,8 @@ async def test_large_bodies_know_of_adapters_that_came_after_their_process(
         assert engine.requests[-1].adapter == "mine"
 
 
-async def test_models_list_adapters_with_their_parent(connect: Connect) -> None:
-    async with connect(ScriptedEngine(), admin_key="adm1n") as client:
+async def test_models_list_adapters_with_their_parent() -> None:
+    async with serve(ScriptedEngine(), admin_key="adm1n") as client:
         (base,) = (await client.get("/models")).json()["data"]
         await load(client, "org/mine")
         found = (await client.get("/models")).json()["data"]
@@ -89,10 +85,8 @@ async def test_models_list_adapters_with_their_parent(connect: Connect) -> None:
         assert refused["message"].endswith(f"This server serves '{base['id']}', 'org/mine'.")
 
 
-async def test_the_operator_loads_replaces_and_unloads(
-    connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with connect(ScriptedEngine(), admin_key="adm1n") as client:
+async def test_the_operator_loads_replaces_and_unloads(caplog: pytest.LogCaptureFixture) -> None:
+    async with serve(ScriptedEngine(), admin_key="adm1n") as client:
         base = (await client.get("/models")).json()["data"][0]["id"]
         with caplog.at_level(logging.WARNING, "slipstream.admin"):
             shown = (await load(client, "mine")).json()
@@ -124,18 +118,16 @@ async def test_the_operator_loads_replaces_and_unloads(
         ({"name": "a", "path": "/a", "rank": 3}, "rank"),
     ],
 )
-async def test_bodies_that_say_too_little_or_too_much(
-    connect: Connect, body: Any, param: str
-) -> None:
-    async with connect(ScriptedEngine(), admin_key="adm1n") as client:
+async def test_bodies_that_say_too_little_or_too_much(body: Any, param: str) -> None:
+    async with serve(ScriptedEngine(), admin_key="adm1n") as client:
         reply = await client.post(PATH, json=body, headers=KEY)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-async def test_a_damaged_adapter_is_a_400_with_the_reason(connect: Connect) -> None:
+async def test_a_damaged_adapter_is_a_400_with_the_reason() -> None:
     engine = ScriptedEngine()
     engine.refused_adapter = AdapterError("/adapters/mine: use_dora is set, which is not served")
-    async with connect(engine, admin_key="adm1n") as client:
+    async with serve(engine, admin_key="adm1n") as client:
         reply = await load(client, "mine")
         assert reply.status_code == 400
         assert "use_dora is set" in reply.json()["error"]["message"]

@@ -12,7 +12,7 @@ from anthropic.types import Message
 
 from engine.request.errors import EngineDeadError
 from engine.request.params import GenerationRequest
-from worlds.anthropic_clients import anthropic_client
+from worlds.official_clients import anthropic_client
 from worlds.scripted_engine import (
     ASSISTANT,
     CHAT_TEMPLATE,
@@ -22,9 +22,7 @@ from worlds.scripted_engine import (
     byte_tokenizer,
     engine_info,
 )
-from worlds.serving import Connect
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import serve
 
 TEXT = "hello wörld"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -112,9 +110,9 @@ async def test_a_stream_says_what_the_whole_message_says(
     assert len(ids) == text.count(CALL)
 
 
-async def test_events_come_in_anthropics_order(connect: Connect) -> None:
+async def test_events_come_in_anthropics_order() -> None:
     text = f"<think>hm</think>Look.\n{CALL}"
-    async with connect(ScriptedEngine(text), byte_tokenizer(THINKING)) as http:
+    async with serve(ScriptedEngine(text), byte_tokenizer(THINKING)) as http:
         body = ASKED | {"tools": [TOOL], "stream": True}
         reply = await http.post("/messages?beta=true", json=body)
     found = []
@@ -301,39 +299,36 @@ async def test_thoughts_may_be_left_out_and_are_counted() -> None:
     assert message.usage.output_tokens_details.thinking_tokens == 17
 
 
-async def test_effort_and_a_format_have_their_effect() -> None:
-    engine = ScriptedEngine('{"city": "Köln"}')
-    config: Any = {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}
-    async with anthropic_client(engine) as client:
-        await client.messages.create(**ASKED, output_config=config)
-    (request,) = engine.requests
-    assert prompt_of(request).endswith("effort low <|assistant|>")
-    assert "city" in request.sampling.grammar
+AS_JSON: Any = {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}
+EXAMPLE: Any = {"input_examples": [{"city": "Bonn"}], "eager_input_streaming": True}
 
 
 @pytest.mark.parametrize(
-    ("choice", "part"),
+    ("fields", "prompt", "grammar"),
     [
-        ({"type": "any"}, "get_weather"),
-        ({"type": "tool", "name": "get_weather"}, "get_weather"),
-        ({"type": "auto", "disable_parallel_tool_use": True}, "get_weather"),
-        ({"type": "auto"}, ""),
+        ({"output_config": AS_JSON}, "effort low <|assistant|>", "city"),
+        ({"tools": [TOOL | EXAMPLE]}, '"examples": [{"city": "Bonn"}]', ""),
+        *(
+            ({"tools": [TOOL], "tool_choice": choice}, "get_weather", grammar)
+            for choice, grammar in (
+                ({"type": "any"}, "get_weather"),
+                ({"type": "tool", "name": "get_weather"}, "get_weather"),
+                ({"type": "auto", "disable_parallel_tool_use": True}, "get_weather"),
+                ({"type": "auto"}, ""),
+            )
+        ),
     ],
 )
-async def test_a_choice_of_tools_holds_the_text(choice: Any, part: str) -> None:
+async def test_fields_have_their_effect_on_the_prompt_and_hold_the_text(
+    fields: Any, prompt: str, grammar: str
+) -> None:
     engine = ScriptedEngine(CALL)
     async with anthropic_client(engine, tool_call_parser="hermes") as client:
-        await client.messages.create(**ASKED, tools=[TOOL], tool_choice=choice)
-    grammar = engine.requests[0].sampling.grammar
-    assert (part in grammar) if part else not grammar
-
-
-async def test_examples_are_shown_with_the_schema() -> None:
-    engine = ScriptedEngine(TEXT)
-    tool = TOOL | {"input_examples": [{"city": "Bonn"}], "eager_input_streaming": True}
-    async with anthropic_client(engine, tool_call_parser="hermes") as client:
-        await client.messages.create(**ASKED, tools=[tool])
-    assert '"examples": [{"city": "Bonn"}]' in prompt_of(engine.requests[0])
+        await client.messages.create(**ASKED, **fields)
+    (request,) = engine.requests
+    assert prompt in prompt_of(request)
+    found = request.sampling.grammar
+    assert grammar in found if grammar else not found
 
 
 AGENTS: dict[str, Any] = {
@@ -355,9 +350,9 @@ AGENTS: dict[str, Any] = {
 """What a coding agent sends, and what others may."""
 
 
-async def test_what_agents_send_is_taken(connect: Connect) -> None:
+async def test_what_agents_send_is_taken() -> None:
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a-2025-01-01,b-2025-01-01"}
-    async with connect(ScriptedEngine(TEXT)) as http:
+    async with serve(ScriptedEngine(TEXT)) as http:
         reply = await http.post("/messages?beta=true", json=ASKED | AGENTS, headers=headers)
     assert reply.status_code == 200, reply.text
     assert '"context_management":{"applied_edits":[]}' in reply.text
@@ -418,10 +413,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("asked", "field", "part"), REFUSED)
 async def test_what_cannot_be_is_refused_by_name(
-    connect: Connect, asked: dict[str, Any], field: str, part: str
+    asked: dict[str, Any], field: str, part: str
 ) -> None:
     engine = ScriptedEngine(TEXT)
-    async with connect(engine, tool_call_parser="hermes") as http:
+    async with serve(engine, tool_call_parser="hermes") as http:
         reply = await http.post("/messages", json=ASKED | asked)
         assert (reply.status_code, reply.json()["type"]) == (400, "error"), reply.text
         error = reply.json()["error"]

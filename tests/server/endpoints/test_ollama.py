@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
 
-import httpx
 import ollama
 import pytest
 
-from engine.request.errors import EngineDeadError
 from server.endpoints.ollama_models import OLLAMA_VERSION
 from server.request.large_bodies import LARGE
 from worlds.client_servers import slipstream
+from worlds.official_clients import ollama_client
 from worlds.request_bodies import TOOLS
 from worlds.scripted_engine import (
     ASSISTANT,
@@ -26,9 +23,7 @@ from worlds.scripted_engine import (
     byte_tokenizer,
     engine_info,
 )
-from worlds.serving import Connect
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import post, serve
 
 TEXT = "hello wörld"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -36,15 +31,6 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</
 THINKING = CHAT_TEMPLATE + "{% if false %}</think>{% endif %}"
 SWITCHED = THINKING + "{% if enable_thinking is defined and not enable_thinking %}QUIET{% endif %}"
 OF_A_REQUEST = ("created_at", "total_duration", "load_duration", "seed")
-
-
-@asynccontextmanager
-async def ollama_client(
-    connect: Connect, engine: ScriptedEngine, **settings: Any
-) -> AsyncIterator[ollama.AsyncClient]:
-    async with connect(engine, **settings) as http:
-        transport = httpx.ASGITransport(app=http.app, raise_app_exceptions=False)  # type: ignore[attr-defined]
-        yield ollama.AsyncClient(host="http://test", transport=transport)
 
 
 def lines(text: str) -> list[Any]:
@@ -58,9 +44,9 @@ def prompt_of(engine: ScriptedEngine, index: int = -1) -> str:
     return "".join("|" if each >= 256 else chr(each) for each in ids)
 
 
-async def test_the_official_client_chats(connect: Connect) -> None:
+async def test_the_official_client_chats() -> None:
     engine = ScriptedEngine(TEXT)
-    async with ollama_client(connect, engine) as client:
+    async with ollama_client(engine) as client:
         reply = await client.chat("test/scripted:latest", MESSAGES, options={"seed": 3})
     assert reply.message.role == "assistant"
     assert reply.message.content == TEXT
@@ -76,9 +62,9 @@ async def test_the_official_client_chats(connect: Connect) -> None:
     assert request.sampling.seed == 3
 
 
-async def test_a_stream_says_what_the_whole_reply_says(connect: Connect) -> None:
+async def test_a_stream_says_what_the_whole_reply_says() -> None:
     engine = ScriptedEngine(f"<think>hm</think>Look.\n{CALL}\n{CALL}")
-    async with connect(engine, byte_tokenizer(THINKING)) as http:
+    async with serve(engine, byte_tokenizer(THINKING)) as http:
         body = {"messages": MESSAGES, "tools": TOOLS, "options": {"seed": 1}}
         streamed = await http.post("http://test/api/chat", json=body)
         whole = await http.post("http://test/api/chat", json=body | {"stream": False})
@@ -106,8 +92,8 @@ async def test_a_stream_says_what_the_whole_reply_says(connect: Connect) -> None
     assert last["speculative"]["num_accepted_tokens"] == 7
 
 
-async def test_the_official_client_streams(connect: Connect) -> None:
-    async with ollama_client(connect, ScriptedEngine(TEXT)) as client:
+async def test_the_official_client_streams() -> None:
+    async with ollama_client(ScriptedEngine(TEXT)) as client:
         stream = await client.chat("test/scripted", MESSAGES, stream=True)
         chat = [each async for each in stream]
         stream = await client.generate("test/scripted", "hi", stream=True)
@@ -136,7 +122,7 @@ def test_the_official_synchronous_client_is_served() -> None:
     assert refused.value.status_code == 401
 
 
-async def test_a_loop_of_tools_goes_round(connect: Connect) -> None:
+async def test_a_loop_of_tools_goes_round() -> None:
     """What came out goes in again as the client has it: without the calls' ids."""
     engine = ScriptedEngine(f"Look.{CALL}{CALL}")
 
@@ -148,7 +134,7 @@ async def test_a_loop_of_tools_goes_round(connect: Connect) -> None:
         """
         return f"rain in {city}"
 
-    async with ollama_client(connect, engine) as client:
+    async with ollama_client(engine) as client:
         first = await client.chat("test/scripted", MESSAGES, tools=[get_weather])
         calls = first.message.tool_calls or []
         answers = [
@@ -168,9 +154,9 @@ async def test_a_loop_of_tools_goes_round(connect: Connect) -> None:
     )
 
 
-async def test_generate_is_a_message_or_text_as_it_is(connect: Connect) -> None:
+async def test_generate_is_a_message_or_text_as_it_is() -> None:
     engine = ScriptedEngine(TEXT)
-    async with ollama_client(connect, engine) as client:
+    async with ollama_client(engine) as client:
         reply = await client.generate("test/scripted", "hi", system="be brief")
         assert reply.response == TEXT
         assert prompt_of(engine) == "|system: be brief\n|user: hi\n|"
@@ -180,7 +166,7 @@ async def test_generate_is_a_message_or_text_as_it_is(connect: Connect) -> None:
         assert engine.requests[1].sampling.max_tokens == room
 
 
-async def test_options_are_those_of_the_engine(connect: Connect) -> None:
+async def test_options_are_those_of_the_engine() -> None:
     options = {
         "temperature": 0.5,
         "top_k": 7,
@@ -198,7 +184,7 @@ async def test_options_are_those_of_the_engine(connect: Connect) -> None:
         "cache_salt": "mine",
     }
     engine = ScriptedEngine(TEXT)
-    async with ollama_client(connect, engine) as client:
+    async with ollama_client(engine) as client:
         reply = await client.chat("test/scripted", MESSAGES, options=options)
         await client.chat("test/scripted", MESSAGES)
         await client.generate("test/scripted", "a", options={"num_predict": -2, "seed": -1})
@@ -258,22 +244,19 @@ async def test_options_are_those_of_the_engine(connect: Connect) -> None:
         ("generate", {"colour": 1}, "colour"),
     ],
 )
-async def test_a_refusal_names_the_field(
-    connect: Connect, path: str, fields: dict[str, Any], named: str
-) -> None:
+async def test_a_refusal_names_the_field(path: str, fields: dict[str, Any], named: str) -> None:
     engine = ScriptedEngine(TEXT)
     body = ({"messages": MESSAGES} if path == "chat" else {"prompt": "a"}) | fields
-    async with connect(engine) as http:
-        reply = await http.post(f"http://test/api/{path}", json=body)
+    reply = await post(f"http://test/api/{path}", body, engine)
     assert reply.status_code == 400, reply.text
     assert reply.json().keys() == {"error"}
     assert named in reply.json()["error"]
     assert not engine.requests
 
 
-async def test_nothing_to_answer_is_a_load(connect: Connect) -> None:
+async def test_nothing_to_answer_is_a_load() -> None:
     engine = ScriptedEngine(TEXT)
-    async with ollama_client(connect, engine) as client:
+    async with ollama_client(engine) as client:
         loaded = await client.generate("test/scripted")
         assert (loaded.done, loaded.done_reason, loaded.response) == (True, "load", "")
         unloaded = await client.chat("test/scripted", [], keep_alive=0)
@@ -284,10 +267,10 @@ async def test_nothing_to_answer_is_a_load(connect: Connect) -> None:
     assert not engine.requests
 
 
-async def test_formats_hold_the_text(connect: Connect) -> None:
+async def test_formats_hold_the_text() -> None:
     schema = {"type": "object", "properties": {"zulu": {"type": "string"}}}
     engine = ScriptedEngine(TEXT)
-    async with ollama_client(connect, engine) as client:
+    async with ollama_client(engine) as client:
         await client.chat("test/scripted", MESSAGES, format=schema)
         await client.generate("test/scripted", "a", format="json")
         await client.generate("test/scripted", "a", format=schema, raw=True)
@@ -296,9 +279,9 @@ async def test_formats_hold_the_text(connect: Connect) -> None:
     assert all(grammars)
 
 
-async def test_thinking_is_switched_where_the_template_has_a_switch(connect: Connect) -> None:
+async def test_thinking_is_switched_where_the_template_has_a_switch() -> None:
     engine = ScriptedEngine("<think>hm</think>yes")
-    async with ollama_client(connect, engine, tokenizer=byte_tokenizer(SWITCHED)) as client:
+    async with ollama_client(engine, byte_tokenizer(SWITCHED)) as client:
         silent = await client.chat("test/scripted", MESSAGES, think=False)
         assert silent.message.thinking is None
         assert prompt_of(engine).endswith("QUIET")
@@ -307,23 +290,21 @@ async def test_thinking_is_switched_where_the_template_has_a_switch(connect: Con
         told = await client.generate("test/scripted", "a", think="high")
         assert told.thinking == "hm"
         assert "effort high" in prompt_of(engine)
-    async with ollama_client(connect, ScriptedEngine(TEXT)) as client:
+    async with ollama_client(ScriptedEngine(TEXT)) as client:
         reply = await client.chat("test/scripted", MESSAGES, think=False)
         assert reply.message.content == TEXT
 
 
-async def test_a_level_that_the_template_does_not_read_is_refused(connect: Connect) -> None:
+async def test_a_level_that_the_template_does_not_read_is_refused() -> None:
     template = THINKING.replace("reasoning_effort", "other")
-    async with ollama_client(
-        connect, ScriptedEngine(), tokenizer=byte_tokenizer(template)
-    ) as client:
+    async with ollama_client(ScriptedEngine(), byte_tokenizer(template)) as client:
         await client.chat("test/scripted", MESSAGES, think=True)
         with pytest.raises(ollama.ResponseError, match="think"):
             await client.chat("test/scripted", MESSAGES, think="low")
 
 
-async def test_logprobs_come_with_their_pieces(connect: Connect) -> None:
-    async with ollama_client(connect, ScriptedEngine(TEXT)) as client:
+async def test_logprobs_come_with_their_pieces() -> None:
+    async with ollama_client(ScriptedEngine(TEXT)) as client:
         whole = await client.chat("test/scripted", MESSAGES, logprobs=True, top_logprobs=2)
         stream = await client.generate("test/scripted", "a", raw=True, logprobs=True, stream=True)
         pieces = [one for each in [part async for part in stream] for one in each.logprobs or []]
@@ -333,33 +314,21 @@ async def test_logprobs_come_with_their_pieces(connect: Connect) -> None:
     assert len(whole.logprobs[0].top_logprobs or []) == 2
 
 
-async def test_a_stream_that_breaks_ends_with_the_error(connect: Connect) -> None:
-    engine = ScriptedEngine(TEXT)
-    engine.break_after, engine.error = 2, EngineDeadError("gone")
-    async with connect(engine) as http:
-        reply = await http.post("http://test/api/chat", json={"messages": MESSAGES})
-    assert reply.status_code == 200
-    *_, last = lines(reply.text)
-    assert last.keys() == {"error"}
-    assert "stopped" in last["error"]
-
-
-async def test_a_full_queue_is_a_429_before_the_stream(connect: Connect) -> None:
+async def test_a_full_queue_is_a_429_before_the_stream() -> None:
     engine = ScriptedEngine(TEXT)
     engine.capacity = 0
-    async with connect(engine) as http:
-        reply = await http.post("http://test/api/chat", json={"messages": MESSAGES})
+    reply = await post("http://test/api/chat", {"messages": MESSAGES}, engine)
     assert reply.status_code == 429
     assert reply.headers["retry-after"] == "3"
     assert "queue" in reply.json()["error"]
 
 
 @pytest.mark.parametrize("padding", [0, LARGE])
-async def test_a_body_is_json_whatever_it_is_called(connect: Connect, padding: int) -> None:
+async def test_a_body_is_json_whatever_it_is_called(padding: int) -> None:
     """``curl -d`` calls it a form."""
     engine = ScriptedEngine(TEXT, info=engine_info(max_model_len=100_000))
     headers = {"content-type": "application/x-www-form-urlencoded"}
-    async with connect(engine, body_processes=0) as http:
+    async with serve(engine, body_processes=0) as http:
         content = json.dumps({"model": "test/scripted", "prompt": "a" * (1 + padding)})
         reply = await http.post("http://test/api/generate", content=content, headers=headers)
         assert reply.status_code == 200, reply.text
@@ -370,10 +339,10 @@ async def test_a_body_is_json_whatever_it_is_called(connect: Connect, padding: i
         assert refused.status_code == 400
 
 
-async def test_the_model_is_listed_shown_and_running(connect: Connect) -> None:
+async def test_the_model_is_listed_shown_and_running() -> None:
     info = engine_info(architecture="llama", hidden_size=48, num_parameters=134_515_008)
     template = byte_tokenizer(THINKING)
-    async with ollama_client(connect, ScriptedEngine(info=info), tokenizer=template) as client:
+    async with ollama_client(ScriptedEngine(info=info), template) as client:
         (listed,) = (await client.list()).models
         assert listed.model == "test/scripted:latest"
         assert listed.size == 4 * 134_515_008
@@ -396,14 +365,14 @@ async def test_the_model_is_listed_shown_and_running(connect: Connect) -> None:
             await client.show("another")
         assert missing.value.status_code == 404
     async with ollama_client(
-        connect, ScriptedEngine(), tokenizer=byte_tokenizer("{{ messages[0].content }}")
+        ScriptedEngine(), byte_tokenizer("{{ messages[0].content }}")
     ) as client:
         assert (await client.show("test/scripted")).capabilities == ["completion"]
 
 
-async def test_adapters_are_listed_and_known_by_their_names(connect: Connect) -> None:
+async def test_adapters_are_listed_and_known_by_their_names() -> None:
     engine = ScriptedEngine(TEXT)
-    async with ollama_client(connect, engine, served_model_name="base") as client:
+    async with ollama_client(engine, served_model_name="base") as client:
         await engine.load_adapter("mine", "/adapters/mine")
         for listed in ((await client.list()).models, (await client.ps()).models):
             assert [each.model for each in listed] == ["base:latest", "mine:latest"]
@@ -420,18 +389,16 @@ async def test_adapters_are_listed_and_known_by_their_names(connect: Connect) ->
             await client.chat("mine:2", MESSAGES)
 
 
-async def test_a_name_with_a_tag_is_listed_as_it_is(connect: Connect) -> None:
-    async with ollama_client(
-        connect, ScriptedEngine(TEXT), served_model_name="qwen:0.6b"
-    ) as client:
+async def test_a_name_with_a_tag_is_listed_as_it_is() -> None:
+    async with ollama_client(ScriptedEngine(TEXT), served_model_name="qwen:0.6b") as client:
         assert [each.model for each in (await client.list()).models] == ["qwen:0.6b"]
         assert (await client.chat("qwen:0.6b", MESSAGES)).message.content == TEXT
         with pytest.raises(ollama.ResponseError):
             await client.chat("qwen", MESSAGES)
 
 
-async def test_what_would_change_the_model_is_refused(connect: Connect) -> None:
-    async with ollama_client(connect, ScriptedEngine()) as client:
+async def test_what_would_change_the_model_is_refused() -> None:
+    async with ollama_client(ScriptedEngine()) as client:
         for change in (
             client.pull("test/scripted"),
             client.push("test/scripted"),
@@ -444,8 +411,8 @@ async def test_what_would_change_the_model_is_refused(connect: Connect) -> None:
             assert refused.value.status_code == 400
 
 
-async def test_probes_find_a_server(connect: Connect) -> None:
-    async with connect(ScriptedEngine(), api_key="s3cret") as http:
+async def test_probes_find_a_server() -> None:
+    async with serve(ScriptedEngine(), api_key="s3cret") as http:
         assert (await http.head("http://test/")).status_code == 200
         assert (await http.get("http://test/")).headers["content-type"].startswith("text/html")
         assert (await http.get("http://test/api/version")).status_code == 401
@@ -456,10 +423,7 @@ async def test_probes_find_a_server(connect: Connect) -> None:
         assert (await http.get("http://test/api/nothing", headers=key)).json().keys() == {"error"}
 
 
-async def test_a_raw_prompt_gets_the_tokenizers_bos_where_it_has_no_tokens(
-    connect: Connect,
-) -> None:
+async def test_a_raw_prompt_gets_the_tokenizers_bos_where_it_has_no_tokens() -> None:
     engine = ScriptedEngine(TEXT)
-    async with connect(engine) as http:
-        await http.post("http://test/api/generate", json={"prompt": "<s>", "raw": True})
+    await post("http://test/api/generate", {"prompt": "<s>", "raw": True}, engine)
     assert list(engine.requests[0].prompt_token_ids) == [BOS]

@@ -14,7 +14,6 @@ from server.http.listener import bind
 from worlds.live_server import HANG, live
 from worlds.serving import endless, events, until
 
-pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 400}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import pytest
 from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
@@ -14,9 +15,8 @@ from server.reply.completions import Completion, CompletionChunk
 from server.reply.ollama import OllamaChatReply, OllamaGenerateReply
 from server.request.speculative import SpeculativeCaps
 from worlds.scripted_engine import ScriptedEngine
-from worlds.serving import Connect, events
+from worlds.serving import events, serve
 
-pytestmark = pytest.mark.anyio
 GENERATING = {
     "/v1/completions": (Completion, CompletionChunk, {"prompt": "a"}),
     "/v1/chat/completions": (
@@ -38,13 +38,12 @@ ALL_FIELDS = {
 }
 
 
-async def schema_of(connect: Connect) -> dict[str, Any]:
-    async with connect(ScriptedEngine()) as client:
-        return dict((await client.get("http://test/openapi.json")).json())
+@pytest.fixture
+async def schema(client: httpx.AsyncClient) -> dict[str, Any]:
+    return dict((await client.get("http://test/openapi.json")).json())
 
 
-async def test_every_status_is_told_and_422_is_none(connect: Connect) -> None:
-    schema = await schema_of(connect)
+async def test_every_status_is_told_and_422_is_none(schema: dict[str, Any]) -> None:
     for path, methods in schema["paths"].items():
         for operation in methods.values():
             answers = operation["responses"]
@@ -67,8 +66,7 @@ async def test_every_status_is_told_and_422_is_none(connect: Connect) -> None:
     assert "HTTPValidationError" not in schema["components"]["schemas"]
 
 
-async def test_all_that_is_referred_to_is_there(connect: Connect) -> None:
-    schema = await schema_of(connect)
+async def test_all_that_is_referred_to_is_there(schema: dict[str, Any]) -> None:
     text = json.dumps(schema)
     names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= schema["components"]["schemas"].keys()
@@ -76,11 +74,11 @@ async def test_all_that_is_referred_to_is_there(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("path", GENERATING)
-async def test_replies_and_events_have_the_shape_that_is_told(connect: Connect, path: str) -> None:
+async def test_replies_and_events_have_the_shape_that_is_told(path: str) -> None:
     whole, chunk, base = GENERATING[path]
     body = base | ALL_FIELDS | ({"logprobs": True, "top_logprobs": 1} if "chat" in path else {})
     options = {"include_usage": True, "continuous_usage_stats": True}
-    async with connect(ScriptedEngine("hello")) as client:
+    async with serve(ScriptedEngine("hello")) as client:
         url = f"http://test{path}"
         reply = (await client.post(url, json=body)).json()
         streamed = {"stream": True, "stream_options": options}
@@ -99,9 +97,9 @@ async def test_replies_and_events_have_the_shape_that_is_told(connect: Connect, 
 
 
 @pytest.mark.parametrize("path", IN_LINES)
-async def test_lines_have_the_shape_that_is_told(connect: Connect, path: str) -> None:
+async def test_lines_have_the_shape_that_is_told(path: str) -> None:
     kind, base = IN_LINES[path]
-    async with connect(ScriptedEngine("hello")) as client:
+    async with serve(ScriptedEngine("hello")) as client:
         url = f"http://test{path}"
         body = base | {"logprobs": True, "top_logprobs": 1}
         reply = (await client.post(url, json=body | {"stream": False})).json()
@@ -188,9 +186,8 @@ REFUSED = [
 ]
 
 
-async def test_what_the_schema_lets_through_is_what_is_taken(connect: Connect) -> None:
-    schema = await schema_of(connect)
-    async with connect(ScriptedEngine(), tool_call_parser="hermes") as client:
+async def test_what_the_schema_lets_through_is_what_is_taken(schema: dict[str, Any]) -> None:
+    async with serve(ScriptedEngine(), tool_call_parser="hermes") as client:
         for cases, status in ((TAKEN, 200), (REFUSED, 400)):
             for path, body in cases:
                 content = schema["paths"][path]["post"]["requestBody"]["content"]
@@ -201,7 +198,7 @@ async def test_what_the_schema_lets_through_is_what_is_taken(connect: Connect) -
                 assert is_valid == (status == 200), (path, body)
 
 
-async def test_caps_have_the_bounds_of_the_settings(connect: Connect) -> None:
-    caps = (await schema_of(connect))["components"]["schemas"]["SpeculativeCaps"]["properties"]
+async def test_caps_have_the_bounds_of_the_settings(schema: dict[str, Any]) -> None:
+    caps = schema["components"]["schemas"]["SpeculativeCaps"]["properties"]
     assert caps["max_tree_width"]["anyOf"] == [{"type": "integer", "minimum": 1}, {"type": "null"}]
     assert caps.keys() == SpeculativeCaps.model_fields.keys()

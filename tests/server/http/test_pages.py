@@ -11,9 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
-from worlds.serving import Connect
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import serve
 
 TYPES = {
     ".html": "text/html",
@@ -39,10 +37,10 @@ class Addresses(HTMLParser):
 
 @pytest.mark.parametrize(("page", "folder"), [(PLAYGROUND, "playground"), (REFERENCE, "reference")])
 async def test_a_page_and_all_it_asks_for_are_served_without_the_apis_key(
-    connect: Connect, page: httpx.URL, folder: str
+    page: httpx.URL, folder: str
 ) -> None:
     """Followed from the page, all addresses lead to files of ours, and to each of them."""
-    async with connect(ScriptedEngine(), api_key="s3cret") as client:
+    async with serve(ScriptedEngine(), api_key="s3cret") as client:
         seen: dict[str, httpx.Response] = {}
         wanted = [page]
         while wanted:
@@ -69,9 +67,10 @@ async def test_a_page_and_all_it_asks_for_are_served_without_the_apis_key(
 
 
 @pytest.mark.parametrize("page", [PLAYGROUND, REFERENCE])
-async def test_a_policy_keeps_the_page_to_its_server(connect: Connect, page: httpx.URL) -> None:
-    async with connect(ScriptedEngine()) as client:
-        reply = await client.get(page)
+async def test_a_policy_keeps_the_page_to_its_server(
+    client: httpx.AsyncClient, page: httpx.URL
+) -> None:
+    reply = await client.get(page)
     directives = reply.headers["content-security-policy"].split("; ")
     policy = {name: sources for name, _, sources in (each.partition(" ") for each in directives)}
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
@@ -90,9 +89,8 @@ NOWHERE = ("nothing.js", "..%2Fpage.py", "%2e%2e%2fpage.py", "")
 @pytest.mark.parametrize(
     "path", [*(f"{place}/{name}" for place in ("playground", "docs") for name in NOWHERE), "redoc"]
 )
-async def test_nothing_else_is_served(connect: Connect, path: str) -> None:
-    async with connect(ScriptedEngine()) as client:
-        reply = await client.get(f"http://test/{path}", follow_redirects=False)
+async def test_nothing_else_is_served(client: httpx.AsyncClient, path: str) -> None:
+    reply = await client.get(f"http://test/{path}", follow_redirects=False)
     assert reply.status_code == (307 if path == "docs/" else 404)
     if path != "docs/":
         assert reply.json()["error"]["type"] == "not_found_error"
@@ -106,10 +104,8 @@ async def test_frameworks_own_pages_would_load_from_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}", None])
-async def test_the_model_card_tells_of_a_chat_and_of_attention(
-    connect: Connect, template: str | None
-) -> None:
-    async with connect(ScriptedEngine(), byte_tokenizer(template)) as client:
+async def test_the_model_card_tells_of_a_chat_and_of_attention(template: str | None) -> None:
+    async with serve(ScriptedEngine(), byte_tokenizer(template)) as client:
         (card,) = (await client.get("/models")).json()["data"]
     assert card["has_chat_template"] == (template is not None)
     assert card["attention_backend"] == "paged"

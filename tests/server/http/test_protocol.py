@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
 from uvicorn.server import ServerState
 
 import server.http.protocol
@@ -18,7 +17,6 @@ from worlds.live_server import HANG, Live, RawConnection, live
 from worlds.scripted_engine import ScriptedEngine, engine_info
 from worlds.serving import endless, until
 
-pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 400}
 NUM_TOKENS = 4000
 VERBOSE: dict[str, Any] = {"prompt": "x", "max_tokens": NUM_TOKENS, "stream": True, "logprobs": 5}
@@ -221,11 +219,10 @@ async def test_all_that_answers_begin_with_may_be_sent_ahead_and_no_more(
     assert b'"finish_reason":"length"' in answer
 
 
-async def test_who_sends_no_more_from_the_first_on_gets_the_answer_too() -> None:
-    async with live(ScriptedEngine("ab")) as found, RawConnection(found) as client:
-        await client.post("/v1/completions", BODY)
-        client.send_no_more()
-        answer = await client.read_to_end()
+async def test_who_sends_no_more_from_the_first_on_gets_the_answer_too(raw: RawConnection) -> None:
+    await raw.post("/v1/completions", BODY)
+    raw.send_no_more()
+    answer = await raw.read_to_end()
     assert b"HTTP/1.1 200 OK" in answer
     assert b"connection: close" in answer
 
@@ -290,25 +287,6 @@ async def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer() -
     assert b"400" not in answer
     assert refusal.startswith(b"HTTP/1.1 400 ")
     assert engine.closed_early == []
-
-
-async def test_the_openai_client_streams_over_http() -> None:
-    engine = ScriptedEngine("hello wörld")
-    async with (
-        live(engine) as found,
-        AsyncOpenAI(api_key="x", base_url=f"{found.url}/v1") as client,
-    ):
-        stream = await client.chat.completions.create(
-            model="test/scripted",
-            messages=[{"role": "user", "content": "hi"}],
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        chunks = [chunk async for chunk in stream]
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == "hello wörld"
-    assert chunks[-1].usage is not None
-    assert engine.stopped_with == 1
 
 
 async def test_chunks_arrive_while_the_request_runs() -> None:

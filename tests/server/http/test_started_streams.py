@@ -16,7 +16,6 @@ from worlds.live_server import Live, RawConnection, live
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import until
 
-pytestmark = pytest.mark.anyio
 REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
@@ -73,6 +72,10 @@ def assert_told(path: str, answer: bytes, code: str | None) -> None:
         assert answer.rstrip(b"\r\n0").endswith(b"data: [DONE]")
 
 
+def broken(*_: Any) -> bytes:
+    raise ZeroDivisionError(SECRET)
+
+
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize(
@@ -95,10 +98,6 @@ async def test_what_breaks_in_the_server_is_told(
     monkeypatch: pytest.MonkeyPatch, path: str, method: str
 ) -> None:
     kind: type[Writer] = ResponsesWriter if path == "/v1/responses" else ChunkWriter
-
-    def broken(*_: Any) -> bytes:
-        raise ZeroDivisionError(SECRET)
-
     monkeypatch.setattr(kind, method, broken)
     engine = ScriptedEngine("hello world")
     async with live(engine) as found:
@@ -111,10 +110,6 @@ async def test_where_the_error_cannot_be_told_in_its_form_it_is_told_in_another(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     kind: type[Writer] = ResponsesWriter if path == "/v1/responses" else ChunkWriter
-
-    def broken(*_: Any) -> bytes:
-        raise ZeroDivisionError(SECRET)
-
     monkeypatch.setattr(kind, "failure", broken)
     engine = ScriptedEngine("hello world", group_sizes=(2,))
     engine.break_after, engine.error = 2, RequestFailedError(SECRET)
@@ -123,13 +118,13 @@ async def test_where_the_error_cannot_be_told_in_its_form_it_is_told_in_another(
     assert data["error"]["code"] == "request_failed"
 
 
-async def test_where_nothing_can_be_told_in_lines_of_json_but_the_error_it_is_a_line(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_in_lines_of_json_the_error_is_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
 ) -> None:
-    def broken(*_: Any) -> bytes:
-        raise ZeroDivisionError(SECRET)
-
-    monkeypatch.setattr(OllamaWriter, "failure", broken)
+    """Also where the writer of that line breaks."""
+    if breaks:
+        monkeypatch.setattr(OllamaWriter, "failure", broken)
     engine = ScriptedEngine("hello world", group_sizes=(2,))
     engine.break_after, engine.error = 2, RequestFailedError(SECRET)
     body = {"messages": [{"role": "user", "content": "x"}]}

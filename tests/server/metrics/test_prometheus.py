@@ -14,10 +14,7 @@ from engine.request.stats import StepStats
 from server.metrics.prometheus import Metrics
 from worlds.scraping import STEP, scrape, value
 from worlds.scripted_engine import ScriptedEngine, engine_info
-from worlds.serving import Connect
-
-pytestmark = pytest.mark.anyio
-
+from worlds.serving import serve
 
 MODEL = {"model_name": "test/scripted"}
 # As Prometheus asks, for OpenMetrics first.
@@ -56,16 +53,9 @@ def test_a_client_finds_what_it_reads(kind: str, accept: str) -> None:
             assert sample.labels["model_name"] == "test/scripted"
 
 
-async def test_blocks_are_told_before_the_first_request(connect: Connect) -> None:
-    async with connect(ScriptedEngine()) as client:
-        text = (await client.get("http://test/metrics")).text
-    for state, number in (("free", 100.0), ("draft", 0.0), ("committed", 0.0), ("cached", 0.0)):
-        assert f'slipstream_kv_blocks{{state="{state}"}} {number}\n' in text
-
-
-async def test_steps_are_counted(connect: Connect) -> None:
+async def test_steps_are_counted() -> None:
     engine = ScriptedEngine()
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         engine.emit(STEP)
         engine.emit(STEP)
         seen = await scrape(client)
@@ -124,13 +114,11 @@ async def test_steps_are_counted(connect: Connect) -> None:
     assert value(seen, "vllm:cache_config_info", **MODEL, **sizes) == 1
 
 
-async def test_what_tenants_did_is_counted_under_their_names_in_the_file(
-    connect: Connect, tmp_path: Path
-) -> None:
+async def test_what_tenants_did_is_counted_under_their_names_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("tenants: [{name: a, key: ka}, {name: b, key: kb}]")
     engine = ScriptedEngine("hello")
-    async with connect(engine, api_keys_file=str(file)) as client:
+    async with serve(engine, api_keys_file=str(file)) as client:
         body = {"prompt": "abc", "user": "b"}
         await client.post("/completions", json=body, headers={"Authorization": "Bearer ka"})
         engine.capacity = 0
@@ -145,9 +133,9 @@ async def test_what_tenants_did_is_counted_under_their_names_in_the_file(
     assert value(seen, rejections, tenant="b", reason="queue_full") == 1
 
 
-async def test_requests_are_observed(connect: Connect) -> None:
+async def test_requests_are_observed() -> None:
     engine = ScriptedEngine("hello")
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         await client.post("/completions", json={"prompt": "abc", "n": 2})
         await client.post("/completions", json={"prompt": 1})
         seen = await scrape(client)
@@ -184,25 +172,26 @@ async def test_requests_are_observed(connect: Connect) -> None:
     assert (ended, frozenset({**MODEL, "finished_reason": "rejected"}.items())) not in seen
 
 
-async def test_rejections_are_counted_by_reason(connect: Connect) -> None:
-    async with connect(ScriptedEngine()) as client:
-        await client.post("/completions", json={"prompt": 1})
-        await client.post("/completions", json={"prompt": "a" * 600})
-        seen = await scrape(client)
+async def test_rejections_are_counted_by_reason(client: Any) -> None:
+    await client.post("/completions", json={"prompt": 1})
+    await client.post("/completions", json={"prompt": "a" * 600})
+    seen = await scrape(client)
     name = "slipstream_rejections_total"
     assert value(seen, name, reason="invalid_value") == 1
     assert value(seen, name, reason="context_length_exceeded") == 1
 
 
-async def test_outcomes_that_alerts_watch_are_there_before_the_first(connect: Connect) -> None:
-    async with connect(ScriptedEngine()) as client:
-        samples = await scrape(client)
+async def test_blocks_and_outcomes_are_told_before_the_first_request(client: Any) -> None:
+    samples = await scrape(client)
+    for state, number in (("free", 100), ("draft", 0), ("committed", 0), ("cached", 0)):
+        assert value(samples, "slipstream_kv_blocks", state=state) == number
+    # Alerts watch these.
     for outcome in ("stop", "length", "abort", "error", "rejected"):
         assert value(samples, "slipstream_requests_total", finish_reason=outcome) == 0
     assert value(samples, "slipstream_rejections_total", reason="queue_full") == 0
 
 
-async def test_no_label_grows_with_requests_or_clients(connect: Connect) -> None:
+async def test_no_label_grows_with_requests_or_clients() -> None:
     engine = ScriptedEngine()
 
     async def visit(client: Any, number: int) -> None:
@@ -216,7 +205,7 @@ async def test_no_label_grows_with_requests_or_clients(connect: Connect) -> None
         await client.request(f"ODD{number}", f"/no/such/{number}")
         engine.emit(STEP)
 
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         await visit(client, 1)
         before = set(await scrape(client))
         for number in range(2, 6):
@@ -228,74 +217,65 @@ async def test_no_label_grows_with_requests_or_clients(connect: Connect) -> None
     assert not any("user-" in str(key) or "cache_salt-" in str(key) for key in after)
 
 
-async def test_openmetrics_is_given_to_those_who_ask(connect: Connect) -> None:
-    async with connect(ScriptedEngine()) as client:
-        accept = {"accept": "application/openmetrics-text; version=1.0.0"}
-        reply = await client.get("http://test/metrics", headers=accept)
+async def test_openmetrics_is_given_to_those_who_ask(client: Any) -> None:
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    reply = await client.get("http://test/metrics", headers=accept)
     assert reply.headers["content-type"].startswith("application/openmetrics-text")
     assert reply.text.endswith("# EOF\n")
 
 
-def test_gpu_memory_is_what_a_step_told_last() -> None:
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        # GPU memory is what a step told last.
+        (
+            [{"device_memory": {"used": 1.0, "free": 9.0}}, {}],
+            {"gpu_memory_bytes used": 1},
+        ),
+        (
+            [{"device_memory": {"used": each, "free": 10.0 - each}} for each in (1.0, 3.0)],
+            {"gpu_memory_bytes used": 3},
+        ),
+        # The speed-up forgets old steps.
+        (
+            [{"baseline_seconds": 1.0, "step_seconds": 1.0}] * 600
+            + [{"baseline_seconds": 2.0, "step_seconds": 1.0}] * 512,
+            {"spec_speedup_ratio": 2},
+        ),
+        # A last look at the gauges is no step.
+        (
+            [
+                {"num_rows": 3, "num_running": 2, "blocks": {"free": 5, "committed": 3}},
+                {"blocks": {"free": 8, "committed": 0}},
+            ],
+            {"steps_total": 1, "requests_running": 0, "kv_blocks free": 8},
+        ),
+        ([], {"gpu_memory_bytes used": None, "kv_events_total": 0}),
+        (
+            [{"num_kv_events": 3, "num_kv_events_dropped": 1}] * 2,
+            {"kv_events_total": 6, "kv_events_dropped_total": 2},
+        ),
+        (
+            [
+                {"offload_blocks": each, "offload_bytes": 100 * each, "offload_damaged": 1}
+                | {"offload_restored_tokens": 32, "offload_dropped": 2}
+                for each in (5, 3)
+            ],
+            {"kv_offload_blocks": 3, "kv_offload_bytes": 300, "kv_offload_damaged_total": 2}
+            | {"kv_offload_restored_tokens_total": 64, "kv_offload_dropped_total": 4},
+        ),
+    ],
+)
+def test_steps_become_samples(
+    steps: list[dict[str, Any]], expected: dict[str, float | None]
+) -> None:
     metrics = Metrics(engine_info(), "m", lambda: True)
-
-    def used() -> float | None:
-        return metrics.registry.get_sample_value("slipstream_gpu_memory_bytes", {"kind": "used"})
-
-    assert used() is None
-    metrics.observe_step(StepStats(device_memory={"used": 1.0, "free": 9.0}))
-    metrics.observe_step(StepStats())
-    assert used() == 1.0
-    metrics.observe_step(StepStats(device_memory={"used": 3.0, "free": 7.0}))
-    assert used() == 3.0
-
-
-def test_the_speedup_gauge_forgets_old_steps() -> None:
-    metrics = Metrics(engine_info(), "m", lambda: True)
-    for _ in range(600):
-        metrics.observe_step(StepStats(baseline_seconds=1.0, step_seconds=1.0))
-    for _ in range(512):
-        metrics.observe_step(StepStats(baseline_seconds=2.0, step_seconds=1.0))
-    assert metrics.registry.get_sample_value("slipstream_spec_speedup_ratio") == 2.0
-
-
-def test_a_last_look_at_the_gauges_is_no_step() -> None:
-    metrics = Metrics(engine_info(), "m", lambda: True)
-    metrics.observe_step(StepStats(num_rows=3, num_running=2, blocks={"free": 5, "committed": 3}))
-    metrics.observe_step(StepStats(blocks={"free": 8, "committed": 0}))
-    read = metrics.registry.get_sample_value
-    assert read("slipstream_steps_total") == 1
-    assert read("slipstream_requests_running") == 0
-    assert read("slipstream_kv_blocks", {"state": "free"}) == 8
-
-
-def test_kv_events_are_counted_sent_and_dropped() -> None:
-    metrics = Metrics(engine_info(), "m", lambda: True)
-    read = metrics.registry.get_sample_value
-    assert read("slipstream_kv_events_total") == 0
-    for _ in range(2):
-        metrics.observe_step(StepStats(num_kv_events=3, num_kv_events_dropped=1))
-    assert read("slipstream_kv_events_total") == 6
-    assert read("slipstream_kv_events_dropped_total") == 2
-
-
-def test_the_offload_is_counted_and_its_size_is_shown() -> None:
-    metrics = Metrics(engine_info(), "m", lambda: True)
-    read = metrics.registry.get_sample_value
-    for blocks in (5, 3):
-        step = StepStats(
-            offload_blocks=blocks,
-            offload_bytes=100 * blocks,
-            offload_restored_tokens=32,
-            offload_damaged=1,
-            offload_dropped=2,
-        )
-        metrics.observe_step(step)
-    assert read("slipstream_kv_offload_blocks") == 3
-    assert read("slipstream_kv_offload_bytes") == 300
-    assert read("slipstream_kv_offload_restored_tokens_total") == 64
-    assert read("slipstream_kv_offload_damaged_total") == 2
-    assert read("slipstream_kv_offload_dropped_total") == 4
+    for step in steps:
+        metrics.observe_step(StepStats(**step))
+    for sample, told in expected.items():
+        name, _, label = sample.partition(" ")
+        labels = {"kind" if "memory" in name else "state": label} if label else {}
+        assert metrics.registry.get_sample_value(f"slipstream_{name}", labels) == told, sample
 
 
 async def test_positions_are_summed_over_drafters() -> None:

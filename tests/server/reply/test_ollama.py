@@ -13,7 +13,7 @@ from server.formats.parts import CallArguments, CallStart, Content, Part
 from server.reply import streaming
 from server.reply.ollama import CallsUnderWay, timestamp
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
-from worlds.serving import Connect
+from worlds.serving import serve
 
 START = CallStart(0, "call-1", "f")
 
@@ -65,9 +65,7 @@ def test_times_are_rfc_3339() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_pause_is_a_piece_without_text(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pause_is_a_piece_without_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients read every line as an object, so a comment would break them."""
     monkeypatch.setattr(streaming, "KEEPALIVE_SECONDS", 0.0)
     monkeypatch.setattr(streaming, "ADMISSION_SECONDS", 0.0)
@@ -75,7 +73,7 @@ async def test_a_pause_is_a_piece_without_text(
     engine.gate.clear()
     body = {"messages": [{"role": "user", "content": "a"}]}
     async with (
-        connect(engine) as client,
+        serve(engine) as client,
         AsgiCall(client.app, "/api/chat", body) as call,  # type: ignore[attr-defined]
     ):
         head = await asyncio.wait_for(call.messages.get(), 300)

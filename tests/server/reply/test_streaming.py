@@ -6,22 +6,19 @@ import asyncio
 from typing import Any
 
 import pytest
-from openai import APIError
 
 import server.reply.streaming
 from engine.request.errors import EngineDeadError, QueueFullError, RequestError, RequestFailedError
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
-from worlds.serving import Connect, endless, events, openai_client, until
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import endless, events, post, serve, until
 
 ENDLESS = {"prompt": "x", "max_tokens": 400}
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_leaving_a_stream_aborts_its_choices(connect: Connect, n: int) -> None:
+async def test_leaving_a_stream_aborts_its_choices(n: int) -> None:
     engine = endless()
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         body = ENDLESS | {"stream": True, "n": n}
         async with AsgiCall(client.app, "/v1/completions", body) as call:
             start = await call.messages.get()
@@ -36,13 +33,11 @@ async def test_leaving_a_stream_aborts_its_choices(connect: Connect, n: int) -> 
 
 
 @pytest.mark.parametrize(("stream", "n"), [(False, 1), (False, 3), (True, 1)])
-async def test_leaving_before_the_first_token_aborts_all_choices(
-    connect: Connect, stream: bool, n: int
-) -> None:
+async def test_leaving_before_the_first_token_aborts_all_choices(stream: bool, n: int) -> None:
     engine = endless()
     engine.gate.clear()
     body = ENDLESS | {"stream": stream, "n": n}
-    async with connect(engine) as client, AsgiCall(client.app, "/v1/completions", body) as call:
+    async with serve(engine) as client, AsgiCall(client.app, "/v1/completions", body) as call:
         await until(lambda: len(engine.open) == n)
         await call.hang_up()
         assert engine.open == set()
@@ -51,15 +46,13 @@ async def test_leaving_before_the_first_token_aborts_all_choices(
     assert len(engine.closed_early) == n
 
 
-async def test_a_stream_starts_even_if_no_token_comes(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stream_starts_even_if_no_token_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long queue must not look like a dead server: the head is sent, then comments."""
     monkeypatch.setattr(server.reply.streaming, "ADMISSION_SECONDS", 0.01)
     monkeypatch.setattr(server.reply.streaming, "KEEPALIVE_SECONDS", 0.01)
     engine = ScriptedEngine("abc")
     engine.gate.clear()
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         body = {"prompt": "x", "stream": True}
         async with AsgiCall(client.app, "/v1/completions", body) as call:
             assert (await call.messages.get())["status"] == 200
@@ -73,10 +66,10 @@ async def test_a_stream_starts_even_if_no_token_comes(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_full_queue_is_a_429_with_retry_after(connect: Connect, stream: bool) -> None:
+async def test_a_full_queue_is_a_429_with_retry_after(stream: bool) -> None:
     engine = ScriptedEngine()
     engine.capacity = 0
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         refused = await client.post("/completions", json={"prompt": "x", "stream": stream})
         metrics = (await client.get("http://test/metrics")).text
     assert refused.status_code == 429
@@ -87,20 +80,19 @@ async def test_a_full_queue_is_a_429_with_retry_after(connect: Connect, stream: 
     assert 'slipstream_requests_total{finish_reason="rejected"} 1.0' in metrics
 
 
-async def test_choices_beyond_the_queue_take_the_others_with_them(connect: Connect) -> None:
+async def test_choices_beyond_the_queue_take_the_others_with_them() -> None:
     engine = endless()
     engine.capacity = 2
     engine.gate.clear()
-    async with connect(engine) as client:
-        refused = await client.post("/completions", json=ENDLESS | {"n": 3})
+    refused = await post("/completions", ENDLESS | {"n": 3}, engine)
     assert refused.status_code == 429
     assert engine.open == set()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_dead_engine_is_a_503(connect: Connect, stream: bool) -> None:
+async def test_a_dead_engine_is_a_503(stream: bool) -> None:
     engine = ScriptedEngine()
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         engine.is_alive = False
         refused = await client.post("/completions", json={"prompt": "x", "stream": stream})
         health = await client.get("http://test/health")
@@ -120,11 +112,11 @@ async def test_a_dead_engine_is_a_503(connect: Connect, stream: bool) -> None:
     ],
 )
 async def test_an_engine_error_before_the_first_token_has_its_status(
-    connect: Connect, error: Any, status: int, code: str, param: str | None
+    error: Any, status: int, code: str, param: str | None
 ) -> None:
     engine = ScriptedEngine()
     engine.break_after, engine.error = 0, error
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         for stream in (False, True):
             reply = await client.post("/completions", json={"prompt": "x", "stream": stream})
             assert reply.status_code == status
@@ -134,21 +126,20 @@ async def test_an_engine_error_before_the_first_token_has_its_status(
     assert engine.open == set()
 
 
-async def test_an_unexpected_error_tells_nothing(connect: Connect) -> None:
+async def test_an_unexpected_error_tells_nothing() -> None:
     def broken(_: Any) -> list[int]:
         raise ZeroDivisionError("secret detail")
 
-    async with connect(ScriptedEngine(script=broken)) as client:
-        reply = await client.post("/completions", json={"prompt": "x"})
+    reply = await post("/completions", {"prompt": "x"}, ScriptedEngine(script=broken))
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == "Internal server error."
     assert "secret" not in reply.text
 
 
-async def test_an_error_in_mid_stream_is_an_event(connect: Connect) -> None:
+async def test_an_error_in_mid_stream_is_an_event() -> None:
     engine = ScriptedEngine("hello world", group_sizes=(2,))
     engine.break_after, engine.error = 2, RequestFailedError("secret detail")
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         body = {"prompt": "x", "stream": True, "n": 2}
         text = (await client.post("/completions", json=body)).text
     *chunks, error, done = events(text)
@@ -159,19 +150,9 @@ async def test_an_error_in_mid_stream_is_an_event(connect: Connect) -> None:
     assert engine.open == set()
 
 
-async def test_the_openai_client_raises_on_an_error_in_mid_stream(connect: Connect) -> None:
-    engine = ScriptedEngine("hello world", group_sizes=(2,))
-    engine.break_after = 2
-    async with openai_client(connect, engine) as client:
-        stream = await client.completions.create(model="test/scripted", prompt="x", stream=True)
-        with pytest.raises(APIError, match="engine has stopped"):
-            async for _ in stream:
-                pass
-
-
-async def test_a_request_that_shutdown_cut_off_is_a_503(connect: Connect) -> None:
+async def test_a_request_that_shutdown_cut_off_is_a_503() -> None:
     engine = endless()
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         engine.gate.clear()
         pending = asyncio.ensure_future(client.post("/completions", json=ENDLESS))
         await until(lambda: engine.open)
@@ -182,10 +163,10 @@ async def test_a_request_that_shutdown_cut_off_is_a_503(connect: Connect) -> Non
     assert reply.json()["error"]["code"] == "shutting_down"
 
 
-async def test_a_slow_reader_holds_up_its_own_choice_only(connect: Connect) -> None:
+async def test_a_slow_reader_holds_up_its_own_choice_only() -> None:
     """A choice waits until its delta is sent, so an unread stream stops asking the engine for more."""
     engine = endless()
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         blocked = asyncio.Event()
 
         async def send(_: Any) -> None:

@@ -12,17 +12,14 @@ from server.plan import IGNORED_HEADER
 from server.request.speculative import SpeculativeField
 from worlds.request_bodies import ENDPOINTS, TEXT, Check, Outcome
 from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer
-from worlds.serving import Connect
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import post, serve
 
 
-async def send(connect: Connect, path: str, body: dict[str, Any], caplog: Any) -> Outcome:
+async def send(path: str, body: dict[str, Any], caplog: Any) -> Outcome:
     engine = ScriptedEngine(TEXT)
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="slipstream.requests"):
-        async with connect(engine, log_client_fields=True) as client:
-            reply = await client.post(path, json=body)
+        reply = await post(path, body, engine, log_client_fields=True)
     assert reply.status_code == 200, reply.text
     parsed = None if reply.text.startswith(("data:", "event:")) else reply.json()
     ignored = reply.headers.get(IGNORED_HEADER, "")
@@ -46,23 +43,19 @@ def test_every_field_is_listed_here(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "name"), [(path, name) for path, row in ENDPOINTS.items() for name in row[2]]
 )
-async def test_a_supported_field_has_its_effect(
-    connect: Connect, caplog: Any, path: str, name: str
-) -> None:
+async def test_a_supported_field_has_its_effect(caplog: Any, path: str, name: str) -> None:
     _, base, effective, _ = ENDPOINTS[path]
     fields, check = effective[name]
-    assert had_effect(check, await send(connect, path, base | fields, caplog))
+    assert had_effect(check, await send(path, base | fields, caplog))
     rest = {key: value for key, value in fields.items() if key != name}
-    assert not had_effect(check, await send(connect, path, base | rest, caplog))
+    assert not had_effect(check, await send(path, base | rest, caplog))
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-async def test_other_fields_take_what_the_server_does_anyway_or_nothing(
-    connect: Connect, path: str
-) -> None:
+async def test_other_fields_take_what_the_server_does_anyway_or_nothing(path: str) -> None:
     model, base, _, without_change = ENDPOINTS[path]
     engine = ScriptedEngine(TEXT)
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         for name, (good, _) in without_change.items():
             taken = await client.post(path, json=base | {name: good})
             assert taken.status_code == 200, name
@@ -79,11 +72,11 @@ async def test_other_fields_take_what_the_server_does_anyway_or_nothing(
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-async def test_null_is_not_given(connect: Connect, path: str) -> None:
+async def test_null_is_not_given(path: str) -> None:
     model, base, *_ = ENDPOINTS[path]
     optional = [name for name, each in model.model_fields.items() if not each.is_required()]
     engine = ScriptedEngine(TEXT)
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         body = base | dict.fromkeys([*model.unsupported, *model.fixed, *optional]) | {"seed": 1}
         reply = await client.post(path, json=body)
         assert reply.status_code == 200, reply.text

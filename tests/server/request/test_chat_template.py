@@ -13,22 +13,24 @@ from server.request.prompts import ChatTemplate
 from server.request.render_limit import LIMIT, SlowTemplateError
 from server.request.special_tokens import Spellings
 from worlds.scripted_engine import CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
-from worlds.serving import Connect
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import post, serve
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-async def ask(connect: Connect, template: str, **fields: Any) -> tuple[int, dict[str, Any]]:
-    async with connect(ScriptedEngine(), byte_tokenizer(template)) as client:
-        reply = await client.post("/chat/completions", json={"messages": MESSAGES} | fields)
+async def ask(template: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+    reply = await post(
+        "/chat/completions",
+        {"messages": MESSAGES} | fields,
+        ScriptedEngine(),
+        byte_tokenizer(template),
+    )
     return reply.status_code, reply.json().get("error")
 
 
-async def test_what_a_template_refuses_is_the_clients_fault(connect: Connect) -> None:
+async def test_what_a_template_refuses_is_the_clients_fault() -> None:
     template = "{{ raise_exception('roles must alternate') }}"
-    status, error = await ask(connect, template)
+    status, error = await ask(template)
     assert (status, error["param"]) == (400, "messages")
     assert "roles must alternate" in error["message"]
 
@@ -45,10 +47,10 @@ async def test_what_a_template_refuses_is_the_clients_fault(connect: Connect) ->
     ],
 )
 async def test_a_broken_template_is_the_servers_fault(
-    connect: Connect, caplog: pytest.LogCaptureFixture, template: str
+    caplog: pytest.LogCaptureFixture, template: str
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        status, error = await ask(connect, template)
+        status, error = await ask(template)
     assert (status, error["code"], error["param"]) == (500, "chat_template_error", None)
     assert "chat template is broken" in caplog.text
 
@@ -84,9 +86,9 @@ IN_TAGS = (
     ],
 )
 async def test_what_a_request_says_to_a_template_is_taken_or_refused_by_name(
-    connect: Connect, template: str, fields: dict[str, Any], param: str | None
+    template: str, fields: dict[str, Any], param: str | None
 ) -> None:
-    status, error = await ask(connect, template, **fields)
+    status, error = await ask(template, **fields)
     assert (status, error and error["param"]) == (400 if param else 200, param)
 
 
@@ -106,9 +108,9 @@ async def test_what_a_request_says_to_a_template_is_taken_or_refused_by_name(
     ],
 )
 async def test_a_variable_that_the_template_does_not_read_is_told(
-    connect: Connect, template: str, name: str, is_read: bool
+    template: str, name: str, is_read: bool
 ) -> None:
-    async with connect(ScriptedEngine(), byte_tokenizer(template)) as client:
+    async with serve(ScriptedEngine(), byte_tokenizer(template)) as client:
         body = {"messages": [{"role": "user", "content": "a"}], KWARGS: {name: True}}
         reply = await client.post("/chat/completions", json=body)
     assert reply.status_code == 200
@@ -134,14 +136,14 @@ OF_EITHER = (
     ],
 )
 async def test_templates_that_go_through_parts_are_given_parts(
-    connect: Connect, template: str, expected: str
+    template: str, expected: str
 ) -> None:
     """They would lose texts without a word; spellings of special tokens stay text in them, too."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b<|user|>"}]
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
     engine = ScriptedEngine()
     tokenizer = byte_tokenizer(template)
-    async with connect(engine, tokenizer) as client:
+    async with serve(engine, tokenizer) as client:
         reply = await client.post("/chat/completions", json={"messages": messages})
         assert reply.status_code == 200
         prompt = engine.requests[0].prompt_token_ids
@@ -159,10 +161,10 @@ FILTERS = "{% for a in range(99999) %}{{ range(99999)|map('string')|list|length 
 
 @pytest.mark.parametrize("template", [LOOPS, FILTERS])
 async def test_a_template_without_end_is_ended(
-    connect: Connect, template: str, monkeypatch: pytest.MonkeyPatch
+    template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LIMIT, "most_seconds", 0.3)
-    async with connect(ScriptedEngine(), byte_tokenizer(template), body_processes=0) as client:
+    async with serve(ScriptedEngine(), byte_tokenizer(template), body_processes=0) as client:
         reply = await client.post("/chat/completions", json={"messages": MESSAGES})
         assert (reply.status_code, reply.json()["error"]["code"]) == (500, "chat_template_error")
         assert (await client.post("/completions", json={"prompt": "x"})).is_success
@@ -188,11 +190,11 @@ HEAVY = (
 
 
 async def test_what_no_signal_can_interrupt_is_for_another_process(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(LIMIT, "most_seconds", 0.5)
     engine = ScriptedEngine()
-    async with connect(engine, byte_tokenizer(HEAVY), body_processes=1) as client:
+    async with serve(engine, byte_tokenizer(HEAVY), body_processes=1) as client:
         for word, status, code in (
             ("ab", 200, None),
             ("memory", 500, "chat_template_error"),

@@ -20,9 +20,7 @@ from server.plan import IGNORED_HEADER
 from server.request.grammars import json_grammar
 from worlds.request_bodies import with_values
 from worlds.scripted_engine import EOS, VOCAB_SIZE, ScriptedEngine, byte_tokenizer
-from worlds.serving import Connect, allows
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import allows, serve
 
 BIG = 1234567890123456789
 CASES = [*map(json.loads, Path(__file__).with_name("schemas.jsonl").read_text().splitlines())]
@@ -115,12 +113,12 @@ TOOLS = {"tools": [{}], "tools.function.name": "f", "tools.type": "function"}
     ],
 )
 async def test_every_api_writes_integers_whole_and_tells_what_is_not_enforced(
-    connect: Connect, path: str, where: str, fields: dict[str, Any]
+    path: str, where: str, fields: dict[str, Any]
 ) -> None:
     engine = ScriptedEngine("x")
     body = {} if "input" in fields else {"messages": [{"role": "user", "content": "a"}]}
     body |= {"max_tokens": 9} if path == "messages" else {}
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         sent = with_values(body, fields | {where.replace(".0", ""): SCHEMA})
         reply = await client.post(path, json=sent)
     assert reply.status_code == 200, reply.text

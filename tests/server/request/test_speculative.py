@@ -13,9 +13,8 @@ from engine.speculation.gamma import policy
 from server.errors import ApiError
 from server.request.speculative import SpeculativeCaps, SpeculativeField, SpeculativeResolver
 from worlds.scripted_engine import ScriptedEngine, engine_info
-from worlds.serving import Connect
+from worlds.serving import serve
 
-pytestmark = pytest.mark.anyio
 DEPTHS = [f"{which}_speculative_tokens" for which in ("num", "min", "max")]
 
 
@@ -57,7 +56,7 @@ def test_what_nobody_says_is_as_the_server_has_it() -> None:
         resolve({"draft_strategy": "eagle3"})
 
 
-async def test_every_field_is_taken_at_its_word(connect: Connect) -> None:
+async def test_every_field_is_taken_at_its_word() -> None:
     """The example of the design, with this test's drafter."""
     fields = {
         "draft_strategy": "sampler",
@@ -72,7 +71,7 @@ async def test_every_field_is_taken_at_its_word(connect: Connect) -> None:
     }
     assert fields.keys() == SpeculativeField.model_fields.keys()
     engine = ScriptedEngine("hello")
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         body = {"prompt": "a", "speculative": fields}
         reply = (await client.post("/completions", json=body)).json()
     assert engine.requests[0].speculative == SpeculativeParams(**fields)

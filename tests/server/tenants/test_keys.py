@@ -86,19 +86,25 @@ NO_LISTS = [
     *(f"tenants: [{{name: a, key: {KEY}", f"tenants:\n\t- {KEY}", f"- {KEY}", KEY, ""),
     *(f"tenants: *{KEY}", f"tenants: !{KEY} x"),
 ]
+TWICE = [
+    ("keys.yaml", f"tenants:\n- name: a\n  key: {KEY}\n  key: k\n", "line 4, column 3: "),
+    ("keys.yaml", f"tenants: [{{name: a, key: {KEY}}}]\ntenants: []\n", "line 2, column 1: "),
+    ("keys.json", f'{{"tenants": [{{"name": "a", "key": "{KEY}", "key": "k"}}]}}', ""),
+]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        *((json.dumps({"tenants": tenants}), message) for tenants, message in REFUSED),
-        *((content, "") for content in NO_LISTS),
+        *(("keys.yaml", json.dumps({"tenants": each}), message) for each, message in REFUSED),
+        *(("keys.yaml", content, "") for content in NO_LISTS),
+        *((name, content, f"{place}a key is there twice") for name, content, place in TWICE),
     ],
 )
 def test_what_is_not_sound_is_refused_in_a_line_with_its_field_and_no_key(
-    tmp_path: Path, content: str, message: str
+    tmp_path: Path, name: str, content: str, message: str
 ) -> None:
-    file = tmp_path / "keys.yaml"
+    file = tmp_path / name
     file.write_text(content)
     with pytest.raises(ValueError, match="api-keys-file") as error:
         read_tenants(file)
@@ -106,23 +112,6 @@ def test_what_is_not_sound_is_refused_in_a_line_with_its_field_and_no_key(
     assert text.startswith(f"api-keys-file {file}: {message}")
     assert "\n" not in text
     assert KEY not in text
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "place"),
-    [
-        ("keys.yaml", f"tenants:\n- name: a\n  key: {KEY}\n  key: k\n", "line 4, column 3: "),
-        ("keys.yaml", f"tenants: [{{name: a, key: {KEY}}}]\ntenants: []\n", "line 2, column 1: "),
-        ("keys.json", f'{{"tenants": [{{"name": "a", "key": "{KEY}", "key": "k"}}]}}', ""),
-    ],
-)
-def test_a_key_given_twice_is_refused(tmp_path: Path, name: str, content: str, place: str) -> None:
-    """The first of two tenants' lists was dropped without a word."""
-    file = tmp_path / name
-    file.write_text(content)
-    with pytest.raises(ValueError, match="api-keys-file") as error:
-        read_tenants(file)
-    assert str(error.value) == f"api-keys-file {file}: {place}a key is there twice"
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -18,9 +18,7 @@ from server.request.large_bodies import LARGE
 from server.settings import Settings
 from worlds.gated_engine import Engine
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
-from worlds.serving import Connect, events, until
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import events, post, serve, until
 
 FILE = """
 tenants:
@@ -64,19 +62,17 @@ def refusal(reply: httpx.Response) -> tuple[int, str, int]:
     )
 
 
-async def test_only_keys_of_the_file_are_served(connect: Connect, keys: str) -> None:
-    async with connect(ScriptedEngine(), api_keys_file=keys) as client:
+async def test_only_keys_of_the_file_are_served(keys: str) -> None:
+    async with serve(ScriptedEngine(), api_keys_file=keys) as client:
         assert (await ask(client, "free")).status_code == 200
         for headers in ({}, by("nobody"), {"Authorization": "k-free"}):
             reply = await client.post("/completions", json={"prompt": "a"}, headers=headers)
             assert reply.json()["error"]["code"] == "invalid_api_key"
 
 
-async def test_terms_go_with_the_request_and_no_two_tenants_share_caches(
-    connect: Connect, keys: str
-) -> None:
+async def test_terms_go_with_the_request_and_no_two_tenants_share_caches(keys: str) -> None:
     engine = ScriptedEngine()
-    async with connect(engine, api_keys_file=keys) as client:
+    async with serve(engine, api_keys_file=keys) as client:
         for name, more in (
             ("late", {"priority": 2}),
             ("short", {"max_tokens": 9, "min_tokens": 8}),
@@ -92,15 +88,15 @@ async def test_terms_go_with_the_request_and_no_two_tenants_share_caches(
     assert len({each.cache_salt for each in (late, *rest)}) == 4
 
 
-async def test_nobody_may_go_before_its_priority(connect: Connect, keys: str) -> None:
-    async with connect(ScriptedEngine(), api_keys_file=keys) as client:
+async def test_nobody_may_go_before_its_priority(keys: str) -> None:
+    async with serve(ScriptedEngine(), api_keys_file=keys) as client:
         reply = await ask(client, "free", priority=-1)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "priority"
 
 
-async def test_limits_are_refusals_with_their_code_and_time(connect: Connect, keys: str) -> None:
-    async with connect(Engine(), api_keys_file=keys) as client:
+async def test_limits_are_refusals_with_their_code_and_time(keys: str) -> None:
+    async with serve(Engine(), api_keys_file=keys) as client:
         for _ in range(2):
             assert (await ask(client, "few")).status_code == 200
         status, code, seconds = refusal(await ask(client, "few"))
@@ -119,9 +115,9 @@ async def test_limits_are_refusals_with_their_code_and_time(connect: Connect, ke
     assert reason % ("token_limit", "short") in text
 
 
-async def test_choices_at_a_time(connect: Connect, keys: str) -> None:
+async def test_choices_at_a_time(keys: str) -> None:
     engine = Engine(gated=True)
-    async with connect(engine, api_keys_file=keys) as client:
+    async with serve(engine, api_keys_file=keys) as client:
         first = asyncio.ensure_future(ask(client, "two"))
         await until(lambda: engine.num_open == 1)
         # One of its choices is admitted, and given back when the other is not.
@@ -136,10 +132,8 @@ async def test_choices_at_a_time(connect: Connect, keys: str) -> None:
     assert engine.num_held_blocks == 0
 
 
-async def test_more_choices_than_there_may_ever_be_are_no_matter_of_time(
-    connect: Connect, keys: str
-) -> None:
-    async with connect(ScriptedEngine(), api_keys_file=keys) as client:
+async def test_more_choices_than_there_may_ever_be_are_no_matter_of_time(keys: str) -> None:
+    async with serve(ScriptedEngine(), api_keys_file=keys) as client:
         for field, body in (("n", {"n": 3}), ("prompt", {"prompt": ["a", "b", "c"]})):
             reply = await client.post(
                 "/completions", json={"prompt": "a", **body}, headers=by("two")
@@ -147,9 +141,9 @@ async def test_more_choices_than_there_may_ever_be_are_no_matter_of_time(
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
 
-async def test_a_reply_that_is_late_is_a_504(connect: Connect) -> None:
+async def test_a_reply_that_is_late_is_a_504() -> None:
     engine = Engine()
-    async with connect(engine, max_request_seconds=60) as client:
+    async with serve(engine, max_request_seconds=60) as client:
         reply = await ask(client, "", timeout=1e-6)
         assert reply.status_code == 504
         error = reply.json()["error"]
@@ -162,20 +156,21 @@ async def test_a_reply_that_is_late_is_a_504(connect: Connect) -> None:
         assert engine.num_held_blocks == 0
 
 
-async def test_a_stream_that_is_late_ends_with_the_error(connect: Connect) -> None:
+async def test_a_stream_that_is_late_ends_with_the_error() -> None:
     engine = ScriptedEngine(group_sizes=(1,))
     engine.break_after, engine.error = 2, DeadlineExceededError(2)
-    async with connect(engine, max_request_seconds=60) as client:
-        reply = await client.post("/completions", json={"prompt": "a", "stream": True})
+    reply = await post(
+        "/completions", {"prompt": "a", "stream": True}, engine, max_request_seconds=60
+    )
     *chunks, error, done = events(reply.text)
     assert len(chunks) == 2
     assert error["error"]["code"] == "deadline_exceeded"
     assert done == "[DONE]"
 
 
-async def test_the_servers_time_is_every_requests(connect: Connect) -> None:
+async def test_the_servers_time_is_every_requests() -> None:
     engine = ScriptedEngine()
-    async with connect(engine, max_request_seconds=60) as client:
+    async with serve(engine, max_request_seconds=60) as client:
         await client.post("/completions", json={"prompt": "a"})
         await client.post("/completions", json={"prompt": "a", "timeout": 5})
     seconds = [round((each.deadline or 0) - each.arrival_time, 6) for each in engine.requests]
@@ -188,12 +183,10 @@ def test_a_file_that_cannot_be_used_is_refused_at_start(tmp_path: Path) -> None:
         build_app(ScriptedEngine(), byte_tokenizer(), settings)
 
 
-async def test_a_tenant_gets_the_drafters_of_its_list_and_no_others(
-    connect: Connect, keys: str
-) -> None:
+async def test_a_tenant_gets_the_drafters_of_its_list_and_no_others(keys: str) -> None:
     engine = ScriptedEngine()
     speculative = {"num_speculative_tokens": 3, "adaptive_depth": "fixed"}
-    async with connect(engine, api_keys_file=keys, speculative=speculative) as client:
+    async with serve(engine, api_keys_file=keys, speculative=speculative) as client:
         for name, asked in (
             ("free", {}),
             ("looks-up", {}),
@@ -224,12 +217,10 @@ async def test_a_tenant_gets_the_drafters_of_its_list_and_no_others(
         assert told["defaults"]["draft_strategy"] == "nasd"
 
 
-async def test_a_tenant_sees_and_has_the_adapters_of_its_list_and_no_others(
-    connect: Connect, keys: str
-) -> None:
+async def test_a_tenant_sees_and_has_the_adapters_of_its_list_and_no_others(keys: str) -> None:
     admin = {"Authorization": "Bearer adm1n"}
     offered = {"free": ["mine", "theirs"], "one": ["mine"], "bare": []}
-    async with connect(ScriptedEngine(), api_keys_file=keys, admin_key="adm1n") as client:
+    async with serve(ScriptedEngine(), api_keys_file=keys, admin_key="adm1n") as client:
         for name in ("mine", "theirs"):
             body = {"name": name, "path": f"/adapters/{name}"}
             assert (
@@ -278,8 +269,8 @@ async def test_a_drafter_that_is_not_loaded_ends_the_start(tmp_path: Path) -> No
         build_app(ScriptedEngine(), byte_tokenizer(), Settings(api_keys_file=str(file)))
 
 
-async def test_tokens_of_texts_are_requests_too(connect: Connect, keys: str) -> None:
-    async with connect(Engine(), api_keys_file=keys) as client:
+async def test_tokens_of_texts_are_requests_too(keys: str) -> None:
+    async with serve(Engine(), api_keys_file=keys) as client:
 
         async def tokens(path: str, name: str, **body: Any) -> httpx.Response:
             return await client.post(f"http://test/{path}", json=body, headers=by(name))

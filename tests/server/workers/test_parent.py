@@ -25,8 +25,6 @@ from server.workers.child import RemoteMetrics, RemoteSpeculation
 from server.workers.parent import Workers, _Worker
 from worlds.scripted_engine import engine_info
 
-pytestmark = pytest.mark.anyio
-
 
 class Parent(Workers):
     """Acts as ``Workers`` do, with metrics that may fail."""

@@ -21,9 +21,7 @@ from server.metrics.telemetry.begin import endpoint_of
 from worlds.live_server import HANG
 from worlds.otlp_collector import Collector, otlp_collector, values
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
-from worlds.serving import Connect, endless
-
-pytestmark = pytest.mark.anyio
+from worlds.serving import endless, post, serve
 
 ROOT = Path(__file__).resolve().parents[4]
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -41,11 +39,9 @@ def is_of_telemetry(thread: threading.Thread) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_is_a_tree_of_spans(
-    connect: Connect, collector: Collector, stream: bool
-) -> None:
+async def test_a_request_is_a_tree_of_spans(collector: Collector, stream: bool) -> None:
     before = time.time_ns()
-    async with connect(ScriptedEngine("abcdefg"), otlp_endpoint=collector.url) as client:
+    async with serve(ScriptedEngine("abcdefg"), otlp_endpoint=collector.url) as client:
         body = {"prompt": "hi", "n": 2, "seed": 5, "temperature": 0.5, "stream": stream}
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
         assert (await client.post("/completions", json=body, headers=headers)).is_success
@@ -96,10 +92,8 @@ async def test_a_request_is_a_tree_of_spans(
     assert all(each["service.name"] == "slipstream" for each in collector.resources)
 
 
-async def test_only_the_first_steps_are_told_one_by_one(
-    connect: Connect, collector: Collector
-) -> None:
-    async with connect(endless(), otlp_endpoint=collector.url) as client:
+async def test_only_the_first_steps_are_told_one_by_one(collector: Collector) -> None:
+    async with serve(endless(), otlp_endpoint=collector.url) as client:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
         assert (await client.post("/chat/completions", json=body)).is_success
     choice = collector.below(collector.span("chat test/scripted"))["choice 0"]
@@ -107,9 +101,9 @@ async def test_only_the_first_steps_are_told_one_by_one(
     assert len(collector.below(choice)["decode"].events) == MAX_STEPS
 
 
-async def test_a_client_that_leaves_is_seen(connect: Connect, collector: Collector) -> None:
+async def test_a_client_that_leaves_is_seen(collector: Collector) -> None:
     engine = endless()
-    async with connect(engine, otlp_endpoint=collector.url) as client:
+    async with serve(engine, otlp_endpoint=collector.url) as client:
         body = {"prompt": "a", "stream": True, "max_tokens": 400}
         async with AsgiCall(client.app, "/v1/completions", body) as call:  # type: ignore[attr-defined]
             for _ in range(3):
@@ -124,9 +118,9 @@ async def test_a_client_that_leaves_is_seen(connect: Connect, collector: Collect
     assert collector.below(choice) == {}
 
 
-async def test_refusals_and_faults_are_told_apart(connect: Connect, collector: Collector) -> None:
+async def test_refusals_and_faults_are_told_apart(collector: Collector) -> None:
     engine = ScriptedEngine()
-    async with connect(engine, otlp_endpoint=collector.url, api_key="k") as client:
+    async with serve(engine, otlp_endpoint=collector.url, api_key="k") as client:
         client.headers["authorization"] = "Bearer k"
         await client.post("/completions", json={"prompt": "the-prompt-text", "n": 0})
         engine.capacity = 0
@@ -152,10 +146,8 @@ async def test_refusals_and_faults_are_told_apart(connect: Connect, collector: C
     assert not any("the-" in str(each) for each in collector.spans)
 
 
-async def test_metrics_have_the_conventions_names_and_add_up(
-    connect: Connect, collector: Collector
-) -> None:
-    async with connect(ScriptedEngine("abc"), otlp_endpoint=collector.url) as client:
+async def test_metrics_have_the_conventions_names_and_add_up(collector: Collector) -> None:
+    async with serve(ScriptedEngine("abc"), otlp_endpoint=collector.url) as client:
         for _ in range(3):
             await client.post("/completions", json={"prompt": "hi", "n": 2})
         await client.post("/chat/completions", json={"messages": [{"role": "user", "content": ""}]})
@@ -177,10 +169,8 @@ async def test_metrics_have_the_conventions_names_and_add_up(
 @pytest.mark.parametrize(
     "given", ["", "00-0-0-0", f"00-{'0' * 32}-{PARENT}-01", f"zz-{TRACE}-{PARENT}-01", "x" * 9000]
 )
-async def test_an_unsound_traceparent_begins_a_trace(
-    connect: Connect, collector: Collector, given: str
-) -> None:
-    async with connect(ScriptedEngine(), otlp_endpoint=collector.url) as client:
+async def test_an_unsound_traceparent_begins_a_trace(collector: Collector, given: str) -> None:
+    async with serve(ScriptedEngine(), otlp_endpoint=collector.url) as client:
         headers = {"traceparent": given}
         assert (await client.post("/completions", json={"prompt": "a"}, headers=headers)).is_success
     request = collector.span("text_completion test/scripted")
@@ -188,10 +178,8 @@ async def test_an_unsound_traceparent_begins_a_trace(
     assert any(request.trace_id)
 
 
-async def test_a_trace_that_is_not_sampled_is_not_sent(
-    connect: Connect, collector: Collector
-) -> None:
-    async with connect(ScriptedEngine(), otlp_endpoint=collector.url) as client:
+async def test_a_trace_that_is_not_sampled_is_not_sent(collector: Collector) -> None:
+    async with serve(ScriptedEngine(), otlp_endpoint=collector.url) as client:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
         assert (await client.post("/completions", json={"prompt": "a"}, headers=headers)).is_success
     assert collector.spans == []
@@ -199,7 +187,7 @@ async def test_a_trace_that_is_not_sampled_is_not_sent(
 
 
 async def test_a_collector_that_is_not_there_costs_nothing_but_its_figures(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pipeline, "CLOSE_SECONDS", 0.2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -207,7 +195,7 @@ async def test_a_collector_that_is_not_there_costs_nothing_but_its_figures(
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        async with connect(ScriptedEngine("abc"), otlp_endpoint=url) as client:
+        async with serve(ScriptedEngine("abc"), otlp_endpoint=url) as client:
             reply = await client.post("/completions", json={"prompt": "a"})
             assert reply.json()["choices"][0]["text"] == "abc"
     # Those that still try draw random pauses, which hypothesis forbids while it makes examples.
@@ -218,13 +206,12 @@ async def test_a_collector_that_is_not_there_costs_nothing_but_its_figures(
 
 
 async def test_the_environment_says_where_to_and_who(
-    connect: Connect, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-own=yes")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    async with connect(ScriptedEngine()) as client:
-        await client.post("/completions", json={"prompt": "a"})
+    await post("/completions", {"prompt": "a"}, ScriptedEngine())
     assert collector.spans
     assert collector.metrics == {}
     assert collector.headers[0]["x-own"] == "yes"
@@ -276,5 +263,5 @@ def test_where_it_is_off_nothing_is_imported_and_where_it_is_missing_the_start_s
     )
     assert result.returncode == 2, result.stderr
     needs = "needs OpenTelemetry: pip install -e '.[otel]'"
-    last = result.stderr.splitlines()[-1]
+    *_, last = result.stderr.splitlines()
     assert last == f"slipstream: otlp_endpoint: sending spans and metrics {needs}"

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from slipstream.tools.replay.replay import (
     build_replayable,
     replay,
 )
+from slipstream.tools.simulate.profile import Kind
+from slipstream.tools.simulate.trace import read_trace
 
 ROOT = Path(__file__).resolve().parents[4]
 FLAT = StepCost([(1, 1.0), (65, 1.0)])
@@ -232,17 +235,22 @@ def test_bad_lines_are_refused_by_number_and_field(
         read_log(path, Letters)
 
 
-def test_what_is_no_json_is_refused_by_line(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text('{"prompt": [1]')
-    with pytest.raises(LogError, match="^line 1: not JSON"):
-        read_log(path, no_tokenizer)
-    path.write_text("\n")
-    with pytest.raises(LogError, match="has no lines"):
-        read_log(path, no_tokenizer)
-    path.write_bytes(b"\xff\xff")
-    with pytest.raises(LogError, match="not UTF-8"):
-        read_log(path, no_tokenizer)
+@pytest.mark.parametrize("read", [read_log, partial(read_trace, kinds={"chat": Kind(((1, 1),))})])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": [1]', "^line 1: not JSON"),
+        (b"\n\n{", "^line 3: not JSON"),
+        (b"\n", "no lines"),
+        (b"\xff\xff", "not UTF-8"),
+    ],
+)
+def test_what_is_no_json_is_refused_by_line(
+    tmp_path: Path, read: Any, content: bytes, message: str
+) -> None:
+    (tmp_path / "log").write_bytes(content)
+    with pytest.raises(LogError, match=message):
+        read(tmp_path / "log", load_tokenizer=no_tokenizer)
 
 
 # --- the command ---

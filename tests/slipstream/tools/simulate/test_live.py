@@ -19,7 +19,6 @@ from slipstream.tools.simulate.work import Arrivals
 from worlds.live_server import live
 from worlds.scripted_engine import ScriptedEngine
 
-pytestmark = pytest.mark.anyio
 TEXTS = [measure.Text("edit", (1, 2), (3, 4, 5)), measure.Text("code", (6,), (7,))]
 
 

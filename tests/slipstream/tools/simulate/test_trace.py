@@ -74,16 +74,3 @@ def test_what_does_not_fit_is_refused_by_line_and_field(
 ) -> None:
     with pytest.raises(LogError, match=words):
         read(tmp_path, GOOD, line)
-
-
-def test_what_is_not_json_is_refused_by_line(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("\n\n{", encoding="utf-8")
-    with pytest.raises(LogError, match="line 3: not JSON"):
-        read_trace(path, KINDS, no_tokenizer)
-    path.write_text("\n", encoding="utf-8")
-    with pytest.raises(LogError, match="no lines"):
-        read_trace(path, KINDS, no_tokenizer)
-    path.write_bytes(b"\xff")
-    with pytest.raises(LogError, match="not UTF-8"):
-        read_trace(path, KINDS, no_tokenizer)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.base import GREEDY
+from drafters.base import GREEDY, DraftSampling
 from drafters.tables.template import DraftTemplate, RankPath
 from slipstream.tools.template.search import (
     FIRST_DEPTH,
@@ -25,6 +25,20 @@ def counted(text: ReplayText, paths: list[RankPath]) -> tuple[dict[RankPath, int
     counts: dict[RankPath, int] = {}
     num_steps = count_accepts(text, frozenset(paths), counts)
     return counts, num_steps
+
+
+def markov_text(
+    vocab_size: int, num_tokens: int, sharpness: float, sampling: DraftSampling
+) -> ReplayText:
+    """A text drawn from a Markov chain of order 2, with all tokens ranked in every row."""
+    probs, token_ids = markov_probs(vocab_size, context=2, sharpness=sharpness), [0, 1]
+    tops, top_probs = [], []
+    for _ in range(num_tokens):
+        row = probs(token_ids)
+        tops.append(ranked(row, vocab_size))
+        top_probs.append([row[each] for each in tops[-1]])
+        token_ids.append(choose(row, len(token_ids), sampling))
+    return ReplayText([0, 1], token_ids[2:], tops, top_probs, sampling)
 
 
 def test_the_first_tree_is_wide_and_deep_and_a_template_in_its_order() -> None:
@@ -63,16 +77,8 @@ def test_accepts_are_counted_along_the_decoding() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_with_the_texts_own_noise_first_ranks_win(temperature: float) -> None:
     """Where the tables know the target, the likeliest child under the noise is the text's token."""
-    probs = markov_probs(6, context=2, sharpness=1.0)
     sampling = sampling_of(3, temperature) if temperature else GREEDY
-    token_ids = [0, 1]
-    tops, top_probs = [], []
-    for _ in range(600):
-        row = probs(token_ids)
-        tops.append(ranked(row, 6))
-        top_probs.append([row[each] for each in tops[-1]])
-        token_ids.append(choose(row, len(token_ids), sampling))
-    text = ReplayText([0, 1], token_ids[2:], tops, top_probs, sampling)
+    text = markov_text(6, 600, 1.0, sampling)
     counts, num_steps = counted(text, first_paths())
     assert counts[(0,)] > 10 * counts.get((1,), 0)
     assert num_steps < 100
@@ -98,15 +104,7 @@ def test_kept_are_the_most_accepted_and_closed(counts: dict[RankPath, int], num:
 
 
 def test_a_searched_template_decodes_its_own_texts_better_than_a_full_level() -> None:
-    probs, token_ids = markov_probs(8, context=2, sharpness=2.0), [0, 1]
-    tops, top_probs = [], []
-    sampling = sampling_of(5, 1.0)
-    for _ in range(800):
-        row = probs(token_ids)
-        tops.append(ranked(row, 8))
-        top_probs.append([row[each] for each in tops[-1]])
-        token_ids.append(choose(row, len(token_ids), sampling))
-    text = ReplayText([0, 1], token_ids[2:], tops, top_probs, sampling)
+    text = markov_text(8, 800, 2.0, sampling_of(5, 1.0))
     template, per_step = search([text], 8)
     assert len(template) == 8
     assert per_step > 2

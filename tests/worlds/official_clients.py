@@ -1,4 +1,4 @@
-"""Anthropic's own client of a server around a given engine."""
+"""The official clients of OpenAI, Anthropic and Ollama, of a server around a given engine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import httpx2
+import ollama
 from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import serve
+
+
+@asynccontextmanager
+async def openai_client(
+    engine: ScriptedEngine, tokenizer: Any = None, **settings: Any
+) -> AsyncIterator[AsyncOpenAI]:
+    async with serve(engine, tokenizer, **settings) as http:
+        yield AsyncOpenAI(
+            api_key="unused", base_url="http://test/v1", http_client=http, max_retries=0
+        )
 
 
 @asynccontextmanager
@@ -25,3 +38,12 @@ async def anthropic_client(
             yield AsyncAnthropic(
                 api_key=key, base_url="http://test", http_client=own, max_retries=0
             )
+
+
+@asynccontextmanager
+async def ollama_client(
+    engine: ScriptedEngine, tokenizer: Any = None, **settings: Any
+) -> AsyncIterator[ollama.AsyncClient]:
+    async with serve(engine, tokenizer, **settings) as http:
+        transport = httpx.ASGITransport(app=http.app, raise_app_exceptions=False)  # type: ignore[attr-defined]
+        yield ollama.AsyncClient(host="http://test", transport=transport)
