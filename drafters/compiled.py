@@ -66,10 +66,10 @@ def folder_of(version: str) -> Path:
 
 
 @contextmanager
-def kept(version: str, body: Callable[..., Any]) -> Iterator[bool]:
+def kept(version: str, body: Callable[..., Any], *kinds: Any) -> Iterator[bool]:
     """Within it, machine code goes to a folder of that name, after the text of all that it is made of:
-    numba itself looks at the one file that a function is in. Waits for a process that compiles ``body``.
-    False: there is no place for it."""
+    numba itself looks at the one file that a function is in. Waits for a process that compiles ``body``
+    for arguments of these types and for this CPU. False: there is no place for it."""
     folder = folder_of(version)
     try:
         is_new = not folder.exists()
@@ -84,7 +84,9 @@ def kept(version: str, body: Callable[..., Any]) -> Iterator[bool]:
     before = numba.config.CACHE_DIR
     if can_write:
         numba.config.CACHE_DIR = str(folder)
-    lock = folder / f"{body.__module__}.{body.__qualname__}.lock" if can_write else Path(os.devnull)
+    target = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    what = hashlib.sha256(repr((body.__module__, body.__qualname__, kinds, target)).encode())
+    lock = folder / f"{what.hexdigest()[:16]}.lock" if can_write else Path(os.devnull)
     try:
         with lock.open("w") as file:
             with suppress(OSError):  # a file system that locks nothing
@@ -171,7 +173,7 @@ class Loop:
         if self._call is None:
             folders = Path(self._body.__code__.co_filename).parent, Path(__file__).parent
             sources = [each for folder in folders for each in sorted(folder.glob("*.py"))]
-            with kept(version_of(sources), self._body) as keep:
+            with kept(version_of(sources), self._body, *self._kinds) as keep:
                 self._code = cfunc(types.int64(*self._kinds), cache=keep)(self._body)
             arguments = [ctypes.c_int64] * len(self._kinds)
             self._call = ctypes.PYFUNCTYPE(ctypes.c_int64, *arguments)(self._code.address)

@@ -43,7 +43,7 @@ class Kernel:
         """Raises what numba raises."""
         if self._code is not None:
             return
-        with kept(kernels_version(), self._body) as keep:
+        with kept(kernels_version(), self._body, self._argument) as keep:
             self._code = cfunc(types.void(self._argument), cache=keep)(self._body)
         self._call = self._kind(None, ctypes.c_void_p)(self._code.address)
 
