@@ -211,7 +211,8 @@ def test_a_schema_takes_fewer_steps_with_drafts(engine: RealEngine, count: Count
 
 @pytest.mark.slow
 def test_a_prompt_of_four_thousand_tokens_changes_nothing(engine: RealEngine, count: Count) -> None:
-    """In pieces and in none: all read it from the prefix cache, but for the first one."""
+    """In pieces and in none: all read it from the prefix cache, but for the first one and for heads,
+    whose rows it has not left."""
     text = f"{licence(13000)}\n\n{code(7500)}\n\nRepeat the first two sentences."
     prompt = engine.chat(text)
     assert 4000 < len(prompt) < 5000
@@ -228,7 +229,12 @@ def test_a_prompt_of_four_thousand_tokens_changes_nothing(engine: RealEngine, co
     driver = Driver(engine.core(engine.setup.but(prefill_chunk=200)))
     first, *others = [each for each, _ in asked.values()]
     driver.run(first).run(*others)
-    cached = [driver.finishes[each.request_id].num_cached_tokens for each in others]
+    heads = {"eagle3", *RANDOM_HEADS}
+    cached = [
+        driver.finishes[each.request_id].num_cached_tokens
+        for each in others
+        if each.request_id not in heads
+    ]
     assert min(cached) > 3900
     expect_equal(engine, driver, asked, count)
 

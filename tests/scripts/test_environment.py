@@ -162,7 +162,7 @@ def test_a_lane_is_what_pytest_is_asked_for(sandbox: Sandbox) -> None:
         "--fast -x": "-m not real and not slow -x",
         "--fuzz 7 tests/drafters": "-m hypothesis and not real "
         "--hypothesis-profile fuzz --hypothesis-seed=7 tests/drafters",
-        "--real": f"-m real {now} tests/real",
+        "--real": f"-m real and not slow {now} tests/real",
         "--real --all": "-m real tests/real",
         "--real --fast -x": "-m real and not slow -x tests/real",
         "--real tests/real/test_tokenizer.py": "-m real tests/real/test_tokenizer.py",
