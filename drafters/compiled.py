@@ -54,8 +54,9 @@ _WORD = ir.IntType(64)
 
 
 def version_of(sources: Iterable[Path]) -> str:
-    """Returns a name for machine code that is made of these files by this version of numba."""
-    text = b"".join(path.read_bytes() for path in sources)
+    """Returns a name for machine code that is made of these files by this version of numba. By their
+    paths, too, since numba takes no code of the same files elsewhere."""
+    text = b"".join(os.fsencode(path) + path.read_bytes() for path in sources)
     return hashlib.sha256(text + numba.__version__.encode()).hexdigest()[:16]
 
 

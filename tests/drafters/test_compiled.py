@@ -4,12 +4,23 @@ tests/engine/kernels/test_compiled.py."""
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from typing import Protocol
 
 import pytest
 from numba import njit
 
-from drafters.compiled import Floats, Integers, Loop, Many, Memory, Tokens, address_of, is_nowhere
+from drafters.compiled import (
+    Floats,
+    Integers,
+    Loop,
+    Many,
+    Memory,
+    Tokens,
+    address_of,
+    is_nowhere,
+    version_of,
+)
 
 
 class Part(Protocol):
@@ -70,3 +81,12 @@ def test_a_field_that_is_not_declared_is_refused() -> None:
         part["numbers"] = 1
     with pytest.raises(KeyError):
         part["numbers"]
+
+
+def test_the_same_files_in_another_place_are_another_version(tmp_path: Path) -> None:
+    """numba would compile them anew, and whether a version was compiled is asked by its folder."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "loops.py").write_text("pass")
+    one, other = (version_of([tmp_path / name / "loops.py"]) for name in "ab")
+    assert one == version_of([tmp_path / "a" / "loops.py"]) != other
