@@ -7,6 +7,7 @@ does it, is for those processes from the first, where it ends the process.
 
 from __future__ import annotations
 
+import gc
 import math
 import resource
 import signal
@@ -64,7 +65,15 @@ LIMIT = RenderLimit()
 
 
 def _run(render: Callable[[], str]) -> str:
-    return render()
+    """Without collections of garbage: they are not the template's time, and an exception that a signal
+    raises in one is lost."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return render()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _expire(number: int, frame: FrameType | None) -> None:
