@@ -1,0 +1,1 @@
+"""Layers that keep a state instead of keys and values: how they are found, and how their rows run."""

@@ -1,0 +1,141 @@
+"""From a step's rows to the walks that operations with a state take through them.
+
+A request's walk begins at a state that a slot holds, takes in the inputs of rows that earlier steps
+have kept, then the step's own rows: each from the state behind its parent. States on the way lie in
+buffers, as few as the tree has open branches; only what is told to be stored leaves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOWHERE = -1
+"""No slot, no place, no row, no entry: what begins there begins with zeros."""
+
+
+@dataclass(slots=True)
+class StateRows:
+    """What a request's rows of a step have to do with states.
+
+    ``source``: the slot that its walk begins from. ``replayed``: places of rows that were accepted since,
+    in their order. ``target``: the slot that takes the state behind the last known row. ``first_place``:
+    draft node i keeps its inputs at the place ``first_place + i``. ``snapshots``: slots that take the
+    state behind so many of the replayed and known rows, by that number, from 1 on.
+    """
+
+    source: int = NOWHERE
+    replayed: Sequence[int] = ()
+    target: int = NOWHERE
+    first_place: int = NOWHERE
+    snapshots: dict[int, int] = field(default_factory=dict)
+
+
+class Entry(NamedTuple):
+    """One step of a walk. ``row``: of the batch; NOWHERE: its inputs lie at the place ``read``.
+    ``keep``: the place that its inputs are copied to. ``parent``: the entry that it follows; NOWHERE:
+    the walk's start. ``source``, ``buffer``: where the state before it lies, and where it leaves its
+    own; they may be the same. ``store``, ``snapshot``: slots that take its state."""
+
+    row: int
+    read: int
+    keep: int
+    parent: int
+    source: int
+    buffer: int
+    store: int
+    snapshot: int
+
+
+class Walk(NamedTuple):
+    """Entries ``first`` to ``end - 1``, from the state in the slot ``source`` (NOWHERE: zeros), which is
+    put into buffer 0. ``num_buffers`` that it uses."""
+
+    first: int
+    end: int
+    source: int
+    num_buffers: int
+
+
+class StateWork(NamedTuple):
+    """A step's walks, ``[num_walks, 4]`` and ``[num_entries, 8]`` int64. All rows below ``num_rows`` are
+    in one entry each; those behind are padding."""
+
+    walks: NDArray[np.int64]
+    entries: NDArray[np.int64]
+    num_rows: int
+
+    @property
+    def most_buffers(self) -> int:
+        return int(self.walks[:, 3].max(initial=1))
+
+
+class RowsOfRequest(NamedTuple):
+    """What of ``RequestRows`` is of interest here."""
+
+    states: StateRows
+    first_row: int
+    num_known: int
+    parents: Sequence[int]
+    num_stored: int
+
+
+def state_work(requests: Sequence[RowsOfRequest]) -> StateWork:
+    walks: list[Walk] = []
+    entries: list[Entry] = []
+    num_rows = 0
+    for each in requests:
+        first = len(entries)
+        num_buffers = _walk(each, entries)
+        walks.append(Walk(first, len(entries), each.states.source, num_buffers))
+        num_rows += each.num_known + len(each.parents) - each.num_stored
+    shaped = np.array(walks, dtype=np.int64).reshape(-1, len(Walk._fields))
+    return StateWork(
+        shaped, np.array(entries, dtype=np.int64).reshape(-1, len(Entry._fields)), num_rows
+    )
+
+
+def _walk(request: RowsOfRequest, entries: list[Entry]) -> int:
+    """Adds a request's entries. Returns how many buffers they need."""
+    states, parent = request.states, NOWHERE
+    known = range(request.first_row, request.first_row + request.num_known)
+    chain = [(NOWHERE, place) for place in states.replayed] + [(row, NOWHERE) for row in known]
+    for count, (row, place) in enumerate(chain, start=1):
+        store = states.target if count == len(chain) else NOWHERE
+        snapshot = states.snapshots.get(count, NOWHERE)
+        entries.append(Entry(row, place, NOWHERE, parent, 0, 0, store, snapshot))
+        parent = len(entries) - 1
+    return _nodes(request, entries, parent)
+
+
+def _nodes(request: RowsOfRequest, entries: list[Entry], root: int) -> int:
+    """Adds those of the draft nodes. A node that is its parent's last child takes its buffer."""
+    parents, first = request.parents, len(entries)
+    last_child = {parent: node for node, parent in enumerate(parents)}
+    buffers = {NOWHERE: 0}
+    free: list[int] = []
+    num_buffers = 1
+    first_row = request.first_row + request.num_known - request.num_stored
+    for node, parent in enumerate(parents):
+        source = buffers[parent]
+        if last_child[parent] == node:
+            buffer = source
+        elif free:
+            buffer = free.pop()
+        else:
+            buffer, num_buffers = num_buffers, num_buffers + 1
+        place = request.states.first_place + node
+        is_stored = node < request.num_stored
+        row = NOWHERE if is_stored else first_row + node
+        read, keep = (place, NOWHERE) if is_stored else (NOWHERE, place)
+        above = root if parent == NOWHERE else first + parent
+        entries.append(Entry(row, read, keep, above, source, buffer, NOWHERE, NOWHERE))
+        if node in last_child:
+            buffers[node] = buffer
+        else:
+            free.append(buffer)
+    return num_buffers
