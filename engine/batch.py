@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from drafters.base import NORMED as NORMED
 from drafters.tree import chain_length, depths_of
+from kvpool.state_slots import StateRows
 
 
 @dataclass(slots=True)
@@ -28,6 +29,9 @@ class RequestRows:
 
     ``adapter``: what changes the model for its rows (``engine.model.adapted.Adapter``); None: nothing.
 
+    ``states``: what its rows have to do with states, where layers keep some; None: they begin anew, and
+    leave nothing.
+
     ``first_row``, ``first_logit``: where its rows begin in the batch, and its logits among the batch's;
     ``build_batch`` says so.
     """
@@ -41,6 +45,7 @@ class RequestRows:
     num_stored: int = 0
     first_key: int = 0
     adapter: Any = None
+    states: StateRows | None = None
     first_row: int = 0
     first_logit: int = 0
 

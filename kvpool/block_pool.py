@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpool.prefix_cache import PrefixCache, block_digest, root_digest
+from kvpool.state_slots import StateSlots
 from kvpool.tier import BlockTier
 
 
@@ -97,7 +98,8 @@ class BlockPool:
     """All methods that name a request raise BlockPoolError if it is not open (``open``: if it is).
 
     ``num_prefix_queries`` and ``num_prefix_hits`` count tokens and only ever grow. ``listener`` is told
-    what the prefix cache holds. ``tier`` keeps blocks that are evicted.
+    what the prefix cache holds. ``tier`` keeps blocks that are evicted. ``states``: of a model whose
+    layers keep some; its requests begin where there is one.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class BlockPool:
         enable_prefix_cache: bool = True,
         listener: CacheListener | None = None,
         tier: BlockTier | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError("num_blocks and block_size must be at least 1")
@@ -125,6 +128,7 @@ class BlockPool:
         """Committed blocks whose name went to another block. Several requests may hold one still."""
         self._listener = listener
         self.tier = tier
+        self.states = states
         self._unsaved: OrderedDict[bytes, None] = OrderedDict()
         """With a tier that outlives the process, the published blocks that were not copied there since,
         oldest first."""
@@ -175,12 +179,17 @@ class BlockPool:
             raise BlockPoolError(f"max_cached_tokens is negative: {max_cached_tokens}")
         if not self.enable_prefix_cache:
             self._tables[request_id] = BlockTable(digest=None)
+            if self.states is not None:
+                self.states.open(request_id, [b""], 0, len(token_ids))
             return 0
         most = min(max_cached_tokens, len(token_ids))
         digests, block_ids = self._match(token_ids, cache_salt, most)
         num_found = len(block_ids)
         if block_ids and num_usable is not None:
             del block_ids[self._num_full_blocks(num_usable(block_ids)) :]
+        if self.states is not None:
+            usable = digests[: len(block_ids) + 1]
+            del block_ids[self.states.open(request_id, usable, num_found, len(token_ids)) :]
         num_cached_tokens = len(block_ids) * self.block_size
         if is_new and max_cached_tokens > 0:
             self.num_prefix_queries += len(token_ids)
@@ -248,7 +257,9 @@ class BlockPool:
         table.num_committed_tokens = num_computed_tokens
         first_new = least // self.block_size
         for index in range(first_new, num_computed_tokens // self.block_size):
-            self._publish(table, index, token_ids)
+            self._publish(request_id, table, index, token_ids)
+        if self.states is not None:
+            self.states.publish(request_id)
 
     def free_draft(self, request_id: str) -> None:
         """Give back the draft blocks that ``promote`` did not turn into committed ones."""
@@ -262,6 +273,8 @@ class BlockPool:
     def free(self, request_id: str) -> None:
         """End of a table: at finish, abort and preemption alike."""
         self.free_draft(request_id)
+        if self.states is not None:
+            self.states.close(request_id)
         # Last block first: it becomes the oldest, so that a prefix outlives what hangs on it.
         for block_id in reversed(self._tables.pop(request_id).block_ids):
             self._release(block_id)
@@ -277,6 +290,8 @@ class BlockPool:
         """The same, but for the tier, whose blocks were copied there before whatever is wrong now."""
         self._free.extend(self._cache.clear())
         self._unsaved.clear()
+        if self.states is not None:
+            self.states.clear()
         for table in self._tables.values():
             table.digest = None
         if self._listener is not None:
@@ -371,6 +386,8 @@ class BlockPool:
         if self._free:
             return self._free.pop()
         block_id, digest = self._cache.evict()
+        if self.states is not None:
+            self.states.forget(digest)
         if self.tier is not None:
             self._unsaved.pop(digest, None)
             self.tier.keep(digest, block_id)
@@ -427,13 +444,17 @@ class BlockPool:
         self._num_draft -= num_new
         self._num_committed += num_new
 
-    def _publish(self, table: BlockTable, index: int, token_ids: Sequence[int]) -> None:
+    def _publish(
+        self, request_id: str, table: BlockTable, index: int, token_ids: Sequence[int]
+    ) -> None:
         if table.digest is None:
             return
         start = index * self.block_size
         own = token_ids[start : start + self.block_size]
         parent = table.digest
         table.digest = block_digest(parent, own)
+        if self.states is not None:
+            self.states.named(request_id, start + self.block_size, table.digest)
         is_new = self._cache.publish(table.digest, table.block_ids[index])
         if is_new and self._listener is not None:
             before = parent if index else None
@@ -472,6 +493,8 @@ class BlockPool:
         self._cache.check_integrity()
         if self.tier is not None:
             self.tier.check_integrity()
+        if self.states is not None:
+            self.states.check_integrity([*self._tables])
         unknown = [digest for digest in self._unsaved if self._cache.lookup(digest) is None]
         _require(not unknown, "blocks wait to be copied to the tier that are not published")
         is_right = self.enable_prefix_cache or not len(self._cache)

@@ -30,6 +30,9 @@ from kvpool.store import KVStore
 
 IMPLEMENTATION = "slipstream"
 
+KV_LAYER = "kv_layer"
+"""Of an attention layer: its number in the store, where it is not its number in the model."""
+
 LARGEST_KEY = 2.0**60
 """Keys are limited to it: no model has any as large, and sums of their products stay finite."""
 
@@ -294,7 +297,7 @@ def slipstream_attention(
     if attention_mask is not None or dropout:
         raise RuntimeError("the model's attention layers bring a mask or dropout of their own")
     output = slipstream_plan.attend(
-        module.layer_idx,  # type: ignore[arg-type]
+        getattr(module, KV_LAYER, module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

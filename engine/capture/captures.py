@@ -10,7 +10,6 @@ from typing import NamedTuple, cast
 
 import torch
 
-from engine.attention.backend import AttentionPlan
 from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
 from engine.capture.recording import CapturedForward, Recorder
 from engine.kernels import Renews
@@ -62,7 +61,7 @@ class Replays:
         return batch
 
     def forward(
-        self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
+        self, batch: InputBatch, inputs: InputTensors, plan: object, run: Run
     ) -> ForwardOutput:
         """``run``: the model's forward over ``inputs``, with ``plan``. Returns what it returns."""
         del batch, inputs, plan
@@ -179,7 +178,7 @@ class Captures(Replays):
         return min(fitting, default=None)
 
     def forward(
-        self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
+        self, batch: InputBatch, inputs: InputTensors, plan: object, run: Run
     ) -> ForwardOutput:
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return run()

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from engine.attention.backend import AttentionBackend, AttentionPlan
+from engine.attention.backend import AttentionBackend
 from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
 from engine.capture.captures import Captures, Replays, Run
 from engine.config import USUAL_GRAPH_ROWS, EngineConfig
@@ -173,7 +173,7 @@ class DeviceGraphs(Replays):
         return batch if bucket is None else pad_batch(batch, bucket)
 
     def forward(
-        self, batch: InputBatch, inputs: InputTensors, plan: AttentionPlan, run: Run
+        self, batch: InputBatch, inputs: InputTensors, plan: object, run: Run
     ) -> ForwardOutput:
         del inputs, plan  # lie where they lay when the graph was captured
         if batch.bucket is None:

@@ -1,9 +1,9 @@
 """Loads a transformers causal LM so that the engine can drive its attention.
 
 Nothing is known of architectures here. What can be served is found out: a model is refused with the
-reason if its configuration says it keeps state that is not keys and values, if its layers do not go
-through transformers' attention interface, or if the start-up check finds that our forward, in chunks
-and under a tree mask, does not write the logits that transformers' own forward writes.
+reason if its configuration rules it out, if its layers do not go through transformers' attention
+interface or keep a state by functions that are not known, or if the start-up check finds that our
+forward, in chunks and under a tree mask, does not write the logits that transformers' own writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
+from engine.attention.backend import IMPLEMENTATION, KV_LAYER, AttentionOptions, KVShape
 from engine.gguf.file import find_gguf
 from engine.model.checkpoint import load_config, load_weights
 from engine.model.gguf_weights import load_gguf, read_config
@@ -27,13 +27,13 @@ from engine.names import bundled_path as bundled_path
 from engine.names import locate
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import SAMPLED
+from engine.states.seam import attach_states, finding_states
 from engine.tokenizer import check_folder, naming
 from engine.tokenizer import load_tokenizer as load_tokenizer
+from kvpool.state_store import StateShape
 
 logger = logging.getLogger(__name__)
 
-# Layer kinds whose memory of the past is keys and values, the only kind the pool holds.
-_SERVED_LAYERS = {"full_attention", "sliding_attention"}
 _CALL_WIDE_ROPES = {"longrope", "dynamic"}
 
 
@@ -141,12 +141,6 @@ def refuse_unservable(config: Any) -> None:
         raise UnsupportedModelError(
             f"{kind} has more parts than text; its text half is served alone"
         )
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
-    if odd:
-        raise UnsupportedModelError(
-            f"{kind} has layers of kind {', '.join(odd)}; only "
-            f"{' and '.join(sorted(_SERVED_LAYERS))} keep their past as keys and values per token"
-        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(f"{kind} shares keys and values between layers")
     if getattr(config, "alibi", False):
@@ -177,26 +171,47 @@ class ShapeProbe:
 
 @torch.inference_mode()
 def attach_attention(model: PreTrainedModel) -> list[KVShape]:
-    """Switches the model to the engine's attention; returns each layer's shapes.
+    """Switches the model to the engine's attention, and its operations with a state to the engine's;
+    returns each attention layer's shapes. What ``state_shapes`` returns is known then.
 
     Raises UnsupportedModelError if its layers do not follow.
     """
+    attach_states(model)
     model.config._attn_implementation = IMPLEMENTATION
     probe = ShapeProbe()
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
     try:
-        model(input_ids=ids, position_ids=positions, use_cache=False, slipstream_plan=probe)
+        with finding_states() as states:
+            model(input_ids=ids, position_ids=positions, use_cache=False, slipstream_plan=probe)
     except Exception as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot run on the engine's attention: {error}"
         ) from error
     layers = sorted(probe.shapes)
-    if not layers or layers != list(range(len(layers))):
+    if not layers and not states:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: attention layers report the numbers {layers}"
+            f"{type(model).__name__}: no layer is answered by the engine's attention"
         )
+    _number_layers(model, layers)
+    vars(model)["state_shapes"] = tuple(states)
     return [probe.shapes[layer] for layer in layers]
+
+
+def _number_layers(model: PreTrainedModel, layers: list[int]) -> None:
+    """Tells attention layers their numbers in the store, where others stand between them."""
+    numbers = {layer: number for number, layer in enumerate(layers)}
+    if any(layer != number for layer, number in numbers.items()):
+        for module in model.modules():
+            layer = getattr(module, "layer_idx", None)
+            if layer in numbers:
+                vars(module)[KV_LAYER] = numbers[layer]
+
+
+def state_shapes(model: PreTrainedModel) -> tuple[StateShape, ...]:
+    """Returns the shapes of a model's operations with a state, by their numbers."""
+    found: tuple[StateShape, ...] = getattr(model, "state_shapes", ())
+    return found
 
 
 def max_position(config: Any) -> int:

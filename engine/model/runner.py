@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -22,10 +22,28 @@ from engine.batch import (
     build_batch,
 )
 from engine.capture.replays import GraphSizes, make_replays
+from engine.kernels import Renews
 from engine.model.adapted import AdaptedLayers
 from engine.model.decoder import kept_states
 from engine.request.errors import UnsupportedModelError
+from engine.states.plan import ModelStates, StatePlan
+from engine.states.seam import answering
+from engine.states.work import state_work
 from engine.transfer import Stopwatch, upload
+from kvpool.state_slots import StateRows
+
+
+class StepPlan(NamedTuple):
+    """A step's plans: of attention, and of operations with a state where there are such."""
+
+    attention: AttentionPlan
+    states: StatePlan | None
+
+    def renewed(self, key: Hashable) -> tuple[int, int]:
+        """See ``Renews``: keys of states are tuples that begin with their name."""
+        of_states = isinstance(key, tuple) and key[0] == "states"
+        return cast(Renews, self.states if of_states else self.attention).renewed(key)
+
 
 _PROBED_ROWS = 13
 """Experts are not layers for all rows: of so many, no expert is chosen by all and by all again."""
@@ -42,9 +60,12 @@ class ModelRunner:
         max_num_rows: int = 256,
         graphs: GraphSizes | None = None,
         can_capture: bool = True,
+        states: ModelStates | None = None,
     ) -> None:
-        """``graphs``: what may be captured where the device has graphs; None: nothing."""
+        """``graphs``: what may be captured where the device has graphs; None: nothing. ``states``: of a
+        model whose layers keep some."""
         self.model = model
+        self.states = states
         self.attention = attention
         self.store = attention.store
         self.device = model.device
@@ -122,21 +143,22 @@ class ModelRunner:
         """Graphs of a device that ``prepare`` captured."""
         return self._replays.num_graphs
 
-    def _plan(self, batch: InputBatch) -> tuple[InputTensors, AttentionPlan]:
+    def _plan(self, batch: InputBatch) -> tuple[InputTensors, StepPlan]:
         inputs = self._buffers.fill(batch)
-        return inputs, self.attention.plan(batch, inputs)
+        states = None if self.states is None else self.states.plan(state_work(batch.requests))
+        return inputs, StepPlan(self.attention.plan(batch, inputs), states)
 
     def _run(
-        self, inputs: InputTensors, plan: AttentionPlan, hidden_layers: tuple[int, ...]
+        self, inputs: InputTensors, plan: StepPlan, hidden_layers: tuple[int, ...]
     ) -> ForwardOutput:
         """Logits of at least one row."""
-        with kept_states(self.model, hidden_layers) as kept:
+        with kept_states(self.model, hidden_layers) as kept, answering(plan.states):
             output = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 logits_to_keep=inputs.logits_indices,
-                slipstream_plan=plan,
+                slipstream_plan=plan.attention,
             )
         return ForwardOutput(output.logits[0], tuple(kept[layer] for layer in hidden_layers))
 
@@ -185,7 +207,15 @@ class ModelRunner:
                 parents=(),
                 block_table=range(first, first + num_blocks),
                 num_logits=min(rows, 64),
+                states=self._sample_states(first // num_blocks),
             )
             for first in range(0, num_requests * num_blocks, num_blocks)
         ]
         return build_batch(requests, block_size)
+
+    def _sample_states(self, number: int) -> StateRows | None:
+        """Returns a slot to begin from, whatever it holds, and to leave the state in."""
+        if self.states is None:
+            return None
+        seat = number % self.states.store.num_slots
+        return StateRows(source=seat, target=seat)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from engine.batch import RequestRows, build_batch
+from engine.batch import RequestRows, build_batch, slot_of
 from engine.model.quantization import is_rounded
 from engine.model.runner import ModelRunner
 from engine.request.errors import UnsupportedModelError
+from kvpool.state_slots import NOWHERE, StateRows
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ _PREFIX_THEN_SINGLE = (18, *(1,) * 6)
 # A draft tree hung under the token at _FORK: its even nodes follow the text, its odd ones do not.
 _FORK = 11
 _PARENTS = (-1, -1, 0, 0, 2, 1)
+_PATH = (0, 2, 4)
 # Logit differences relative to the logits' spread, by the bits of the model's type.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 _TOLERANCE_OF_STORES_IN_8_BITS = 3e-1
@@ -73,7 +75,7 @@ def logit_errors(runner: ModelRunner, reference: torch.Tensor) -> dict[str, floa
     spread = float(reference.std()) or 1.0
     compared = {
         "in chunks": (_run_chunks(runner, tables[:1], _CHUNKS)[0], reference),
-        "in a draft tree": (_run_tree(runner, tables[1]), reference[_FORK - 1 : _FORK + 3]),
+        "in a draft tree": (_run_tree(runner, tables[1]), reference[_FORK - 1 : _FORK + 4]),
     }
     return {
         what: float((ours.float() - theirs).abs().mean()) / spread
@@ -135,7 +137,7 @@ def check_exact(runner: ModelRunner) -> bool | None:
     return (
         torch.equal(singly, whole)
         and torch.equal(beside, whole.expand_as(beside))
-        and torch.equal(tree, whole[0, _FORK - 1 : _FORK + 3])
+        and torch.equal(tree, whole[0, _FORK - 1 : _FORK + 4])
     )
 
 
@@ -164,6 +166,8 @@ def _run_chunks(
             RequestRows(token_ids[base : base + count], count, base, (), table, count)
             for table in tables
         ]
+        for slot, part in enumerate(parts):
+            part.states = StateRows(slot if base else NOWHERE, target=slot)
         found = runner.forward(build_batch(parts, runner.store.block_size)).logits
         logits.append(found.view(len(tables), count, -1))
         base += count
@@ -171,12 +175,20 @@ def _run_chunks(
 
 
 def _run_tree(runner: ModelRunner, table: Sequence[int]) -> torch.Tensor:
-    """Returns logits of the anchor and of the tree's path that follows the text: ``[4, vocab_size]``."""
+    """Returns logits of the anchor, of the tree's path that follows the text, and of the text's next
+    token, in a step of its own: ``[5, vocab_size]``."""
     token_ids = _token_ids(runner.model)
     other = (token_ids[_FORK] + 1) % _vocab_size(runner.model)
     right = token_ids[_FORK : _FORK + 3]
     nodes = [right[0], other, right[1], other, right[2], other]
     known = token_ids[:_FORK]
-    part = RequestRows([*known, *nodes], _FORK, 0, _PARENTS, table, 1 + len(nodes))
-    output = runner.forward(build_batch([part], runner.store.block_size))
-    return output.logits[[0, 1, 3, 5]]
+    states = StateRows(NOWHERE, target=0, places=range(len(nodes)))
+    part = RequestRows([*known, *nodes], _FORK, 0, _PARENTS, table, 1 + len(nodes), states=states)
+    size = runner.store.block_size
+    found = runner.forward(build_batch([part], size)).logits[[0, *(1 + each for each in _PATH)]]
+    slots = [slot_of(table, _FORK + place, size) for place in (*_PATH, *range(len(_PATH)))]
+    runner.move(slots[: len(_PATH)], slots[len(_PATH) :])
+    base = _FORK + len(_PATH)
+    states = StateRows(source=0, replayed=_PATH, target=0)
+    part = RequestRows([token_ids[base]], 1, base, (), table, 1, states=states)
+    return torch.cat((found, runner.forward(build_batch([part], size)).logits))

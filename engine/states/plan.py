@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.states.work import Entry, StateWork, Walk
+from engine.states.work import Entry, StateWork, Walk, state_work
 from kvpool.state_store import ConvolutionShape, RecurrenceShape, StateShape, StateStore
 
 
@@ -63,6 +63,15 @@ class StatePlan(Protocol):
         """Returns ``[num_rows, heads, value_dim]``, in the values' type."""
 
 
+class ModelStates(Protocol):
+    """A model's operations with a state over one store; plans its steps."""
+
+    @property
+    def store(self) -> StateStore: ...
+
+    def plan(self, work: StateWork) -> StatePlan: ...
+
+
 class StateProbe:
     """Stands in for a plan and notes what each operation hands over."""
 
@@ -81,12 +90,16 @@ class StateProbe:
 
 
 class PlainStates:
-    """Plain loops in float32 over a step's walks (``StatePlan``)."""
+    """Plain loops in float32 over a step's walks (``ModelStates``, ``StatePlan``)."""
 
-    def __init__(self, store: StateStore, work: StateWork) -> None:
-        self._store = store
+    def __init__(self, store: StateStore, work: StateWork | None = None) -> None:
+        self.store = self._store = store
+        work = work or state_work(())
         self._walks = [Walk(*each) for each in work.walks.tolist()]
         self._entries = [Entry(*each) for each in work.entries.tolist()]
+
+    def plan(self, work: StateWork) -> PlainStates:
+        return PlainStates(self.store, work)
 
     def convolve(self, op: int, asked: Convolution) -> Tensor:
         states, kept = self._store.states[op], self._store.rows[op]

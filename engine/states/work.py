@@ -8,31 +8,13 @@ buffers, as few as the tree has open branches; only what is told to be stored le
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-NOWHERE = -1
-"""No slot, no place, no row, no entry: what begins there begins with zeros."""
-
-
-@dataclass(slots=True)
-class StateRows:
-    """What a request's rows of a step have to do with states.
-
-    ``source``: the slot that its walk begins from. ``replayed``: places of rows that were accepted since,
-    in their order. ``target``: the slot that takes the state behind the last known row. ``first_place``:
-    draft node i keeps its inputs at the place ``first_place + i``. ``snapshots``: slots that take the
-    state behind so many of the replayed and known rows, by that number, from 1 on.
-    """
-
-    source: int = NOWHERE
-    replayed: Sequence[int] = ()
-    target: int = NOWHERE
-    first_place: int = NOWHERE
-    snapshots: dict[int, int] = field(default_factory=dict)
+from engine.batch import RequestRows
+from kvpool.state_slots import NOWHERE, StateRows
 
 
 class Entry(NamedTuple):
@@ -74,34 +56,25 @@ class StateWork(NamedTuple):
         return int(self.walks[:, 3].max(initial=1))
 
 
-class RowsOfRequest(NamedTuple):
-    """What of ``RequestRows`` is of interest here."""
-
-    states: StateRows
-    first_row: int
-    num_known: int
-    parents: Sequence[int]
-    num_stored: int
-
-
-def state_work(requests: Sequence[RowsOfRequest]) -> StateWork:
+def state_work(requests: Sequence[RequestRows]) -> StateWork:
     walks: list[Walk] = []
     entries: list[Entry] = []
     num_rows = 0
     for each in requests:
         first = len(entries)
-        num_buffers = _walk(each, entries)
-        walks.append(Walk(first, len(entries), each.states.source, num_buffers))
-        num_rows += each.num_known + len(each.parents) - each.num_stored
+        states = each.states or StateRows()
+        num_buffers = _walk(each, states, entries)
+        walks.append(Walk(first, len(entries), states.source, num_buffers))
+        num_rows += each.num_rows
     shaped = np.array(walks, dtype=np.int64).reshape(-1, len(Walk._fields))
     return StateWork(
         shaped, np.array(entries, dtype=np.int64).reshape(-1, len(Entry._fields)), num_rows
     )
 
 
-def _walk(request: RowsOfRequest, entries: list[Entry]) -> int:
+def _walk(request: RequestRows, states: StateRows, entries: list[Entry]) -> int:
     """Adds a request's entries. Returns how many buffers they need."""
-    states, parent = request.states, NOWHERE
+    parent = NOWHERE
     known = range(request.first_row, request.first_row + request.num_known)
     chain = [(NOWHERE, place) for place in states.replayed] + [(row, NOWHERE) for row in known]
     for count, (row, place) in enumerate(chain, start=1):
@@ -109,10 +82,10 @@ def _walk(request: RowsOfRequest, entries: list[Entry]) -> int:
         snapshot = states.snapshots.get(count, NOWHERE)
         entries.append(Entry(row, place, NOWHERE, parent, 0, 0, store, snapshot))
         parent = len(entries) - 1
-    return _nodes(request, entries, parent)
+    return _nodes(request, states.places, entries, parent)
 
 
-def _nodes(request: RowsOfRequest, entries: list[Entry], root: int) -> int:
+def _nodes(request: RequestRows, places: Sequence[int], entries: list[Entry], root: int) -> int:
     """Adds those of the draft nodes. A node that is its parent's last child takes its buffer."""
     parents, first = request.parents, len(entries)
     last_child = {parent: node for node, parent in enumerate(parents)}
@@ -128,7 +101,7 @@ def _nodes(request: RowsOfRequest, entries: list[Entry], root: int) -> int:
             buffer = free.pop()
         else:
             buffer, num_buffers = num_buffers, num_buffers + 1
-        place = request.states.first_place + node
+        place = places[node] if places else NOWHERE
         is_stored = node < request.num_stored
         row = NOWHERE if is_stored else first_row + node
         read, keep = (place, NOWHERE) if is_stored else (NOWHERE, place)

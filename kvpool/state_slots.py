@@ -1,0 +1,277 @@
+"""Who may write and read which slot of a ``StateStore``: bookkeeping without tensors, a part of
+``BlockPool``'s.
+
+A slot is in one of four states:
+
+    free       content meaningless
+    seat       one request's: the state behind its newest known token, in place of the one before
+    planned    the step under way writes it, at the end of a block
+    snapshot   the state behind a full block, found by the block's digest; evicted by use
+
+Draft rows leave no trace in a slot. They keep their inputs at places; those of accepted rows wait there
+until the next step takes them in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+NOWHERE = -1
+"""No slot, no place, no row, no entry: what begins there begins with zeros."""
+
+
+@dataclass(slots=True)
+class StateRows:
+    """What a request's rows of a step have to do with states.
+
+    ``source``: the slot that its walk begins from. ``replayed``: places of rows that were accepted since,
+    in their order. ``target``: the slot that takes the state behind the last known row. ``places``:
+    where draft nodes keep their inputs, by node; empty: nowhere. ``snapshots``: slots that take the state
+    behind so many of the replayed and known rows, by that number, from 1 on.
+    """
+
+    source: int = NOWHERE
+    replayed: Sequence[int] = ()
+    target: int = NOWHERE
+    places: Sequence[int] = ()
+    snapshots: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Table:
+    """A request's. ``source`` holds the state behind ``num_tokens`` of its tokens: its seat, a snapshot,
+    or nothing, where it begins anew. ``accepted``: places of the tokens after these. ``lent``: places of
+    the step's draft nodes. ``branch``: others have this many tokens in common with it.
+
+    ``num_prompt``: tokens of its prompt. ``planned``: slots that the step writes, by the tokens before
+    them. ``names``: digests of blocks by where they end, for ends that are still to be passed.
+    ``newest``: of the last snapshot of its answer."""
+
+    seat: int
+    source: int
+    num_tokens: int
+    branch: int
+    num_prompt: int
+    accepted: list[int] = field(default_factory=list)
+    lent: list[int] = field(default_factory=list)
+    planned: dict[int, int] = field(default_factory=dict)
+    names: dict[int, bytes] = field(default_factory=dict)
+    newest: bytes | None = None
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_tokens + len(self.accepted)
+
+
+class StateSlots:
+    """``num_seats`` requests may be open at a time, and ``num_snapshots`` be kept beside. ``num_places``:
+    of twice as many draft rows as a step may have. ``interval``: prompts leave a snapshot every so many
+    tokens, a multiple of the block's size.
+
+    ``num_hits``: openings that found a snapshot; it only ever grows.
+    """
+
+    def __init__(
+        self, num_seats: int, num_snapshots: int, num_places: int, block_size: int, interval: int
+    ) -> None:
+        self.num_slots = num_seats + num_snapshots
+        self.num_places = num_places
+        self.num_hits = 0
+        self._size, self._interval = block_size, interval
+        self._seats = list(range(num_seats - 1, -1, -1))
+        self._free = list(range(self.num_slots - 1, num_seats - 1, -1))
+        self._places = list(range(num_places - 1, -1, -1))
+        self._num_seats = num_seats
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()
+        self._nameless: set[int] = set()
+        """Snapshots that were forgotten while a request was about to begin from them."""
+        self._tables: dict[str, _Table] = {}
+
+    # Life of a request
+
+    def open(
+        self, request_id: str, digests: Sequence[bytes], num_found: int, num_prompt: int
+    ) -> int:
+        """Gives a request its seat. ``digests``: the root's, then those of cached blocks that it could
+        use, in the order of its text; ``num_found`` had their keys and values. Returns how many of
+        these blocks it begins behind."""
+        count = len(digests) - 1
+        while count and digests[count] not in self._snapshots:
+            count -= 1
+        source = NOWHERE
+        if count:
+            source = self._snapshots[digests[count]]
+            self._snapshots.move_to_end(digests[count])
+            self.num_hits += 1
+        size, seat = self._size, self._seats.pop()
+        self._tables[request_id] = _Table(seat, source, count * size, num_found * size, num_prompt)
+        return count
+
+    def lend(self, request_id: str, count: int) -> list[int]:
+        """Returns places for so many draft nodes, fewer only where there are no more; the request's
+        until ``commit``."""
+        table = self._tables[request_id]
+        while len(table.lent) < count and self._places:
+            table.lent.append(self._places.pop())
+        return table.lent[:count]
+
+    def rows(self, request_id: str, num_known: int, num_nodes: int, num_tokens: int) -> StateRows:
+        """Returns what the request's rows of a step do: known ones, then draft nodes. ``num_tokens``: of
+        its text so far."""
+        table = self._tables[request_id]
+        end = table.num_computed + num_known
+        for at in self._ends(table, end, num_tokens):
+            slot = self._reserve()
+            if slot is None:
+                break
+            table.planned[at] = slot
+        return StateRows(
+            source=table.source,
+            replayed=[*table.accepted],
+            target=table.seat,
+            places=self.lend(request_id, num_nodes),
+            snapshots={at - table.num_tokens: slot for at, slot in table.planned.items()},
+        )
+
+    def peek(self, request_id: str, num_nodes: int) -> StateRows:
+        """The same for rows of another model's, which leave no state behind."""
+        table = self._tables[request_id]
+        places = self.lend(request_id, num_nodes)
+        return StateRows(table.source, [*table.accepted], places=places)
+
+    def _ends(self, table: _Table, end: int, num_tokens: int) -> list[int]:
+        """Returns the ends of blocks that a step passes and that are worth a snapshot, best first."""
+        size, first = self._size, table.num_tokens // self._size + 1
+        passed = range(first * size, end + 1, size)
+        if not passed:
+            return []
+        last = passed[-1]
+        wanted = [last] if end == num_tokens else []  # where the next turn will begin
+        before = (num_tokens - 1) // size * size  # where the same prompt would
+        wanted += [at for at in (before, table.branch) if at in passed]
+        wanted += [at for at in passed if at % self._interval == 0]
+        return list(dict.fromkeys(wanted))
+
+    def commit(self, request_id: str, num_known: int, accepted: Sequence[int]) -> None:
+        """The step's known rows are final, and these of its draft nodes. The rest give back their
+        places."""
+        table = self._tables[request_id]
+        self._places += table.accepted
+        table.num_tokens += len(table.accepted) + num_known
+        self._move(table, table.seat)
+        kept = [table.lent[node] for node in accepted]
+        taken = set(kept)
+        self._places += (place for place in table.lent if place not in taken)
+        table.accepted, table.lent = kept, []
+
+    def named(self, request_id: str, num_tokens: int, digest: bytes) -> None:
+        """The request's block that ends there was named."""
+        self._tables[request_id].names[num_tokens] = digest
+
+    def publish(self, request_id: str) -> None:
+        """What the step wrote can be found, if it has a name. A request's own snapshots behind its
+        answer take each other's place."""
+        table = self._tables[request_id]
+        for at, slot in table.planned.items():
+            digest = table.names.get(at)
+            if digest is None or digest in self._snapshots:
+                self._free.append(slot)
+                continue
+            self._snapshots[digest] = slot
+            if at > table.num_prompt:
+                self._retire(table.newest)
+                table.newest = digest
+        table.planned.clear()
+        table.names = {at: each for at, each in table.names.items() if at > table.num_tokens}
+
+    def close(self, request_id: str) -> None:
+        table = self._tables.pop(request_id)
+        self._move(table, NOWHERE)
+        self._seats.append(table.seat)
+        self._free += table.planned.values()
+        self._places += (*table.accepted, *table.lent)
+
+    # Snapshots
+
+    def forget(self, digest: bytes) -> None:
+        """The block of that name was evicted."""
+        slot = self._snapshots.pop(digest, None)
+        if slot is not None:
+            self._drop(slot)
+
+    def clear(self) -> None:
+        """Forgets all snapshots; names of blocks mean nothing any more."""
+        for digest in [*self._snapshots]:
+            self.forget(digest)
+        for table in self._tables.values():
+            table.names.clear()
+
+    def _retire(self, digest: bytes | None) -> None:
+        """It is the next to be evicted: its request has one further on."""
+        if digest is not None and digest in self._snapshots:
+            self._snapshots.move_to_end(digest, last=False)
+
+    def _reserve(self) -> int | None:
+        """Returns a free slot; the least used snapshot makes room."""
+        if not self._free:
+            sources = self._sources()
+            for digest, slot in self._snapshots.items():
+                if slot not in sources:
+                    self.forget(digest)
+                    break
+        return self._free.pop() if self._free else None
+
+    def _sources(self) -> set[int]:
+        return {table.source for table in self._tables.values()}
+
+    def _drop(self, slot: int) -> None:
+        """Frees a slot that has no name any more, once nobody is to begin from it."""
+        if slot in self._sources():
+            self._nameless.add(slot)
+        else:
+            self._free.append(slot)
+
+    def _move(self, table: _Table, source: int) -> None:
+        """The request's state lies elsewhere from now on."""
+        before, table.source = table.source, source
+        if before in self._nameless and before not in self._sources():
+            self._nameless.remove(before)
+            self._free.append(before)
+
+    # Reading
+
+    def counts(self) -> dict[str, int]:
+        """Slots by state; the values add up to ``num_slots``."""
+        planned = sum(len(table.planned) for table in self._tables.values())
+        return {
+            "free": len(self._free) + len(self._seats),
+            "seat": len(self._tables),
+            "planned": planned,
+            "snapshot": len(self._snapshots) + len(self._nameless),
+        }
+
+    def check_integrity(self, request_ids: Sequence[str]) -> None:
+        """Every slot and every place has one owner, and exactly these requests have seats. Raises
+        AssertionError naming the first thing that does not hold."""
+        tables = self._tables.values()
+        _require(sorted(request_ids) == sorted(self._tables), "open requests and seats differ")
+        slots = Counter([*self._seats, *self._free, *self._snapshots.values(), *self._nameless])
+        slots.update(table.seat for table in tables)
+        slots.update(slot for table in tables for slot in table.planned.values())
+        _require(slots == Counter(range(self.num_slots)), "a state slot has not one owner")
+        places = Counter(self._places)
+        places.update(place for table in tables for place in (*table.accepted, *table.lent))
+        _require(places == Counter(range(self.num_places)), "a place for rows has not one owner")
+        known = {*self._snapshots.values(), *self._nameless, NOWHERE}
+        for table in tables:
+            begun = table.source == table.seat or table.source in known
+            _require(begun, f"a request begins from slot {table.source}, which holds nothing")
+            _require(table.num_tokens >= 0 and table.seat < self._num_seats, "a seat is none")
+        _require(self._nameless <= self._sources(), "a forgotten snapshot is kept for nobody")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)
