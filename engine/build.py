@@ -54,6 +54,7 @@ from engine.model.loader import (
     load_model,
     max_position,
     sampling_defaults,
+    state_shapes,
     unserved_parts,
 )
 from engine.model.quantization import (
@@ -85,6 +86,7 @@ from engine.sampling.sampler import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
+from engine.states.build import StateSizes, build_states, checked_states, size_states
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
 from kvpool.tier import BlockTier
@@ -204,9 +206,10 @@ def build_engine_for(
     fuse(model, _wanted_len(model, config))
     draft_bytes = drafts.bytes_per_block() + heads.bytes_per_block()
     needs = _needs(model, shapes, determinism, config)
-    num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes, ranks)
+    sizes = _size_states(model, config)
+    num_blocks, max_model_len = _size_store(model, needs, config, draft_bytes, ranks, sizes)
     attention = build_attention(needs, num_blocks, config.attention_backend)
-    runner = _runner(model, attention, config, max_model_len, ranks)
+    runner = _runner(model, attention, config, max_model_len, ranks, sizes)
     check_logits(runner, reference)
     exactness = Exactness()
     if exact:
@@ -229,7 +232,7 @@ def build_engine_for(
     runner.prepare(hidden_layers)
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     tier = begin_offload(config, runner, drafters, weights, determinism, found)
-    core = _build_core(runner, config, limits, drafters, hidden_layers, tier)
+    core = _build_core(runner, config, limits, drafters, hidden_layers, tier, sizes)
     text_config = model.config.get_text_config()
     info = EngineInfo(
         model=name,
@@ -306,7 +309,15 @@ def _check_unrounded(model: PreTrainedModel, reference: torch.Tensor, config: En
     shapes = attach_attention(model)
     needs = replace(_needs(model, shapes, "fast", config), kv_dtype=None)
     attention = build_attention(needs, blocks_needed(config.block_size), config.attention_backend)
-    check_logits(ModelRunner(model, attention, can_capture=False), reference)
+    check_logits(
+        ModelRunner(
+            model,
+            attention,
+            can_capture=False,
+            states=checked_states(state_shapes(model), model.device),
+        ),
+        reference,
+    )
     model.config._attn_implementation = own
 
 
@@ -329,11 +340,17 @@ def _runner(
     config: EngineConfig,
     max_model_len: int,
     ranks: Ranks | None,
+    sizes: StateSizes | None,
 ) -> ModelRunner:
     if ranks is not None:
         return LeadingRunner(model, attention, config.max_num_batched_tokens, ranks)
-    graphs = graph_sizes(config, attention, max_model_len)
-    return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
+    if sizes is None:
+        graphs = graph_sizes(config, attention, max_model_len)
+        return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
+    states = build_states(
+        state_shapes(model), sizes.num_slots, sizes.num_places, attention.store.device
+    )
+    return ModelRunner(model, attention, config.max_num_batched_tokens, states=states)
 
 
 def _context(
@@ -372,26 +389,59 @@ def _wanted_len(model: PreTrainedModel, config: EngineConfig) -> int:
     return config.max_model_len or max_position(model.config)
 
 
+def _size_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes | None:
+    """Returns how many states there is room for; None: the model's layers keep none. Raises
+    UnsupportedModelError for what they are not served with."""
+    shapes = state_shapes(model)
+    if not shapes:
+        return None
+    for setting, is_asked in (
+        ("tensor_parallel_size", config.tensor_parallel_size > 1),
+        ("kv_offload_bytes", config.kv_offload_bytes is not None),
+    ):
+        if is_asked:
+            raise UnsupportedModelError(f"{setting}: not for models whose layers keep a state")
+    num_bytes = None if config.num_blocks is not None else _kv_bytes(model, config, None)
+    sizes = size_states(shapes, num_bytes, config.max_num_seqs, config.max_num_batched_tokens)
+    if sizes.num_seats < config.max_num_seqs:
+        logger.warning(
+            "%d requests may run at a time, not %d: memory has room for no more states",
+            sizes.num_seats,
+            config.max_num_seqs,
+        )
+    return sizes
+
+
+def _kv_bytes(model: PreTrainedModel, config: EngineConfig, ranks: Ranks | None) -> int:
+    """Returns the memory that is to be had for keys, values and states."""
+    available = free_bytes(model.device)
+    if model.device.type == "cpu" and config.kv_offload_file is None:
+        available = max(0, available - (config.kv_offload_bytes or 0))
+    if ranks is not None and model.device.type == "cpu":
+        available //= ranks.place.local_size
+    return int(available * config.kv_memory_fraction)
+
+
 def _size_store(
     model: PreTrainedModel,
     needs: AttentionNeeds,
     config: EngineConfig,
     draft_bytes: int,
     ranks: Ranks | None,
+    sizes: StateSizes | None = None,
 ) -> tuple[int, int]:
     """Returns blocks of the KV store, and how long a request may grow in it. ``draft_bytes``: what a
-    block costs in the stores of draft models and heads besides. Ranks have as many as all of them can."""
+    block costs in the stores of draft models and heads besides; ``sizes``: of what states take. Ranks
+    have as many as all of them can."""
     wanted_len = _wanted_len(model, config)
     num_blocks = config.num_blocks
     if num_blocks is None:
         backend = choose_backend(config.attention_backend, needs)
-        per_block = draft_bytes + backend.bytes_per_block(needs)
-        available = free_bytes(model.device)
-        if model.device.type == "cpu" and config.kv_offload_file is None:
-            available = max(0, available - (config.kv_offload_bytes or 0))
-        if ranks is not None and model.device.type == "cpu":
-            available //= ranks.place.local_size
-        affordable = int(available * config.kv_memory_fraction) // per_block
+        per_block = max(1, draft_bytes + backend.bytes_per_block(needs))
+        left = _kv_bytes(model, config, ranks)
+        if sizes is not None:
+            left -= sizes.num_bytes(state_shapes(model))
+        affordable = left // per_block
         useful = config.max_num_seqs * -(-wanted_len // config.block_size)
         num_blocks = max(1, min(affordable, useful))
         if ranks is not None:
@@ -415,6 +465,7 @@ def _build_core(
     drafters: Mapping[str, Drafter],
     hidden_layers: tuple[int, ...],
     tier: BlockTier | None,
+    sizes: StateSizes | None,
 ) -> EngineCore:
     most = min(config.max_num_batched_tokens, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
@@ -430,11 +481,21 @@ def _build_core(
         )
     )
     runner.store.clear()
+    states = None
+    if sizes is not None and runner.states is not None:
+        runner.states.store.clear()
+        interval = -(-config.state_snapshot_tokens // config.block_size) * config.block_size
+        states = sizes.slots(config.block_size, interval)
     warm_up(limits.vocab_size, runner.store.device)
     kv_events = begin_kv_events(config)
     listener = None if kv_events is None else kv_events.announcer
     pool = BlockPool(
-        runner.store.num_blocks, config.block_size, config.enable_prefix_cache, listener, tier
+        runner.store.num_blocks,
+        config.block_size,
+        config.enable_prefix_cache,
+        listener,
+        tier,
+        states,
     )
     shed_queue = config.shed_queue or max(1, config.max_num_waiting // 2)
     speculation = Speculation(
@@ -449,7 +510,7 @@ def _build_core(
     scheduler = Scheduler(
         pool,
         config.block_size,
-        config.max_num_seqs,
+        config.max_num_seqs if sizes is None else sizes.num_seats,
         config.max_num_batched_tokens,
         config.prefill_chunk,
         speculation,

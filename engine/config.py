@@ -102,6 +102,12 @@ class EngineConfig:
     )
     max_num_nodes: int = described(64, "Most draft tokens per request and step.", ge=0)
     enable_prefix_cache: bool = described(True, "Reuse the KV of prompts that begin alike.")
+    state_snapshot_tokens: int = described(
+        512,
+        "Of models whose layers keep a state: so many tokens of a long prompt lie between two places "
+        "where other requests may begin; rounded up to whole blocks.",
+        ge=1,
+    )
     kv_offload_bytes: int | None = described(
         None,
         "Keep blocks that the prefix cache evicts, with the rows of drafts, in so many bytes (4GiB): of "

@@ -35,6 +35,7 @@ from engine.transfer import Readback
 from engine.verification.pooling import pool
 from engine.verification.verify import read_step
 from kvpool.block_pool import BlockPool
+from kvpool.state_slots import StateRows
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +272,7 @@ class EngineCore:
                 block_table=self.pool.block_table(each.request.request_id),
                 num_logits=num_logits,
                 adapter=each.request.adapter,
+                states=self._state_rows(each),
             )
         # All that anybody reads, or none: steps then are of two kinds, and so are recordings of them.
         reads_hidden = any(each.hidden_layers or each.is_pooled for each in plan.scheduled)
@@ -279,6 +281,13 @@ class EngineCore:
             self.pool.block_size,
             self._hidden_layers if reads_hidden else (),
         )
+
+    def _state_rows(self, each: ScheduledRequest) -> StateRows | None:
+        states, request = self.pool.states, each.request
+        if states is None:
+            return None
+        num_tokens = len(request.token_ids)
+        return states.rows(request.request_id, each.num_known, len(each.draft), num_tokens)
 
     def _verify(
         self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor, clock: StepClock
@@ -324,6 +333,9 @@ class EngineCore:
         ]
         emitted = each.outcome.emitted_token_ids if each.outcome else ()
         request.commit(each.num_known + len(accepted), emitted)
+        if self.pool.states is not None:
+            nodes = [row - 1 for row in accepted]
+            self.pool.states.commit(request.request_id, each.num_known, nodes)
         self.pool.promote(request.request_id, request.token_ids, request.num_computed_tokens)
         self.pool.free_draft(request.request_id)
         return moves
@@ -438,6 +450,7 @@ class EngineCore:
             self.speculation.num_failures,
             *(self.pool.tier.counts() if self.pool.tier is not None else (0, 0, 0)),
         )
+        states = self.pool.states
         queries, hits, failures, restored, damaged, lost = map(sub, counted, self._counted)
         self._counted = counted
         sent, dropped = self.kv_events.take_counts() if self.kv_events is not None else (0, 0)
@@ -446,6 +459,8 @@ class EngineCore:
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             blocks=self.pool.counts(),
+            state_slots={} if states is None else states.counts(),
+            state_hits=0 if states is None else states.take_hits(),
             prefix_cache_queries=queries,
             prefix_cache_hits=hits,
             num_draft_failures=failures,

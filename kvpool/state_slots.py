@@ -69,8 +69,6 @@ class StateSlots:
     """``num_seats`` requests may be open at a time, and ``num_snapshots`` be kept beside. ``num_places``:
     of twice as many draft rows as a step may have. ``interval``: prompts leave a snapshot every so many
     tokens, a multiple of the block's size.
-
-    ``num_hits``: openings that found a snapshot; it only ever grows.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class StateSlots:
     ) -> None:
         self.num_slots = num_seats + num_snapshots
         self.num_places = num_places
-        self.num_hits = 0
+        self._num_hits = 0
         self._size, self._interval = block_size, interval
         self._seats = list(range(num_seats - 1, -1, -1))
         self._free = list(range(self.num_slots - 1, num_seats - 1, -1))
@@ -104,7 +102,7 @@ class StateSlots:
         if count:
             source = self._snapshots[digests[count]]
             self._snapshots.move_to_end(digests[count])
-            self.num_hits += 1
+            self._num_hits += 1
         size, seat = self._size, self._seats.pop()
         self._tables[request_id] = _Table(seat, source, count * size, num_found * size, num_prompt)
         return count
@@ -241,6 +239,11 @@ class StateSlots:
             self._free.append(before)
 
     # Reading
+
+    def take_hits(self) -> int:
+        """Returns how many requests have begun from a snapshot since it was asked."""
+        hits, self._num_hits = self._num_hits, 0
+        return hits
 
     def counts(self) -> dict[str, int]:
         """Slots by state; the values add up to ``num_slots``."""

@@ -40,8 +40,8 @@ class KVStore:
         device: torch.device | str,
         dim_multiple: int = 1,
     ) -> None:
-        if min(num_blocks, block_size, *map(min, shapes)) < 1 or not shapes:
-            raise ValueError("layers, blocks, slots, heads and dimensions must be at least 1")
+        if min(num_blocks, block_size, *map(min, shapes)) < 1:
+            raise ValueError("blocks, slots, heads and dimensions must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size

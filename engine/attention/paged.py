@@ -10,7 +10,7 @@ size is no multiple of 16 are read slot by slot, which is slower.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -137,6 +137,9 @@ class PagedPlan:
             renewal = Renewal(asked, kernel.attend.layout.places["step"], told)
             loop.kernel(dtypes).run(packed, num_threads, renewal)
         return output if own_dim == value_dim else output[..., :own_dim]
+
+    def keep(self) -> Callable[[], None]:
+        return lambda: None  # rows are written where nothing is read that was there before
 
     def renewed(self, key: tuple[_Kind, bool]) -> tuple[int, int]:
         kind, is_attending = key

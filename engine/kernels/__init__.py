@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -64,6 +64,9 @@ class Renews(Protocol):
     def renewed(self, key: Hashable) -> tuple[int, int]:
         """Returns the number that this step puts in a kernel's arguments, and in how many threads it
         runs. ``key``: of the kernel's ``Renewal``."""
+
+    def keep(self) -> Callable[[], None]:
+        """Returns what puts back all that the step reads and overwrites, so that it can be run again."""
 
 
 class Watcher(Protocol):

@@ -18,6 +18,7 @@ with random rows and not by what they are called:
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -152,6 +153,8 @@ def _norm_parts(module: nn.Module) -> tuple[torch.Tensor | None, float | None]:
     if len(own) != 1 or weight is None or has_more:
         return None, None
     if weight.dim() != 1 or weight.dtype not in KINDS:
+        return None, None
+    if len(inspect.signature(module.forward).parameters) > 1:  # it also takes a gate
         return None, None
     found = (getattr(module, name, None) for name in _EPSILONS)
     return weight, next((float(each) for each in found if isinstance(each, float)), None)

@@ -122,10 +122,6 @@ def prepare_model(
 ) -> PreTrainedModel:
     """Checks an already built model and moves it to the device. ``packed`` as ``load_model`` takes it."""
     refuse_unservable(model.config)
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not use transformers' attention interface"
-        )
     model.to(device)  # type: ignore[arg-type]  # its decorator loses the signature
     pack_stored(model, packed)
     model.eval().requires_grad_(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -25,6 +26,7 @@ from engine.capture.replays import GraphSizes, make_replays
 from engine.kernels import Renews
 from engine.model.adapted import AdaptedLayers
 from engine.model.decoder import kept_states
+from engine.model.whole_vectors import whole_vectors
 from engine.request.errors import UnsupportedModelError
 from engine.states.plan import ModelStates, StatePlan
 from engine.states.seam import answering
@@ -43,6 +45,10 @@ class StepPlan(NamedTuple):
         """See ``Renews``: keys of states are tuples that begin with their name."""
         of_states = isinstance(key, tuple) and key[0] == "states"
         return cast(Renews, self.states if of_states else self.attention).renewed(key)
+
+    def keep(self) -> Callable[[], None]:
+        """See ``Renews``."""
+        return (lambda: None) if self.states is None else self.states.keep()
 
 
 _PROBED_ROWS = 13
@@ -70,7 +76,10 @@ class ModelRunner:
         self.store = attention.store
         self.device = model.device
         self._buffers = InputBuffers(self.device, max_num_rows)
+        can_capture = can_capture and (states is None or states.can_capture)
         self._replays = make_replays(attention, graphs, can_capture)
+        self.wants_whole_vectors = states is not None and self.device.type == "cpu"
+        """Elementwise functions would give a row bits that depend on how many there are."""
         self.adapted: AdaptedLayers | None = None
         """What gives rows their adapters; None: no batch may have any."""
 
@@ -152,7 +161,8 @@ class ModelRunner:
         self, inputs: InputTensors, plan: StepPlan, hidden_layers: tuple[int, ...]
     ) -> ForwardOutput:
         """Logits of at least one row."""
-        with kept_states(self.model, hidden_layers) as kept, answering(plan.states):
+        alike = whole_vectors() if self.wants_whole_vectors else nullcontext()
+        with kept_states(self.model, hidden_layers) as kept, answering(plan.states), alike:
             output = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],

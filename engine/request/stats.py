@@ -241,6 +241,10 @@ class StepStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     """Both in tokens."""
+    state_slots: Mapping[str, int] = field(default_factory=dict)
+    """Slots of states by what they hold; empty where the model's layers keep none."""
+    state_hits: int = 0
+    """Requests that began from a snapshot."""
     num_draft_failures: int = 0
     num_kv_events: int = 0
     num_kv_events_dropped: int = 0
@@ -282,7 +286,10 @@ class StepStats:
         self.device_memory = later.device_memory or self.device_memory
 
 
-_GAUGES = ("num_running", "num_waiting", "blocks", "offload_blocks", "offload_bytes")
+_GAUGES = (
+    *("num_running", "num_waiting", "blocks", "state_slots"),
+    *("offload_blocks", "offload_bytes"),
+)
 _COUNTERS = tuple(
     each.name
     for each in fields(StepStats)

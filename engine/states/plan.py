@@ -3,6 +3,7 @@ kernels, and what serves devices that have none."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -62,9 +63,15 @@ class StatePlan(Protocol):
     def recur(self, op: int, asked: Recurrence) -> Tensor:
         """Returns ``[num_rows, heads, value_dim]``, in the values' type."""
 
+    def keep(self) -> Callable[[], None]:
+        """Returns what puts back the states that the step reads and overwrites."""
+
 
 class ModelStates(Protocol):
-    """A model's operations with a state over one store; plans its steps."""
+    """A model's operations with a state over one store; plans its steps. ``can_capture``: these may be
+    recorded on a CPU and run again, as an attention backend's."""
+
+    can_capture: bool
 
     @property
     def store(self) -> StateStore: ...
@@ -88,15 +95,23 @@ class StateProbe:
         self.shapes.append(asked.shape)
         return asked.value.new_zeros(asked.value.shape)
 
+    def keep(self) -> Callable[[], None]:
+        raise NotImplementedError("a probe is run once")
+
 
 class PlainStates:
     """Plain loops in float32 over a step's walks (``ModelStates``, ``StatePlan``)."""
+
+    can_capture = False
 
     def __init__(self, store: StateStore, work: StateWork | None = None) -> None:
         self.store = self._store = store
         work = work or state_work(())
         self._walks = [Walk(*each) for each in work.walks.tolist()]
         self._entries = [Entry(*each) for each in work.entries.tolist()]
+
+    def keep(self) -> Callable[[], None]:
+        return kept_states(self.store, (walk.source for walk in self._walks))
 
     def plan(self, work: StateWork) -> PlainStates:
         return PlainStates(self.store, work)
@@ -167,6 +182,18 @@ class PlainStates:
             if entry.keep >= 0:
                 kept[entry.keep] = packed[entry.row]
         return output.to(asked.value.dtype)
+
+
+def kept_states(store: StateStore, slots: Iterable[int]) -> Callable[[], None]:
+    """Copies the states in these slots. Returns what puts them back."""
+    kept = sorted({slot for slot in slots if slot >= 0})
+    copies = [states[kept] for states in store.states]
+
+    def restore() -> None:
+        for states, copy in zip(store.states, copies, strict=True):
+            states[kept] = copy
+
+    return restore
 
 
 def _zeros(states: Tensor) -> Tensor:

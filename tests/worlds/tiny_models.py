@@ -18,8 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import NORMED, RequestRows, build_batch
-from engine.model.loader import attach_attention, prepare_model
+from engine.model.loader import attach_attention, prepare_model, state_shapes
 from engine.model.runner import ModelRunner
+from engine.states.build import build_states
+from kvpool.state_slots import NOWHERE, StateRows
 
 torch.set_num_threads(1)
 
@@ -110,10 +112,52 @@ _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
         first_k_dense_replace=1,
     ),
 }
-ARCHITECTURES = tuple(_CONFIGS)
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_MIXED_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+_HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _MIXED_EXPERTS,
+    "qwen3_next": _DELTA | _MIXED_EXPERTS,
+    "olmo_hybrid": _DELTA,
+    "kimi_linear": {
+        **{"layer_types": _DELTA["layer_types"], "linear_num_heads": 4, "linear_head_dim": 16},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "v_head_dim": 12},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "n_group": 1, "topk_group": 1},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {
+        **{"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "n_groups": 2},
+        **{"mamba_head_dim": 16, "ssm_state_size": 16},
+    },
+    "granitemoehybrid": {
+        **_MAMBA,
+        **{"layer_types": ["mamba", "attention"], "num_local_experts": 4},
+        **{"num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    },
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
+}
+"""Models whose layers keep a state."""
+HYBRIDS = tuple(_HYBRIDS)
+ARCHITECTURES = (*_CONFIGS, *HYBRIDS)
 
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
+    if name in _HYBRIDS:
+        return hf.AutoConfig.for_model(name, **_SIZES | _HYBRIDS[name] | changes)
     return _CONFIGS[name](**_SIZES | changes)
 
 
@@ -195,7 +239,8 @@ def make_runner(
     model = copy.deepcopy(model)
     shapes = attach_attention(model)
     needs = AttentionNeeds.of(model, shapes, "exact" if exact else "fast", block_size)
-    return ModelRunner(model, build_attention(needs, num_blocks, attention))
+    states = build_states(state_shapes(model), num_blocks, 2 * num_blocks, CPU)
+    return ModelRunner(model, build_attention(needs, num_blocks, attention), states=states)
 
 
 @cache
@@ -218,7 +263,13 @@ def scattered_table(seed: int, num_blocks: int, first: int = 0, among: int = 24)
 
 def chunk(token_ids: Sequence[int], base: int, count: int, table: Sequence[int]) -> RequestRows:
     """``count`` tokens of a text from ``base`` on, logits for all of them."""
-    return RequestRows(token_ids[base : base + count], count, base, (), table, count)
+    rows = token_ids[base : base + count]
+    return RequestRows(rows, count, base, (), table, count, states=states_of(base, table))
+
+
+def states_of(base: int, table: Sequence[int]) -> StateRows:
+    """The state of a text in these blocks has the slot of the first block's number."""
+    return StateRows(source=table[0] if base else NOWHERE, target=table[0])
 
 
 def tree(
@@ -231,7 +282,8 @@ def tree(
     """The text's last ``num_known`` tokens with a draft tree under them; logits for anchor and nodes."""
     base = len(token_ids) - num_known
     rows = [*token_ids[base:], *node_token_ids]
-    return RequestRows(rows, num_known, base, parents, table, 1 + len(node_token_ids))
+    states = states_of(base, table)
+    return RequestRows(rows, num_known, base, parents, table, 1 + len(parents), states=states)
 
 
 def run_together(runner: ModelRunner, requests: Sequence[RequestRows]) -> list[torch.Tensor]:

@@ -1,0 +1,66 @@
+"""How many states a model is given room for, and what runs its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from engine.states.plan import ModelStates, PlainStates
+from kvpool.state_slots import StateSlots
+from kvpool.state_store import StateShape, StateStore
+
+_SHARE = 0.5
+"""Of the memory of keys, values and states, as much at most is for states."""
+_SNAPSHOTS_PER_SEAT = 8
+"""More are of no use: what they stand for has long left the prefix cache."""
+
+
+class StateSizes(NamedTuple):
+    """So many requests may run at a time (``num_seats``), with ``num_snapshots`` kept beside;
+    ``num_places``: for inputs of draft rows."""
+
+    num_seats: int
+    num_snapshots: int
+    num_places: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_seats + self.num_snapshots
+
+    def slots(self, block_size: int, interval: int) -> StateSlots:
+        return StateSlots(*self, block_size, interval)
+
+    def num_bytes(self, shapes: Sequence[StateShape]) -> int:
+        slots = self.num_slots * StateStore.bytes_per_slot(shapes)
+        return slots + self.num_places * StateStore.bytes_per_place(shapes)
+
+
+def size_states(
+    shapes: Sequence[StateShape], num_bytes: int | None, num_seqs: int, num_rows: int
+) -> StateSizes:
+    """Returns what a part of ``num_bytes`` has room for (None: what is of use), for at most ``num_seqs``
+    requests at a time and ``num_rows`` rows in a step. Draft rows of a step may wait beside those of the
+    step before."""
+    num_places, most = 2 * num_rows, num_seqs * (1 + _SNAPSHOTS_PER_SEAT)
+    if num_bytes is None:
+        return StateSizes(num_seqs, most - num_seqs, num_places)
+    left = _SHARE * num_bytes - num_places * StateStore.bytes_per_place(shapes)
+    num_slots = max(2, min(most, int(left / StateStore.bytes_per_slot(shapes))))
+    num_seats = min(num_seqs, num_slots // 2)
+    return StateSizes(num_seats, num_slots - num_seats, num_places)
+
+
+def build_states(
+    shapes: Sequence[StateShape], num_slots: int, num_places: int, device: torch.device
+) -> ModelStates | None:
+    """Returns what runs a model's operations with a state; None: it has none."""
+    if not shapes:
+        return None
+    return PlainStates(StateStore(shapes, num_slots, num_places, device))
+
+
+def checked_states(shapes: Sequence[StateShape], device: torch.device) -> ModelStates | None:
+    """Returns the same with room for the check at start."""
+    return build_states(shapes, 2, 8, device)
