@@ -89,6 +89,7 @@ from engine.speculation.manager import Speculation
 from engine.states.build import StateSizes, build_states, checked_states, size_states
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
+from kvpool.state_slots import StateSlots
 from kvpool.tier import BlockTier
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,8 @@ def build_engine_for(
     exactness = Exactness()
     if exact:
         exactness = verify_exact(runner, failures, config.determinism == "exact")
-    drafts.attach(runner, shapes, vocab_size, max_model_len)
+    slots = None if sizes is None else _state_slots(sizes, config)
+    drafts.attach(runner, shapes, vocab_size, max_model_len, slots)
     constrain = None if tokenizer is None else _grammars(tokenizer, vocab_size, eos)
     checked = check_drafts(found, drafts, heads, runner, tokenizer, config, max_model_len)
     context = _context(runner, config, vocab_size, drafts, heads, tokenizer, found, max_model_len)
@@ -232,7 +234,7 @@ def build_engine_for(
     runner.prepare(hidden_layers)
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     tier = begin_offload(config, runner, drafters, weights, determinism, found)
-    core = _build_core(runner, config, limits, drafters, hidden_layers, tier, sizes)
+    core = _build_core(runner, config, limits, drafters, hidden_layers, tier, slots)
     text_config = model.config.get_text_config()
     info = EngineInfo(
         model=name,
@@ -402,7 +404,12 @@ def _size_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes | N
         if is_asked:
             raise UnsupportedModelError(f"{setting}: not for models whose layers keep a state")
     num_bytes = None if config.num_blocks is not None else _kv_bytes(model, config, None)
-    sizes = size_states(shapes, num_bytes, config.max_num_seqs, config.max_num_batched_tokens)
+    # Draft models over the target's states keep inputs of more nodes than are granted.
+    shares = config.quantized_model == "target" and config.quantized is not None
+    num_drafted = config.max_num_seqs * config.max_num_nodes
+    num_rows = config.max_num_batched_tokens
+    num_rows += num_drafted if shares or config.prefix_layers is not None else 0
+    sizes = size_states(shapes, num_bytes, config.max_num_seqs, num_rows)
     if sizes.num_seats < config.max_num_seqs:
         logger.warning(
             "%d requests may run at a time, not %d: memory has room for no more states",
@@ -410,6 +417,13 @@ def _size_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes | N
             config.max_num_seqs,
         )
     return sizes
+
+
+def _state_slots(sizes: StateSizes, config: EngineConfig) -> StateSlots:
+    """Prompts leave snapshots at ends of blocks."""
+    size = config.block_size
+    interval = -(-config.state_snapshot_tokens // size) * size
+    return StateSlots(*sizes, block_size=size, interval=interval)
 
 
 def _kv_bytes(model: PreTrainedModel, config: EngineConfig, ranks: Ranks | None) -> int:
@@ -465,7 +479,7 @@ def _build_core(
     drafters: Mapping[str, Drafter],
     hidden_layers: tuple[int, ...],
     tier: BlockTier | None,
-    sizes: StateSizes | None,
+    slots: StateSlots | None,
 ) -> EngineCore:
     most = min(config.max_num_batched_tokens, limits.max_model_len, runner.store.num_slots)
     far = min(512, max(0, limits.max_model_len - 64))
@@ -481,11 +495,8 @@ def _build_core(
         )
     )
     runner.store.clear()
-    states = None
-    if sizes is not None and runner.states is not None:
+    if runner.states is not None:
         runner.states.store.clear()
-        interval = -(-config.state_snapshot_tokens // config.block_size) * config.block_size
-        states = sizes.slots(config.block_size, interval)
     warm_up(limits.vocab_size, runner.store.device)
     kv_events = begin_kv_events(config)
     listener = None if kv_events is None else kv_events.announcer
@@ -495,7 +506,7 @@ def _build_core(
         config.enable_prefix_cache,
         listener,
         tier,
-        states,
+        slots,
     )
     shed_queue = config.shed_queue or max(1, config.max_num_waiting // 2)
     speculation = Speculation(
@@ -510,7 +521,7 @@ def _build_core(
     scheduler = Scheduler(
         pool,
         config.block_size,
-        config.max_num_seqs if sizes is None else sizes.num_seats,
+        config.max_num_seqs if slots is None else slots.num_seats,
         config.max_num_batched_tokens,
         config.prefill_chunk,
         speculation,

@@ -28,14 +28,16 @@ class StateRows:
 
     ``source``: the slot that its walk begins from. ``replayed``: places of rows that were accepted since,
     in their order. ``target``: the slot that takes the state behind the last known row. ``places``:
-    where draft nodes keep their inputs, by node; empty: nowhere. ``snapshots``: slots that take the state
-    behind so many of the replayed and known rows, by that number, from 1 on.
+    where draft nodes keep their inputs, by node, and ``known_places`` known rows theirs; empty: nowhere.
+    ``snapshots``: slots that take the state behind so many of the replayed and known rows, by that
+    number, from 1 on.
     """
 
     source: int = NOWHERE
     replayed: Sequence[int] = ()
     target: int = NOWHERE
     places: Sequence[int] = ()
+    known_places: Sequence[int] = ()
     snapshots: dict[int, int] = field(default_factory=dict)
 
 
@@ -81,7 +83,7 @@ class StateSlots:
         self._seats = list(range(num_seats - 1, -1, -1))
         self._free = list(range(self.num_slots - 1, num_seats - 1, -1))
         self._places = list(range(num_places - 1, -1, -1))
-        self._num_seats = num_seats
+        self.num_seats = num_seats
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()
         self._nameless: set[int] = set()
         """Snapshots that were forgotten while a request was about to begin from them."""
@@ -133,11 +135,22 @@ class StateSlots:
             snapshots={at - table.num_tokens: slot for at, slot in table.planned.items()},
         )
 
-    def peek(self, request_id: str, num_nodes: int) -> StateRows:
-        """The same for rows of another model's, which leave no state behind."""
+    def peek(self, request_id: str, base: int, num_known: int, num_nodes: int) -> StateRows:
+        """The same for rows of a model that drafts over the target's states, and leaves none: from the
+        position ``base`` on, where those between the computed tokens and it ran before in this step.
+        Raises IndexError where there are no places."""
         table = self._tables[request_id]
-        places = self.lend(request_id, num_nodes)
-        return StateRows(table.source, [*table.accepted], places=places)
+        first = base - table.num_computed
+        lent = self.lend(request_id, first + num_known + num_nodes)
+        if len(lent) < first + num_known + num_nodes:
+            raise IndexError("no places are left for the inputs of drafts")
+        known_end = first + num_known
+        return StateRows(
+            source=table.source,
+            replayed=[*table.accepted, *lent[:first]],
+            places=lent[known_end:],
+            known_places=lent[first:known_end],
+        )
 
     def _ends(self, table: _Table, end: int, num_tokens: int) -> list[int]:
         """Returns the ends of blocks that a step passes and that are worth a snapshot, best first."""
@@ -271,7 +284,7 @@ class StateSlots:
         for table in tables:
             begun = table.source == table.seat or table.source in known
             _require(begun, f"a request begins from slot {table.source}, which holds nothing")
-            _require(table.num_tokens >= 0 and table.seat < self._num_seats, "a seat is none")
+            _require(table.num_tokens >= 0 and table.seat < self.num_seats, "a seat is none")
         _require(self._nameless <= self._sources(), "a forgotten snapshot is kept for nobody")
 
 

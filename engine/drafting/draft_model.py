@@ -31,6 +31,7 @@ from engine.model.runner import ModelRunner
 from engine.sampling.noise_torch import gumbel
 from engine.sampling.sampler import truncated
 from engine.transfer import Readback, Stopwatch, read_now, upload
+from kvpool.state_slots import StateSlots
 from kvpool.store import KVStore
 
 _Result = TypeVar("_Result")
@@ -267,13 +268,28 @@ class LevelModel(ABC):
 class EngineDraftModel(LevelModel):
     """A model runner that drafts."""
 
-    def __init__(self, runner: ModelRunner, limits: DraftLimits, owns_rows: bool) -> None:
-        """Raises ValueError for a runner that is not in fast mode."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        limits: DraftLimits,
+        owns_rows: bool,
+        slots: StateSlots | None = None,
+    ) -> None:
+        """``slots``: of the states that it begins from, its target's, where layers keep some. Raises
+        ValueError for a runner that is not in fast mode."""
         if runner.attention.needs.determinism != "fast":
             raise ValueError("a draft model runs in fast mode: its trees are fed level by level")
         super().__init__(runner.attention, limits)
         self._runner = runner
         self.owns_rows = owns_rows
+        self._slots = slots
+
+    def _rows_of(self, rows: DraftRows) -> RequestRows:
+        found = request_rows(rows)
+        if self._slots is not None:
+            name, num_nodes = rows.ask.request_id, len(found.parents)
+            found.states = self._slots.peek(name, found.base, found.num_known, num_nodes)
+        return found
 
     def _logits(self, rows: Sequence[DraftRows], batch: InputBatch) -> Tensor:
         del rows

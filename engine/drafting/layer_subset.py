@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from engine.model.decoder import decoder_layers
 from engine.request.errors import UnsupportedModelError
 
-_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 
 
 def parse_layers(text: str, num_layers: int) -> list[int]:

@@ -37,7 +37,13 @@ from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
-from engine.model.loader import attach_attention, load_model, load_tokenizer, max_position
+from engine.model.loader import (
+    attach_attention,
+    load_model,
+    load_tokenizer,
+    max_position,
+    state_shapes,
+)
 from engine.model.quantization import (
     complete_packed,
     has_packed_weights,
@@ -49,6 +55,9 @@ from engine.model.quantization import (
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
 from engine.request.errors import UnsupportedModelError
+from engine.states.build import checked_states
+from engine.states.plan import ModelStates
+from kvpool.state_slots import StateSlots
 from kvpool.store import KVStore
 
 logger = logging.getLogger(__name__)
@@ -97,9 +106,15 @@ class DraftModels:
         return total
 
     def attach(
-        self, runner: ModelRunner, shapes: list[KVShape], vocab_size: int, max_model_len: int
+        self,
+        runner: ModelRunner,
+        shapes: list[KVShape],
+        vocab_size: int,
+        max_model_len: int,
+        slots: StateSlots | None = None,
     ) -> None:
-        """Makes runners: over the target's store, or over stores with as many blocks."""
+        """Makes runners: over the target's store, or over stores with as many blocks. ``slots``: of the
+        target's states."""
         for name, each in self._prepared.items():
             model = each.rebuild(runner.model) if each.rebuild is not None else each.model
             owns_rows = each.shapes is not None
@@ -107,12 +122,13 @@ class DraftModels:
             store = runner.store.num_blocks if owns_rows else runner.store
             self._check(name, model, needs, each.reference)
             round_inputs(model, self._config.quantize_activations)
-            drafting = self._runner(model, needs, store)
+            drafting = self._runner(model, needs, store, None if owns_rows else runner.states)
             drafting.prepare()
             most_rows = self._config.max_num_batched_tokens if owns_rows else _SHARED_CATCH_UP_ROWS
             max_len = min(max_position(model.config), max_model_len)
             limits = DraftLimits(vocab_size, max_len, most_rows)
-            self._ready[name] = EngineDraftModel(drafting, limits, owns_rows)
+            own = None if owns_rows else slots
+            self._ready[name] = EngineDraftModel(drafting, limits, owns_rows, own)
 
     def get(self, name: str) -> EngineDraftModel:
         """Returns a drafter's model. Raises DrafterUnavailableError with the reason if there is none."""
@@ -133,10 +149,16 @@ class DraftModels:
         return AttentionNeeds.of(model, shapes, "fast", self._config.block_size, kv_dtype)
 
     def _runner(
-        self, model: PreTrainedModel, needs: AttentionNeeds, store: KVStore | int
+        self,
+        model: PreTrainedModel,
+        needs: AttentionNeeds,
+        store: KVStore | int,
+        states: ModelStates | None,
     ) -> ModelRunner:
         config = self._config
         attention = build_attention(needs, store, config.attention_backend, strict=False)
+        if states is not None:
+            return ModelRunner(model, attention, config.max_num_batched_tokens, states=states)
         graphs = graph_sizes(config, attention, max_position(model.config), strict=False)
         return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
 
@@ -146,7 +168,8 @@ class DraftModels:
         """Checks in a store of its own, in the model's type: an 8-bit one would not pass, nor has to."""
         needs, num_blocks = replace(needs, kv_dtype=None), blocks_needed(needs.block_size)
         try:
-            check_logits(self._runner(model, needs, num_blocks), reference)
+            states = checked_states(state_shapes(model), model.device)
+            check_logits(self._runner(model, needs, num_blocks, states), reference)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"the model of the {name} drafter: {error}") from error
 
@@ -200,6 +223,8 @@ def _small_model(sources: _Sources, path: str) -> _Prepared:
     if has_packed_weights(model):
         complete_packed(model, config.quantize_head)
     prepared = _prepared(model, owns_rows=True)
+    if state_shapes(model):
+        raise UnsupportedModelError(f"draft model {path}: its layers keep a state of their own")
     prepared.num_parameters = size
     if can_pack(model.device, model.dtype):
         pack_linears(model, config.max_num_batched_tokens, exact=False)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from engine.states.plan import ModelStates, PlainStates
-from kvpool.state_slots import StateSlots
 from kvpool.state_store import StateShape, StateStore
 
 _SHARE = 0.5
@@ -28,9 +27,6 @@ class StateSizes(NamedTuple):
     @property
     def num_slots(self) -> int:
         return self.num_seats + self.num_snapshots
-
-    def slots(self, block_size: int, interval: int) -> StateSlots:
-        return StateSlots(*self, block_size, interval)
 
     def num_bytes(self, shapes: Sequence[StateShape]) -> int:
         slots = self.num_slots * StateStore.bytes_per_slot(shapes)

@@ -76,11 +76,13 @@ def _walk(request: RequestRows, states: StateRows, entries: list[Entry]) -> int:
     """Adds a request's entries. Returns how many buffers they need."""
     parent = NOWHERE
     known = range(request.first_row, request.first_row + request.num_known)
-    chain = [(NOWHERE, place) for place in states.replayed] + [(row, NOWHERE) for row in known]
-    for count, (row, place) in enumerate(chain, start=1):
+    kept = states.known_places or [NOWHERE] * len(known)
+    chain = [(NOWHERE, place, NOWHERE) for place in states.replayed]
+    chain += [(row, NOWHERE, keep) for row, keep in zip(known, kept, strict=True)]
+    for count, (row, place, keep) in enumerate(chain, start=1):
         store = states.target if count == len(chain) else NOWHERE
         snapshot = states.snapshots.get(count, NOWHERE)
-        entries.append(Entry(row, place, NOWHERE, parent, 0, 0, store, snapshot))
+        entries.append(Entry(row, place, keep, parent, 0, 0, store, snapshot))
         parent = len(entries) - 1
     return _nodes(request, states.places, entries, parent)
 
