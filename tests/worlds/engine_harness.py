@@ -13,7 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from drafters.base import Drafter, OptionValue
 from drafters.registry import build_drafters
@@ -22,7 +28,7 @@ from engine.config import ShedSpeculation
 from engine.core import EngineCore, ModelLimits, Runner
 from engine.grammar.compiler import Constrain
 from engine.kv_events.begin import KvEvents
-from engine.model.loader import attach_attention, prepare_model
+from engine.model.loader import attach_attention, prepare_model, state_shapes
 from engine.model.runner import ModelRunner
 from engine.request.events import ErrorEvent, FinishInfo, TokenEvent, TokenLogprobs
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
@@ -32,7 +38,9 @@ from engine.schedule.request import Request
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
+from engine.states.build import build_states
 from kvpool.block_pool import BlockPool
+from kvpool.state_slots import StateSlots
 from kvpool.tier import BlockTier
 from worlds.sampled_rows import RowGroup, sample_tokens
 
@@ -96,6 +104,7 @@ class Setup:
     shed_queue: int = 1
     kv_events: KvEvents | None = None
     hidden_layers: tuple[int, ...] = ()
+    states: StateSlots | None = None
     tier: Callable[[Any, Mapping[str, Drafter]], BlockTier] | None = None
     """Makes what keeps evicted blocks, of the runner's store and drafters' rows."""
 
@@ -107,7 +116,9 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
     listener = None if setup.kv_events is None else setup.kv_events.announcer
     drafters = build_drafters() if setup.drafters is None else setup.drafters
     tier = None if setup.tier is None else setup.tier(runner, drafters)
-    pool = BlockPool(setup.num_blocks, setup.block_size, setup.prefix_cache, listener, tier)
+    pool = BlockPool(
+        setup.num_blocks, setup.block_size, setup.prefix_cache, listener, tier, setup.states
+    )
     speculation = Speculation(
         drafters,
         setup.cost,
@@ -146,20 +157,34 @@ class TinyTarget:
 
     Its head knows the next number of the circle; what attention adds from the whole text decides
     whether it is said. So drafts from repetition are often right, and never safely.
-    ``reference`` is the same model on transformers' own attention.
+    ``reference`` is the same model on transformers' own attention. ``make``: another that does.
     """
 
-    def __init__(self) -> None:
-        self.reference = tiny_llama()
-        self._model = prepare_model(tiny_llama(), torch.device("cpu"))
+    def __init__(self, make: Callable[[], PreTrainedModel] | None = None) -> None:
+        self._make = make or tiny_llama
+        self.reference = self._make()
+        self._model = prepare_model(self._make(), torch.device("cpu"))
         self._shapes = attach_attention(self._model)
 
     def core(self, setup: Setup) -> EngineCore:
+        setup = self._with_states(setup)
         return build_core(self._runner(setup), TINY_VOCAB, setup)
+
+    def _with_states(self, setup: Setup) -> Setup:
+        """Room for every request's state and few snapshots, where layers keep a state."""
+        if not state_shapes(self._model):
+            return setup
+        num_places = 2 * setup.max_num_batched_tokens + setup.max_num_seqs * setup.max_num_nodes
+        sizes = setup.max_num_seqs, 24, num_places, setup.block_size
+        return setup.but(states=StateSlots(*sizes, interval=4 * setup.block_size))
 
     def _runner(self, setup: Setup) -> ModelRunner:
         needs = AttentionNeeds.of(self._model, self._shapes, "fast", setup.block_size)
-        return ModelRunner(self._model, build_attention(needs, setup.num_blocks))
+        attention, slots, states = build_attention(needs, setup.num_blocks), setup.states, None
+        if slots is not None:
+            sizes = slots.num_slots, slots.num_places
+            states = build_states(state_shapes(self._model), *sizes, self._model.device)
+        return ModelRunner(self._model, attention, states=states)
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -204,6 +229,27 @@ def tiny_llama() -> PreTrainedModel:
     model.model.embed_tokens.weight.copy_(embeddings)
     before = [token_id // 8 * 8 + (token_id - 1) % 8 for token_id in range(TINY_VOCAB)]
     model.lm_head.weight.copy_(0.32 * embeddings[before] + 0.24 * torch.randn(TINY_VOCAB, 32))
+    return model
+
+
+def tiny_hybrid() -> PreTrainedModel:
+    """The same whose first layer keeps a state: Qwen3.5's."""
+    torch.manual_seed(6)
+    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_attention_heads": 4}
+    model = Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            **{"vocab_size": TINY_VOCAB, "hidden_size": 32, "intermediate_size": 48},
+            **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+            **{"num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": None},
+            **sizes | heads,
+            initializer_range=0.15,
+        )
+    )
+    model.requires_grad_(False)
+    source = tiny_llama()
+    model.model.embed_tokens.weight.copy_(source.model.embed_tokens.weight)
+    model.lm_head.weight.copy_(source.lm_head.weight)
     return model
 
 

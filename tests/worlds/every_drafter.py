@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,13 +56,14 @@ class EveryDrafterTarget(TinyTarget):
         constrain=tiny_compiler().constraint,
     )
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
+    def __init__(self, folder: Path, make: Callable[[], PreTrainedModel] = tiny_llama) -> None:
+        """``make`` as ``TinyTarget`` takes it; the small model is without states in any case."""
+        super().__init__(make)
         small = folder / "small"
         _near_target().save_pretrained(small)
         heads = write_heads(folder)
         self._config = EngineConfig(
-            model=str(write_checkpoint(folder / "target", tiny_llama())),
+            model=str(write_checkpoint(folder / "target", make())),
             draft=(str(small), "mtp", *(f"{name}={path}" for name, path in heads.items())),
             quantized="int8",
             prefix_layers="1",
@@ -78,8 +79,9 @@ class EveryDrafterTarget(TinyTarget):
             max_num_batched_tokens=setup.max_num_batched_tokens,
         )
         source = self._source(config)
+        setup = self._with_states(setup)
         runner = self._runner(setup)
-        source.models.attach(runner, self._shapes, TINY_VOCAB, MAX_LEN)
+        source.models.attach(runner, self._shapes, TINY_VOCAB, MAX_LEN, setup.states)
         heads = prepare_heads(source.target, config, self._found)
 
         # Drafters that ask for something else are not built: then this has to learn to lend it.
@@ -94,7 +96,7 @@ class EveryDrafterTarget(TinyTarget):
 
     def _source(self, config: EngineConfig) -> _Source:
         if config.block_size not in self._sources:
-            target = prepare_model(tiny_llama(), torch.device("cpu"))
+            target = prepare_model(self._make(), torch.device("cpu"))
             models = prepare_drafts(target, None, config, self._found)
             self._sources[config.block_size] = _Source(target, models)
         return self._sources[config.block_size]

@@ -166,24 +166,34 @@ def medusa_tensors(num_heads: int = 3) -> Tensors:
     return tensors
 
 
+_MIMO = "model.mtp_layers.0.", "model.layers.0."
+_MIMO_NAMES = "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"
+_QWEN_NAMES = "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+
+
 def write_checkpoint(path: Path, model: PreTrainedModel) -> Path:
-    """Writes a target's checkpoint with an MTP module, under the names of MiMo's."""
+    """Writes a target's checkpoint with an MTP module, under the names of MiMo's; of one whose layers
+    keep a state under those of Qwen3.5's."""
     model.save_pretrained(path)
-    root = "model.mtp_layers.0."
+    is_hybrid = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+    root, layer = ("mtp.", "model.layers.1.") if is_hybrid else _MIMO
+    names = _QWEN_NAMES if is_hybrid else _MIMO_NAMES
     tensors = load_file(path / "model.safetensors")
     size = model.config.hidden_size
     own = {
-        name.replace("model.layers.0.", root): tensor.clone()
+        name.replace(layer, f"{root}layers.0." if is_hybrid else root): tensor.clone()
         for name, tensor in tensors.items()
-        if name.startswith("model.layers.0.")
+        if name.startswith(layer)
     }
     for name in [name for name in own if "o_proj" in name or "down_proj" in name]:
         own[name] *= 0.2
     join = 0.05 * draw(700, size, 2 * size)
-    join[:, size:] += torch.eye(size)
-    own[f"{root}input_proj.weight"] = join
-    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        own[f"{root}{norm}.weight"] = torch.ones(size)
+    tokens = slice(size) if is_hybrid else slice(size, None)
+    join[:, tokens] += torch.eye(size)
+    own[f"{root}{names[0]}.weight"] = join
+    for norm in names[1:]:
+        # Qwen3.5's norms add one.
+        own[f"{root}{norm}.weight"] = torch.zeros(size) if is_hybrid else torch.ones(size)
     save_file(tensors | own, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
