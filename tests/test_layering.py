@@ -37,6 +37,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "grammar": {"request"},
         "kernels": {"noise_numbers"},
         "attention": {"batch", "kernels", "request"},
+        "states": {"kernels"},
         "kv_events": {"config", "request"},
         "sampling": {"grammar", "kernels", "noise_numbers", "request", "transfer"},
         "tokenizer": {"gguf", "logs", "names", "request"},

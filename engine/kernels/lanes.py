@@ -49,10 +49,41 @@ def _indexed(emits: dict[torch.dtype, Any]) -> dict[torch.dtype, Any]:
     return {element: indexed(element) for element in emits}
 
 
+def _room(builder: Any, element: torch.dtype) -> tuple[Any, Any]:
+    """Returns a place for sixteen, as a pointer to bytes and as an address."""
+    room = cgutils.alloca_once(builder, ir.ArrayType(asm.INT8, LANES * element.itemsize))
+    return builder.bitcast(room, asm.INT8.as_pointer()), builder.ptrtoint(room, _INT64)
+
+
+def _load_some(element: torch.dtype) -> Any:
+    def emit(builder: Any, floats: Any, count: Any) -> Any:
+        room, address = _room(builder, element)
+        cgutils.memset(builder, room, _INT64(LANES * element.itemsize), 0)
+        source = asm.pointer(builder, floats, asm.INT8)
+        cgutils.raw_memcpy(builder, room, source, count, element.itemsize)
+        return asm.LOADS[element](builder, address)
+
+    return emit
+
+
+def _store_some(element: torch.dtype) -> Any:
+    def emit(builder: Any, floats: Any, value: Any, count: Any) -> None:
+        room, address = _room(builder, element)
+        asm.STORES[element](builder, address, value)
+        target = asm.pointer(builder, floats, asm.INT8)
+        cgutils.raw_memcpy(builder, target, room, count, element.itemsize)
+
+    return emit
+
+
 load = operation("int int -> lanes", _indexed(asm.LOADS))
 """``load(floats, at)`` returns sixteen floats, from the one with the number ``at`` on."""
 store = operation("int int lanes -> none", _indexed(asm.STORES))
 """``store(floats, at, value)`` writes them, rounded to the type of ``floats``."""
+load_some = operation("int int -> lanes", {each: _load_some(each) for each in asm.LOADS})
+"""``load_some(floats, count)`` reads no more than so many of sixteen; the others are 0."""
+store_some = operation("int lanes int -> none", {each: _store_some(each) for each in asm.STORES})
+"""``store_some(floats, value, count)`` writes no more than so many of sixteen."""
 rounded = operation("int lanes -> lanes", _ROUNDINGS)
 """The second, as if it were stored to the first and loaded again."""
 float32s = operation("int -> floats", lambda _b, at: at)
