@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from engine.kernels import is_host
+from engine.states.compiled import CompiledStates
 from engine.states.plan import ModelStates, PlainStates
 from kvpool.state_store import StateShape, StateStore
 
@@ -54,7 +56,8 @@ def build_states(
     """Returns what runs a model's operations with a state; None: it has none."""
     if not shapes:
         return None
-    return PlainStates(StateStore(shapes, num_slots, num_places, device))
+    store = StateStore(shapes, num_slots, num_places, device)
+    return CompiledStates(store) if is_host(device) else PlainStates(store)
 
 
 def checked_states(shapes: Sequence[StateShape], device: torch.device) -> ModelStates | None:

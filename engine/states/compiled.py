@@ -6,13 +6,14 @@ kept or a draft, in any number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.kernels import LANES, Renewal, find_kernel
-from engine.states.plan import Convolution, Recurrence
+from engine.states.plan import Convolution, Recurrence, kept_states
 from engine.states.work import StateWork
 from kvpool.state_store import ConvolutionShape, StateShape, StateStore
 
@@ -27,7 +28,9 @@ Key = tuple[str, StateShape]
 
 
 class CompiledStates:
-    """Makes plans over a store."""
+    """Makes plans over a store (``ModelStates``)."""
+
+    can_capture = True
 
     def __init__(self, store: StateStore) -> None:
         self.store = store
@@ -165,6 +168,9 @@ class CompiledPlan:
         )
         self._run(kernel.recur, arguments, asked_key, None)
         return output
+
+    def keep(self) -> Callable[[], None]:
+        return kept_states(self._backend.store, self._work.walks[:, 2].tolist())
 
     def renewed(self, key: Key) -> tuple[int, int]:
         """As ``engine.kernels.Renews`` has it."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.batch import RequestRows
 from engine.states.plan import Convolution, Recurrence, StatePlan
-from engine.states.work import NOWHERE, RowsOfRequest, StateRows, StateWork, state_work
+from engine.states.work import StateWork, state_work
+from kvpool.state_slots import NOWHERE, StateRows
 from kvpool.state_store import StateShape, StateStore
 
 NUM_SLOTS, NUM_PLACES = 40, 256
@@ -54,13 +56,13 @@ class Neighbours:
     _slots: list[int] = field(default_factory=list)
     _places: list[int] = field(default_factory=list)
 
-    def requests(self, count: int, first_row: int) -> list[RowsOfRequest]:
+    def requests(self, count: int, first_row: int) -> list[RequestRows]:
         self._slots = list(range(self.first_slot, NUM_SLOTS))
         self._places = list(range(self.first_place, NUM_PLACES))
         made = []
         for _ in range(count):
             made.append(self._request(first_row))
-            first_row += num_rows(made[-1])
+            first_row += made[-1].num_rows
         return made
 
     def _slot(self) -> int:
@@ -70,7 +72,7 @@ class Neighbours:
         run, self._places = self._places[:count], self._places[count:]
         return run
 
-    def _request(self, first_row: int) -> RowsOfRequest:
+    def _request(self, first_row: int) -> RequestRows:
         draw = self.random
         num_known, num_nodes = draw.choice([0, 1, 1, 2, 5, 19]), draw.randrange(MOST_NODES)
         source = draw.choice([NOWHERE, draw.randrange(4), self._slot()])
@@ -81,13 +83,23 @@ class Neighbours:
         snapshots = {1 + draw.randrange(num_chain): self._slot()} if num_chain else {}
         parents = [draw.randrange(-1, node) for node in range(num_nodes)]
         num_stored = draw.choice([0, 0, draw.randrange(num_nodes + 1)])
-        first_place = ([*self._run_of_places(num_nodes), 0])[0]
-        rows = StateRows(source, replayed, target, first_place, snapshots)
-        return RowsOfRequest(rows, first_row, num_known, parents, num_stored)
+        places = self._run_of_places(num_nodes)
+        kept = self._run_of_places(num_known) if draw.random() < 0.2 else []
+        states = StateRows(source, replayed, target, places, kept, snapshots)
+        return rows_of(states, first_row, num_known, parents, num_stored)
 
 
-def num_rows(request: RowsOfRequest) -> int:
-    return request.num_known + len(request.parents) - request.num_stored
+def rows_of(
+    states: StateRows,
+    first_row: int,
+    num_known: int,
+    parents: Sequence[int],
+    num_stored: int = 0,
+) -> RequestRows:
+    tokens = [0] * (num_known + len(parents) - num_stored)
+    return RequestRows(
+        *(tokens, num_known, 0, parents, (), 0, num_stored), states=states, first_row=first_row
+    )
 
 
 class TextStep(NamedTuple):
@@ -117,20 +129,21 @@ def served(
         others = Neighbours(random, first_slot=6, first_place=2 * MOST_NODES)
         made = others.requests(2 * company, 0)
         before, after = made[:company], made[company:]
-        first_row, first_place = sum(map(num_rows, before)), number % 2 * MOST_NODES
+        first_row, first_place = sum(each.num_rows for each in before), number % 2 * MOST_NODES
         source = home if done else NOWHERE
-        rows = StateRows(source, replayed, home, first_place)
-        mine = RowsOfRequest(rows, first_row, step.num_known, step.parents, 0)
-        moved = [each._replace(first_row=each.first_row + num_rows(mine)) for each in after]
+        places = range(first_place, first_place + len(step.parents))
+        rows = StateRows(source, replayed, home, places)
+        mine = rows_of(rows, first_row, step.num_known, step.parents)
+        moved = [replace(each, first_row=each.first_row + mine.num_rows) for each in after]
         work = state_work([*before, mine, *moved])
 
         asks = random.choices(range(length, length + 50), k=work.num_rows + company)
         known = [first_row + index for index in range(step.num_known)]
-        places = [*known, *(first_row + step.num_known + node for node in step.accepted)]
-        for offset, row in enumerate(places):
+        mine_at = [*known, *(first_row + step.num_known + node for node in step.accepted)]
+        for offset, row in enumerate(mine_at):
             asks[row] = done + offset
-        outputs.append(run(backend(store, work), picked(asked, asks))[places])
-        done += len(places)
+        outputs.append(run(backend(store, work), picked(asked, asks))[mine_at])
+        done += len(mine_at)
         replayed = [first_place + node for node in step.accepted]
     assert done == length
     assert not replayed
