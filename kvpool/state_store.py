@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+from kvpool.store import mapped_zeros
 
 
 class ConvolutionShape(NamedTuple):
@@ -62,8 +65,9 @@ class StateStore:
         self.shapes = tuple(shapes)
         self.num_slots, self.num_places = num_slots, num_places
         self.device = device
-        self.states = [torch.zeros(num_slots, *each.state, device=device) for each in shapes]
-        self.rows = [torch.zeros(num_places, each.row_size, device=device) for each in shapes]
+        self._mapped: list[mmap.mmap] = []
+        self.states = [self._zeros(num_slots, *each.state) for each in shapes]
+        self.rows = [self._zeros(num_places, each.row_size) for each in shapes]
 
     @staticmethod
     def bytes_per_slot(shapes: Sequence[StateShape]) -> int:
@@ -74,6 +78,16 @@ class StateStore:
         return sum(4 * each.row_size for each in shapes)
 
     def clear(self) -> None:
-        """Gives back the memory that was written. Once, while nobody uses it."""
-        for tensors in (self.states, self.rows):
-            tensors[:] = [torch.zeros_like(each) for each in tensors]
+        """Makes everything zeros again, and gives the memory of a host's store back."""
+        for mapped in self._mapped:
+            mapped.madvise(mmap.MADV_DONTNEED)
+        if not self._mapped:
+            for tensor in (*self.states, *self.rows):
+                tensor.zero_()
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, device=self.device)
+        zeros, mapped = mapped_zeros(shape, torch.float32)
+        self._mapped.append(mapped)
+        return zeros

@@ -17,6 +17,14 @@ RowShape = tuple[int, int, int]
 """``(num_kv_heads, key_dim, value_dim)`` of one layer."""
 
 
+def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
+    """Returns zeros on the host, in pages that cost nothing until they are written."""
+    num_bytes = max(1, prod(shape) * dtype.itemsize)
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = torch.frombuffer(mapped, dtype=torch.uint8)[: prod(shape) * dtype.itemsize]
+    return flat.view(dtype).view(shape), mapped
+
+
 class KVStore:
     """Keys and values of the layers with these ``shapes`` in blocks of ``block_size`` slots.
 
@@ -131,12 +139,11 @@ class KVStore:
         """
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        num_bytes = prod(shape) * self.dtype.itemsize
-        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        zeros, mapped = mapped_zeros(shape, self.dtype)
         with suppress(OSError):  # a kernel that has no huge pages
             mapped.madvise(mmap.MADV_NOHUGEPAGE)
         self._mapped.append(mapped)
-        return torch.frombuffer(mapped, dtype=torch.uint8).view(self.dtype).view(shape)
+        return zeros
 
     def write(
         self,

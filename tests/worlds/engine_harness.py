@@ -247,6 +247,7 @@ def tiny_hybrid() -> PreTrainedModel:
         )
     )
     model.requires_grad_(False)
+    model.model.layers[0].linear_attn.out_proj.weight.mul_(1.6)
     source = tiny_llama()
     model.model.embed_tokens.weight.copy_(source.model.embed_tokens.weight)
     model.lm_head.weight.copy_(source.lm_head.weight)

@@ -16,7 +16,15 @@ import torch
 
 from drafters.registry import build_drafters
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from worlds.engine_harness import Driver, Setup, drafting, request, traces_of
+from worlds.engine_harness import (
+    Driver,
+    Setup,
+    drafting,
+    request,
+    tiny_hybrid,
+    tiny_llama,
+    traces_of,
+)
 from worlds.every_drafter import DRAFTERS, EveryDrafterTarget
 from worlds.grammar_world import json_grammar, random_schema
 from worlds.situations import SITUATIONS, WIDTHS, partly_right, plain
@@ -45,10 +53,12 @@ Streams = Mapping[tuple[str, int], Driver]
 """By sampling and prompt: what a request writes at gamma 0."""
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
+@pytest.fixture(scope="module", params=[tiny_llama, tiny_hybrid], ids=["llama", "hybrid"])
+def target(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> EveryDrafterTarget:
     torch.set_num_threads(1)
-    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
+    return EveryDrafterTarget(tmp_path_factory.mktemp("near"), request.param)
 
 
 @pytest.fixture(scope="module")
