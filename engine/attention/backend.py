@@ -2,9 +2,9 @@
 
 All rows of a step go through a model as one flat batch of shape ``[1, num_rows]``. A backend plans the
 step once and then answers every layer: it puts the rows' keys and values into their slots and lets each
-row attend to the committed past of its request and to its own ancestors in the draft tree. Layers find
-the plan in the ``slipstream_plan`` keyword, which transformers hands down untouched, so no modeling code
-is copied.
+row attend to the committed past of its request and to its own ancestors in the draft tree. While a
+model's forward runs, its thread is ``attending`` to the plan, where our attention function finds it: not
+all models of transformers hand keywords down to their layers.
 
 A backend is a class in a file of this folder, registered by ``@attention_backend(name)``. All files of
 the folder are imported; one that needs a package of its own imports it where it is used, and its
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -105,6 +107,23 @@ class AttentionPlan(Protocol):
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Returns ``[num_rows, num_heads, value_dim]``, in the order of the batch's rows."""
+
+
+class _Attended(threading.local):
+    plan: AttentionPlan | None = None
+
+
+_attended = _Attended()
+
+
+@contextmanager
+def attending(plan: AttentionPlan | None) -> Iterator[None]:
+    """Within it layers of models that this thread runs are answered by ``plan``."""
+    before, _attended.plan = _attended.plan, plan
+    try:
+        yield
+    finally:
+        _attended.plan = before
 
 
 class AttentionBackend(ABC):
@@ -281,19 +300,18 @@ def slipstream_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    slipstream_plan: AttentionPlan | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Answers a layer of a model of transformers: ``[1, num_rows, num_heads, value_dim]``. A module whose
     rows see their block has a true ``sees_block``.
 
-    Raises RuntimeError where a model does not hand the plan down or brings a mask of its own.
+    Raises RuntimeError where nobody is ``attending``, or a model brings a mask of its own.
     """
-    if slipstream_plan is None:
-        raise RuntimeError("the model does not pass attention keywords down to its layers")
+    if _attended.plan is None:
+        raise RuntimeError("a layer attends, but there is no plan to answer it")
     if attention_mask is not None or dropout:
         raise RuntimeError("the model's attention layers bring a mask or dropout of their own")
-    output = slipstream_plan.attend(
+    output = _attended.plan.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape
+from engine.attention.backend import IMPLEMENTATION, AttentionOptions, KVShape, attending
 from engine.gguf.file import find_gguf
 from engine.model.checkpoint import load_config, load_weights
 from engine.model.gguf_weights import load_gguf, read_config
@@ -33,7 +33,7 @@ from engine.tokenizer import load_tokenizer as load_tokenizer
 logger = logging.getLogger(__name__)
 
 # Layer kinds whose memory of the past is keys and values, the only kind the pool holds.
-_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _CALL_WIDE_ROPES = {"longrope", "dynamic"}
 
 
@@ -122,10 +122,6 @@ def prepare_model(
 ) -> PreTrainedModel:
     """Checks an already built model and moves it to the device. ``packed`` as ``load_model`` takes it."""
     refuse_unservable(model.config)
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not use transformers' attention interface"
-        )
     model.to(device)  # type: ignore[arg-type]  # its decorator loses the signature
     pack_stored(model, packed)
     model.eval().requires_grad_(False)
@@ -147,8 +143,6 @@ def refuse_unservable(config: Any) -> None:
             f"{kind} has layers of kind {', '.join(odd)}; only "
             f"{' and '.join(sorted(_SERVED_LAYERS))} keep their past as keys and values per token"
         )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{kind} shares keys and values between layers")
     if getattr(config, "alibi", False):
         raise UnsupportedModelError(f"{kind} adds ALiBi biases, which draft trees cannot carry")
 
@@ -185,14 +179,17 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
     probe = ShapeProbe()
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
+    outside = f"{type(model).__name__} does not use transformers' attention interface"
     try:
-        model(input_ids=ids, position_ids=positions, use_cache=False, slipstream_plan=probe)
+        with attending(probe):
+            model(input_ids=ids, position_ids=positions, use_cache=False)
     except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run on the engine's attention: {error}"
-        ) from error
+        reason = f"{type(model).__name__} cannot run on the engine's attention: {error}"
+        raise UnsupportedModelError(reason if probe.shapes else outside) from error
     layers = sorted(probe.shapes)
-    if not layers or layers != list(range(len(layers))):
+    if not layers:
+        raise UnsupportedModelError(outside)
+    if layers != list(range(len(layers))):
         raise UnsupportedModelError(
             f"{type(model).__name__}: attention layers report the numbers {layers}"
         )
@@ -203,13 +200,19 @@ def max_position(config: Any) -> int:
     """Returns the positions that the model was made for.
 
     Some rotary embeddings change their frequencies for the whole call once any row of it passes a
-    length. There they end: else a request's tokens would depend on who shares its step.
+    length. There they end: else a request's tokens would depend on who shares its step. Layers with
+    chunks see all before them until the first chunk ends, and so do those that scale queries by how far
+    down the call they stand.
     """
     lengths = [getattr(config, "max_position_embeddings", None) or 4096]
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *ropes.values()]:  # one for all layers, or one per kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") in _CALL_WIDE_ROPES:
             lengths.append(rope.get("original_max_position_embeddings") or lengths[0])
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        lengths.append(config.attention_chunk_size)
+    if getattr(config, "attn_temperature_tuning", False):
+        lengths.append(config.floor_scale - 1)
     return int(min(lengths))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backend import AttentionBackend, AttentionPlan
+from engine.attention.backend import AttentionBackend, AttentionPlan, attending
 from engine.batch import (
     ForwardOutput,
     InputBatch,
@@ -130,13 +130,12 @@ class ModelRunner:
         self, inputs: InputTensors, plan: AttentionPlan, hidden_layers: tuple[int, ...]
     ) -> ForwardOutput:
         """Logits of at least one row."""
-        with kept_states(self.model, hidden_layers) as kept:
+        with kept_states(self.model, hidden_layers) as kept, attending(plan):
             output = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 logits_to_keep=inputs.logits_indices,
-                slipstream_plan=plan,
             )
         return ForwardOutput(output.logits[0], tuple(kept[layer] for layer in hidden_layers))
 
