@@ -19,7 +19,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from engine import attention
 from engine.batch import Bucket, InputBatch, InputTensors
 from engine.request.info import Determinism
-from kvpool.store import KVStore
+from kvpool.store import KVStore, RowShape
 
 IMPLEMENTATION = "slipstream"
 
@@ -38,12 +38,20 @@ LARGEST_KEY = 2.0**60
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Heads and dimensions of one layer's queries, keys and values."""
+    """Heads and dimensions of one layer's queries, keys and values. ``source``: the layer before it whose
+    keys and values it attends to, where it has none of its own."""
 
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    source: int | None = field(default=None, repr=False)
+
+    @property
+    def row(self) -> RowShape:
+        """What a store keeps of a token."""
+        own = self.num_kv_heads, self.key_dim, self.value_dim
+        return own if self.source is None else self.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ class AttentionNeeds:
     def store_sizes(self) -> dict[str, Any]:
         """Returns ``KVStore``'s arguments but for device, number of blocks and ``dim_multiple``."""
         return {
-            "shapes": [(each.num_kv_heads, each.key_dim, each.value_dim) for each in self.shapes],
+            "shapes": [each.row for each in self.shapes],
             "block_size": self.block_size,
             "dtype": self.kv_dtype or self.dtype,
         }

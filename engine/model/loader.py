@@ -9,6 +9,7 @@ and under a tree mask, does not write the logits that transformers' own forward 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -152,6 +153,7 @@ class ShapeProbe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}
+        self._seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def attend(
         self,
@@ -165,8 +167,18 @@ class ShapeProbe:
         if layer in self.shapes:
             raise RuntimeError(f"two attention layers call themselves number {layer}")
         num_kv_heads, key_dim = key.shape[1:]
-        self.shapes[layer] = KVShape(query.shape[1], num_kv_heads, key_dim, value.shape[2])
+        source = next((own for own, *rows in self._seen if _are_same(rows, (key, value))), None)
+        self.shapes[layer] = KVShape(query.shape[1], num_kv_heads, key_dim, value.shape[2], source)
+        self._seen.append((layer, key, value))
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether they are views of the same memory, all of which is still in use."""
+    return all(
+        (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 @torch.inference_mode()

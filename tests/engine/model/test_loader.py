@@ -356,6 +356,34 @@ def test_sampling_defaults_are_what_the_generation_config_says_unchecked(
     assert found == (expected if greedy is None else {"temperature": 0, **greedy})
 
 
+def test_layers_that_share_keys_and_values_share_a_store_s_rows() -> None:
+    config = hf.Gemma3nTextConfig(
+        vocab_size=VOCAB_SIZE,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=[32] * 4,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    model = hf.Gemma3nForCausalLM(config)
+    shapes = attach_attention(prepare_model(model, CPU))
+    assert [shape.source for shape in shapes] == [None, None, 0, 1]
+    assert [shape.row for shape in shapes[2:]] == [0, 1]
+
+
+def test_a_model_with_chunks_has_the_length_of_the_first() -> None:
+    """Its rows see all before them until then, and the call's rows count as positions."""
+    config = hf.Llama4TextConfig(attention_chunk_size=512, floor_scale=900)
+    assert max_position(config) == 512
+    config.floor_scale = 400
+    assert max_position(config) == 399
+
+
 def test_positions_end_where_rotary_frequencies_would_follow_the_longest_neighbour() -> None:
     """transformers gives LongRoPE models other frequencies once any position of the call passes the
     original length: a request's tokens would depend on who shares its step."""
