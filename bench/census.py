@@ -40,7 +40,7 @@ from engine.request.params import GenerationRequest, SamplingParams, Speculative
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "census.md"
 TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 VOCAB_SIZE, NUM_PROMPTS, NUM_TOKENS = 96, 4, 48
-_SECONDS, _TYPES_PER_PROCESS, _MOST_PARAMETERS = 120, 24, 50_000_000
+_SECONDS, _TYPES_PER_PROCESS, _MOST_PARAMETERS = 120, 24, 100_000_000
 WAYS = {"greedy": ("ngram", 0.0), "sampled": ("suffix", 0.9)}
 
 # What configurations call their sizes, and small ones for them.
@@ -91,6 +91,11 @@ _OWN: dict[str, dict[str, Any]] = dict.fromkeys(_LATENT.split(), {"num_key_value
     "gemma4_text": _SHARING,
     "gemma3n_text": _SHARING
     | {"intermediate_size": [128] * 6, "activation_sparsity_pattern": [0.0] * 6},
+    "zaya": {"num_experts_per_tok": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "reformer": {"is_decoder": True},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
@@ -134,10 +139,12 @@ def tiny_config(kind: str) -> PreTrainedConfig:
     wanted = {name: size for name, size in _SIZES.items() if name in known}
     for name in (*_LISTS, *_MORE_LISTS):
         value = getattr(usual, name, None)
-        if isinstance(value, list) and value and not hasattr(type(usual), name):
+        made = getattr(type(usual), usual.attribute_map.get(name, name), None)
+        is_fixed = isinstance(made, property) and made.fset is None
+        if isinstance(value, list) and value and not is_fixed:
             is_words = isinstance(value[0], str)
             wanted[name] = (list(dict.fromkeys(value)) * 4)[:4] if is_words else value[:4]
-    wanted |= _OWN.get(kind, {})
+    wanted |= _OWN.get(kind, _OWN.get(usual.model_type, {}))
     wanted = {name: value for name, value in wanted.items() if value is not None}
     with suppress(Exception):
         return type(usual)(**wanted)

@@ -293,6 +293,10 @@ def test_packing_replaces_every_linear_and_leaves_the_tied_embedding() -> None:
     assert pack_linears(toy, 64, exact=True) == set()
     kinds = [type(module) for module in toy.modules()]
     assert kinds.count(PackedLinear) == 3
+    # Routers ask for the type that rows are to have.
+    assert all(
+        each.weight.dtype == torch.bfloat16 for each in toy.modules() if hasattr(each, "weight")
+    )
     assert nn.Linear not in kinds
     assert nn.Bilinear in kinds
     assert torch.equal(toy.embedding.weight, embedding)
