@@ -13,8 +13,9 @@ from math import prod
 
 import torch
 
-RowShape = tuple[int, int, int]
-"""``(num_kv_heads, key_dim, value_dim)`` of one layer."""
+RowShape = tuple[int, int, int] | int
+"""``(num_kv_heads, key_dim, value_dim)`` of one layer; or the layer before it whose rows are its own,
+too."""
 
 
 def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
@@ -48,7 +49,8 @@ class KVStore:
         device: torch.device | str,
         dim_multiple: int = 1,
     ) -> None:
-        if min(num_blocks, block_size, *map(min, shapes)) < 1:
+        rows = _rows(shapes)
+        if min(num_blocks, block_size, *map(min, rows)) < 1:
             raise ValueError("blocks, slots, heads and dimensions must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -57,7 +59,6 @@ class KVStore:
         self.device = torch.device(device)
         # Planes (one layer's keys, or its values) whose rows have equal shape share one tensor, so
         # that moving accepted rows takes one copy for all layers and not two per layer.
-        rows = _rows(shapes)
         planes: dict[int, torch.Tensor] = {}  # each [num_kv_heads, num_slots, head_dim]
         self._stacks: list[torch.Tensor] = []  # [num_planes * heads, num_slots, padded dim]
         self._mapped: list[mmap.mmap] = []
@@ -69,7 +70,10 @@ class KVStore:
             for plane, index in zip(stack, members, strict=True):
                 planes[index] = plane[..., :dim]
         # Views made once: making one costs as much as a small copy.
-        pairs = [(planes[index], planes[index + 1]) for index in range(0, len(rows), 2)]
+        own = iter([(planes[index], planes[index + 1]) for index in range(0, len(rows), 2)])
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for shape in shapes:
+            pairs.append(pairs[shape] if isinstance(shape, int) else next(own))
         self.key = [key.transpose(0, 1) for key, _ in pairs]
         self.value = [value.transpose(0, 1) for _, value in pairs]
         self._planes = [(_copyable(key), _copyable(value)) for key, value in pairs]
@@ -184,8 +188,9 @@ class KVStore:
 
 
 def _rows(shapes: Sequence[RowShape]) -> list[tuple[int, int]]:
-    """Heads and dimensions of a row of each layer's keys, then of its values."""
-    return [(heads, dim) for heads, *dims in shapes for dim in dims]
+    """Heads and dimensions of a row of each layer's keys, then of its values, if they are its own."""
+    own = (shape for shape in shapes if not isinstance(shape, int))
+    return [(heads, dim) for heads, *dims in own for dim in dims]
 
 
 def _padded(dim: int, multiple: int) -> int:

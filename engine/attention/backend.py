@@ -2,9 +2,9 @@
 
 All rows of a step go through a model as one flat batch of shape ``[1, num_rows]``. A backend plans the
 step once and then answers every layer: it puts the rows' keys and values into their slots and lets each
-row attend to the committed past of its request and to its own ancestors in the draft tree. Layers find
-the plan in the ``slipstream_plan`` keyword, which transformers hands down untouched, so no modeling code
-is copied.
+row attend to the committed past of its request and to its own ancestors in the draft tree. While a
+model's forward runs, its thread is ``attending`` to the plan, where our attention function finds it: not
+all models of transformers hand keywords down to their layers.
 
 A backend is a class in a file of this folder, registered by ``@attention_backend(name)``. All files of
 the folder are imported; one that needs a package of its own imports it where it is used, and its
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
@@ -26,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from engine import attention
 from engine.batch import Bucket, InputBatch, InputTensors
 from engine.request.info import Determinism
-from kvpool.store import KVStore
+from kvpool.store import KVStore, RowShape
 
 IMPLEMENTATION = "slipstream"
 
@@ -39,12 +41,20 @@ LARGEST_KEY = 2.0**60
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Heads and dimensions of one layer's queries, keys and values."""
+    """Heads and dimensions of one layer's queries, keys and values. ``source``: the layer before it whose
+    keys and values it attends to, where it has none of its own."""
 
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    source: int | None = field(default=None, repr=False)
+
+    @property
+    def row(self) -> RowShape:
+        """What a store keeps of a token."""
+        own = self.num_kv_heads, self.key_dim, self.value_dim
+        return own if self.source is None else self.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +100,7 @@ class AttentionNeeds:
     def store_sizes(self) -> dict[str, Any]:
         """Returns ``KVStore``'s arguments but for device, number of blocks and ``dim_multiple``."""
         return {
-            "shapes": [(each.num_kv_heads, each.key_dim, each.value_dim) for each in self.shapes],
+            "shapes": [each.row for each in self.shapes],
             "block_size": self.block_size,
             "dtype": self.kv_dtype or self.dtype,
         }
@@ -108,6 +118,23 @@ class AttentionPlan(Protocol):
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Returns ``[num_rows, num_heads, value_dim]``, in the order of the batch's rows."""
+
+
+class _Attended(threading.local):
+    plan: AttentionPlan | None = None
+
+
+_attended = _Attended()
+
+
+@contextmanager
+def attending(plan: AttentionPlan | None) -> Iterator[None]:
+    """Within it layers of models that this thread runs are answered by ``plan``."""
+    before, _attended.plan = _attended.plan, plan
+    try:
+        yield
+    finally:
+        _attended.plan = before
 
 
 class AttentionBackend(ABC):
@@ -284,19 +311,18 @@ def slipstream_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    slipstream_plan: AttentionPlan | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Answers a layer of a model of transformers: ``[1, num_rows, num_heads, value_dim]``. A module whose
     rows see their block has a true ``sees_block``.
 
-    Raises RuntimeError where a model does not hand the plan down or brings a mask of its own.
+    Raises RuntimeError where nobody is ``attending``, or a model brings a mask of its own.
     """
-    if slipstream_plan is None:
-        raise RuntimeError("the model does not pass attention keywords down to its layers")
+    if _attended.plan is None:
+        raise RuntimeError("a layer attends, but there is no plan to answer it")
     if attention_mask is not None or dropout:
         raise RuntimeError("the model's attention layers bring a mask or dropout of their own")
-    output = slipstream_plan.attend(
+    output = _attended.plan.attend(
         getattr(module, KV_LAYER, module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

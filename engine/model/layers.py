@@ -81,12 +81,20 @@ class PackedWeight(Protocol):
 
 
 class PackedLinear(nn.Module):
-    """A layer in ``nn.Linear``'s place, whose weight is ``packed``."""
+    """A layer in ``nn.Linear``'s place, whose weight is ``packed``. ``weight`` is what models ask for the
+    type that rows are to have; it holds no values."""
 
-    def __init__(self, in_features: int, out_features: int, packed: PackedWeight) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        packed: PackedWeight,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.packed: Any = packed
+        self.weight = torch.empty(out_features, in_features, dtype=dtype, device="meta")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``inputs`` ``[.., in_features]``; returns ``[.., out_features]``."""

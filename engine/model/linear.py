@@ -200,11 +200,11 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> set[str]:
         if is_plain(module) and module.weight.dtype in KINDS:
             linear = as_linear(module)
             packed = pack_weight(linear.weight.detach(), linear.bias, most_rows, exact)
-            layer = PackedLinear(linear.in_features, linear.out_features, packed)
-            model.set_submodule(name, layer)
+            sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
+            model.set_submodule(name, PackedLinear(*sizes, packed, dtype))
     failures: set[str] = set()
     if exact:
-        _steady(model, OneOrderProducts(failures))
+        _steady(model, failures)
     return failures
 
 
@@ -220,25 +220,31 @@ class Expert:
         return NotImplemented
 
 
-class Experts:
+class Experts(Expert):
     """Packed experts in the place of a parameter that holds them all, ``[experts, out_features,
     in_features]`` or, turned, ``[experts, in_features, out_features]``."""
 
     def __init__(self, weights: torch.Tensor, is_turned: bool) -> None:
         plain = (weight.T if is_turned else weight for weight in weights)
+        self.shape = weights.shape
         self._experts = [Expert(pack_floats(weight, None)) for weight in plain]
 
     def __getitem__(self, expert: torch.Tensor | int) -> Expert:
         return self._experts[int(expert)]
 
+    def times_each(self, rows: torch.Tensor) -> torch.Tensor:
+        """Computes ``torch.bmm`` of ``rows`` ``[experts, rows, in_features]`` with turned experts."""
+        products = (_product(*each) for each in zip(rows, self._experts, strict=True))
+        return torch.stack(list(products))
+
 
 class OneOrderProducts(TorchFunctionMode):
-    """A mode in which products of rows with a matrix add a row's features in one order. ``failures``
-    names other products, which do not."""
+    """A mode for a ``module``, in which products of rows with a matrix add a row's features in one order.
+    ``failures`` names other products, which do not."""
 
-    def __init__(self, failures: set[str]) -> None:
+    def __init__(self, module: nn.Module, failures: set[str]) -> None:
         super().__init__()
-        self._failures = failures
+        self._module, self._failures = module, failures
 
     def __torch_function__(
         self,
@@ -255,9 +261,10 @@ class OneOrderProducts(TorchFunctionMode):
             return _product(*args)
         if func in _MATMULS and args[1].dim() == 2:
             return _product(args[0], args[1].T)
-        if func in _WITH_TAILS:
-            width = args[0].shape[-1]
-            return func(F.pad(args[0], (0, -width % 64)), *args[1:], **kwargs)[..., :width]
+        if func is torch.bmm:
+            experts = _packed_whole(self._module, args[1])
+            if experts is not None:
+                return experts.times_each(args[0])
         if func in _OTHER_PRODUCTS:
             self._failures.add(f"products by {func.__name__}")
         return func(*args, **kwargs)
@@ -269,28 +276,107 @@ def _product(
     """Computes ``F.linear``. A weight that is not an expert's is packed anew: routers are small."""
     if isinstance(weight, Expert):
         product = weight.packed.times(rows.reshape(-1, rows.shape[-1]))
-        product = product.view(*rows.shape[:-1], -1)
+        product = product.view(*rows.shape[:-1], product.shape[-1])
         return product if bias is None else product + bias
     packed = DeviceWeight if weight.device.type != "cpu" else pack_floats
-    return packed(weight, bias).times(rows.reshape(-1, rows.shape[-1])).view(*rows.shape[:-1], -1)
+    product = packed(weight, bias).times(rows.reshape(-1, rows.shape[-1]))
+    return product.view(*rows.shape[:-1], product.shape[-1])
+
+
+def _packed_whole(module: nn.Module, weights: object) -> Experts | None:
+    """Returns experts that a module multiplies all at once, packed in the place of its parameter the
+    first time; None: ``weights`` are not such."""
+    if isinstance(weights, Experts):
+        return weights
+    for name, own in list(module.named_parameters(recurse=False)):
+        if own is weights and own.dtype in KINDS and own.device.type == "cpu":
+            delattr(module, name)
+            setattr(module, name, Experts(own.detach(), is_turned=True))
+            packed: Experts = getattr(module, name)
+            return packed
+    return None
 
 
 _MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
-_WITH_TAILS = (torch.sigmoid, torch.Tensor.sigmoid, F.silu)
+_SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, F.silu, F.mish, F.softplus)
+_EXPONENTIALS = (F.elu, F.celu, torch.exp2, torch.Tensor.exp2, torch.rsqrt, torch.Tensor.rsqrt)
+_WITH_TAILS = {F.gelu, *_SIGMOIDS, *_EXPONENTIALS}
 """Functions that torch computes in another way for the rest of a length that vectors do not divide; which
 elements are the rest depends on the number of rows."""
+_VECTORS = 64
 _OTHER_PRODUCTS = (*_MATMULS, torch.addmm, torch.bmm, torch.baddbmm, torch.einsum, F.grouped_mm)
 
 
-def _steady(model: nn.Module, products: OneOrderProducts) -> None:
-    """Runs modules that multiply by weights of their own under ``products``, experts one by one."""
+class WholeVectors(TorchFunctionMode):
+    """A mode in which elements are computed alike wherever in a call they stand. ``noted``: whom to tell
+    that it mattered."""
+
+    def __init__(self, noted: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func not in _WITH_TAILS or not args:
+            return func(*args, **kwargs)
+        self._noted()
+        flat = args[0].contiguous().view(-1)
+        padded = func(F.pad(flat, (0, -len(flat) % _VECTORS)), *args[1:], **kwargs)
+        return padded[: len(flat)].view(args[0].shape)
+
+
+def _find_tails(model: nn.Module) -> None:
+    """Has the first forward find the modules that compute with ``_WITH_TAILS``; these run in whole
+    vectors from then on."""
+    own = model.forward
+    running: list[nn.Module] = [model]
+    found: dict[nn.Module, None] = {}
+
+    def begin(module: nn.Module, _: object) -> None:
+        running.append(module)
+
+    def end(*_: object) -> None:
+        running.pop()
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        vars(model)["forward"] = own
+        handles = [each.register_forward_pre_hook(begin) for each in model.modules()]
+        handles += [each.register_forward_hook(end) for each in model.modules()]
+        try:
+            with WholeVectors(lambda: found.setdefault(running[-1])):
+                return own(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            kinds = {type(module) for module in found}  # not every expert was chosen
+            for module in model.modules():
+                is_alike = type(module) in kinds and "forward" not in vars(module)
+                if module in found or is_alike:
+                    vars(module)["forward"] = partial(_run_within, WholeVectors(), module.forward)
+
+    vars(model)["forward"] = first
+
+
+def _steady(model: nn.Module, failures: set[str]) -> None:
+    """Runs modules that multiply by weights of their own under ``OneOrderProducts``, experts one by one,
+    and those that compute with tails in whole vectors."""
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         model.set_experts_implementation("eager")  # type: ignore[operator]
     for module in model.modules():
         own = [each for each in module.parameters(recurse=False) if each.dim() >= 2]
         if own and not isinstance(module, nn.Embedding):
             _pack_experts(module)
+            products = OneOrderProducts(module, failures)
             vars(module)["forward"] = partial(_run_within, products, module.forward)
+    if all(each.device.type == "cpu" for each in model.parameters()):
+        _find_tails(model)
 
 
 def _pack_experts(module: nn.Module) -> None:
@@ -305,7 +391,7 @@ def _pack_experts(module: nn.Module) -> None:
 
 
 def _run_within(
-    products: OneOrderProducts, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    mode: TorchFunctionMode, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    with products:
+    with mode:
         return forward(*args, **kwargs)

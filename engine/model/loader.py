@@ -9,12 +9,20 @@ forward, in chunks and under a tree mask, does not write the logits that transfo
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backend import IMPLEMENTATION, KV_LAYER, AttentionOptions, KVShape
+from engine.attention.backend import (
+    IMPLEMENTATION,
+    KV_LAYER,
+    AttentionOptions,
+    KVShape,
+    attending,
+)
 from engine.gguf.file import find_gguf
 from engine.model.checkpoint import load_config, load_weights
 from engine.model.gguf_weights import load_gguf, read_config
@@ -137,8 +145,6 @@ def refuse_unservable(config: Any) -> None:
         raise UnsupportedModelError(
             f"{kind} has more parts than text; its text half is served alone"
         )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{kind} shares keys and values between layers")
     if getattr(config, "alibi", False):
         raise UnsupportedModelError(f"{kind} adds ALiBi biases, which draft trees cannot carry")
 
@@ -148,6 +154,7 @@ class ShapeProbe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}
+        self._seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def attend(
         self,
@@ -161,8 +168,18 @@ class ShapeProbe:
         if layer in self.shapes:
             raise RuntimeError(f"two attention layers call themselves number {layer}")
         num_kv_heads, key_dim = key.shape[1:]
-        self.shapes[layer] = KVShape(query.shape[1], num_kv_heads, key_dim, value.shape[2])
+        source = next((own for own, *rows in self._seen if _are_same(rows, (key, value))), None)
+        self.shapes[layer] = KVShape(query.shape[1], num_kv_heads, key_dim, value.shape[2], source)
+        self._seen.append((layer, key, value))
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether they are views of the same memory, all of which is still in use."""
+    return all(
+        (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 @torch.inference_mode()
@@ -177,26 +194,27 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
     probe = ShapeProbe()
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
+    outside = f"{type(model).__name__} does not use transformers' attention interface"
     try:
-        with finding_states() as states:
-            model(input_ids=ids, position_ids=positions, use_cache=False, slipstream_plan=probe)
+        with attending(probe), finding_states() as states:
+            model(input_ids=ids, position_ids=positions, use_cache=False)
     except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run on the engine's attention: {error}"
-        ) from error
+        reason = f"{type(model).__name__} cannot run on the engine's attention: {error}"
+        raise UnsupportedModelError(reason if probe.shapes else outside) from error
     layers = sorted(probe.shapes)
     if not layers and not states:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: no layer is answered by the engine's attention"
-        )
-    _number_layers(model, layers)
-    vars(model)["state_shapes"] = tuple(states)
-    return [probe.shapes[layer] for layer in layers]
-
-
-def _number_layers(model: PreTrainedModel, layers: list[int]) -> None:
-    """Tells attention layers their numbers in the store, where others stand between them."""
+        raise UnsupportedModelError(outside)
     numbers = {layer: number for number, layer in enumerate(layers)}
+    _number_layers(model, numbers)
+    vars(model)["state_shapes"] = tuple(states)
+    return [
+        each if each.source is None else replace(each, source=numbers[each.source])
+        for each in map(probe.shapes.__getitem__, layers)
+    ]
+
+
+def _number_layers(model: PreTrainedModel, numbers: Mapping[int, int]) -> None:
+    """Tells attention layers their numbers in the store, where others stand between them."""
     if any(layer != number for layer, number in numbers.items()):
         for module in model.modules():
             layer = getattr(module, "layer_idx", None)
@@ -214,13 +232,19 @@ def max_position(config: Any) -> int:
     """Returns the positions that the model was made for.
 
     Some rotary embeddings change their frequencies for the whole call once any row of it passes a
-    length. There they end: else a request's tokens would depend on who shares its step.
+    length. There they end: else a request's tokens would depend on who shares its step. Layers with
+    chunks see all before them until the first chunk ends, and so do those that scale queries by how far
+    down the call they stand.
     """
     lengths = [getattr(config, "max_position_embeddings", None) or 4096]
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *ropes.values()]:  # one for all layers, or one per kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") in _CALL_WIDE_ROPES:
             lengths.append(rope.get("original_max_position_embeddings") or lengths[0])
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        lengths.append(config.attention_chunk_size)
+    if getattr(config, "attn_temperature_tuning", False):
+        lengths.append(config.floor_scale - 1)
     return int(min(lengths))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention.backend import AttentionBackend, AttentionPlan
+from engine.attention.backend import AttentionBackend, AttentionPlan, attending
 from engine.batch import (
     ForwardOutput,
     InputBatch,
@@ -26,7 +25,6 @@ from engine.capture.replays import GraphSizes, make_replays
 from engine.kernels import Renews
 from engine.model.adapted import AdaptedLayers
 from engine.model.decoder import kept_states
-from engine.model.whole_vectors import whole_vectors
 from engine.request.errors import UnsupportedModelError
 from engine.states.plan import ModelStates, StatePlan
 from engine.states.seam import answering
@@ -78,8 +76,6 @@ class ModelRunner:
         self._buffers = InputBuffers(self.device, max_num_rows)
         can_capture = can_capture and (states is None or states.can_capture)
         self._replays = make_replays(attention, graphs, can_capture)
-        self.wants_whole_vectors = states is not None and self.device.type == "cpu"
-        """Elementwise functions would give a row bits that depend on how many there are."""
         self.adapted: AdaptedLayers | None = None
         """What gives rows their adapters; None: no batch may have any."""
 
@@ -161,14 +157,16 @@ class ModelRunner:
         self, inputs: InputTensors, plan: StepPlan, hidden_layers: tuple[int, ...]
     ) -> ForwardOutput:
         """Logits of at least one row."""
-        alike = whole_vectors() if self.wants_whole_vectors else nullcontext()
-        with kept_states(self.model, hidden_layers) as kept, answering(plan.states), alike:
+        with (
+            kept_states(self.model, hidden_layers) as kept,
+            attending(plan.attention),
+            answering(plan.states),
+        ):
             output = self.model(
                 input_ids=inputs.token_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
                 logits_to_keep=inputs.logits_indices,
-                slipstream_plan=plan.attention,
             )
         return ForwardOutput(output.logits[0], tuple(kept[layer] for layer in hidden_layers))
 

@@ -109,9 +109,6 @@ def verify_exact(runner: ModelRunner, failed_products: Set[str], is_asked: bool)
     several kinds bears them out. Raises UnsupportedModelError where a row has not its own bits in all
     steps and that ``is_asked`` for."""
     text = check_exact(runner)
-    if text is False and runner.device.type == "cpu" and not runner.wants_whole_vectors:
-        runner.wants_whole_vectors = True
-        text = check_exact(runner)
     probed = ["linear layers and other products"]
     failed = sorted(failed_products)  # complete only now: some are probed when first computed
     if text is not None:

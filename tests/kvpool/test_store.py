@@ -120,6 +120,20 @@ def test_layers_may_differ_in_heads_and_dimensions() -> None:
     assert store.num_bytes == 2 * per_block == 2 * SIZE * 4 * (8 + 8 + 8 + 8 + 8 + 4)
 
 
+def test_a_layer_without_rows_of_its_own_has_another_s() -> None:
+    """Moved once: rows that are moved twice would be moved on."""
+    shapes = [(2, 4, 4), (1, 8, 8), 0, 1]
+    store = KVStore(shapes, 2, SIZE, torch.float32, "cpu")
+    rows = [(torch.randn(3, *shape[:2]), torch.randn(3, *shape[::2])) for shape in shapes[:2]]  # type: ignore[index]
+    _write(store, [1, 2, 3], rows + rows)
+    store.move(torch.tensor([2, 3]), torch.tensor([1, 2]))
+    for layer, (key, value) in enumerate(rows + rows):
+        assert torch.equal(store.key[layer][1:4], key[[1, 2, 2]])
+        assert torch.equal(store.gather(layer, torch.tensor([2]))[1][:, 0], value[2])
+    per_block = KVStore.bytes_per_block(shapes, SIZE, torch.float32)
+    assert store.num_bytes == 2 * per_block == 2 * SIZE * 4 * 4 * 8
+
+
 def test_a_head_s_slots_lie_together_and_storage_is_aligned() -> None:
     store = _store()
     for plane, dim in ((store.key[1], DIM_K), (store.value[2], DIM_V)):

@@ -29,7 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from engine.attention.backend import IMPLEMENTATION, AttentionPlan, KVShape
+from engine.attention.backend import IMPLEMENTATION, AttentionPlan, KVShape, attending
 from engine.drafting.facts import TargetFacts
 from engine.drafting.published.dspark import ConfidenceHead, MarkovHead
 from engine.drafting.published.folder import (
@@ -209,8 +209,9 @@ class DFlashNetwork(nn.Module):
         assert self._ends is not None
         hidden = self._ends[0](token_ids)[None]
         rotations = self.rotary_emb(hidden, positions[None])
-        for layer in self.layers:
-            hidden = layer(hidden, position_embeddings=rotations, slipstream_plan=plan)
+        with attending(plan):
+            for layer in self.layers:
+                hidden = layer(hidden, position_embeddings=rotations)
         normed: torch.Tensor = self.norm(hidden[0])
         return normed
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from engine.attention.backend import AttentionPlan, KVShape
+from engine.attention.backend import AttentionPlan, KVShape, attending
 from engine.drafting.published.captured import Layers
 from engine.model.loader import max_position
 
@@ -191,13 +191,12 @@ class Eagle3Network(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the features that the next rows read, and what the head reads, of the same shape."""
         embed = self.embed_tokens if self.spec.owns_embedding else self._bound[0]
-        keywords = {
-            "position_embeddings": self.rotary_emb(features, positions[None]),
-            "slipstream_plan": plan,
-        }
-        hidden = self.layers[0](embed(token_ids)[None], features[None], **keywords)
-        for layer in self.layers[1:]:
-            hidden = layer(hidden, **keywords)
+        rotations = self.rotary_emb(features, positions[None])
+        with attending(plan):
+            first = embed(token_ids)[None], features[None]
+            hidden = self.layers[0](*first, position_embeddings=rotations)
+            for layer in self.layers[1:]:
+                hidden = layer(hidden, position_embeddings=rotations)
         normed = self.norm(hidden)[0]
         return normed if self.spec.norm_output else hidden[0], normed
 

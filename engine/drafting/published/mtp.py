@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.backend import AttentionPlan, KVShape
+from engine.attention.backend import AttentionPlan, KVShape, attending
 from engine.batch import NORMED
 from engine.drafting.published.folder import DraftFolder
 from engine.model.checkpoint import load_weights
@@ -121,12 +121,10 @@ class MtpNetwork(nn.Module):
             embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
         both = self.token_norm(embeddings), self.hidden_norm(features)
         joined = self.join(torch.cat(both[::-1] if self._form.is_hidden_first else both, dim=-1))
-        output = self.body(
-            inputs_embeds=joined[None],
-            position_ids=positions[None],
-            use_cache=False,
-            slipstream_plan=plan,
-        )
+        with attending(plan):
+            output = self.body(
+                inputs_embeds=joined[None], position_ids=positions[None], use_cache=False
+            )
         states: torch.Tensor = output.last_hidden_state[0]
         return states, states
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.attention import sdpa
-from engine.attention.backend import AttentionOptions, slipstream_attention
+from engine.attention.backend import AttentionOptions, attending, slipstream_attention
 from engine.batch import InputBuffers, RequestRows
 from worlds.attended import CPU, PLAIN, Part, World, chains, world_of
 
@@ -140,17 +140,20 @@ def test_a_module_says_whether_its_rows_see_their_block(sees_block: bool) -> Non
     module.layer_idx = 0  # type: ignore[assignment]
     if sees_block:
         module.sees_block = True  # type: ignore[assignment]
-    slipstream_attention(module, *attention_inputs(), attention_mask=None, slipstream_plan=plan)
+    with attending(plan):
+        slipstream_attention(module, *attention_inputs(), attention_mask=None)
     assert plan.options == replace(PLAIN, sees_block=sees_block)
 
 
-def test_a_model_that_does_not_hand_the_step_down_is_told_so() -> None:
-    with pytest.raises(RuntimeError, match="does not pass attention keywords"):
+def test_a_model_that_runs_without_a_plan_is_told_so() -> None:
+    with attending(NotingPlan()), pytest.raises(ZeroDivisionError), attending(NotingPlan()):
+        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="no plan to answer it"):
         slipstream_attention(torch.nn.Module(), *attention_inputs(), attention_mask=None)
 
 
 @pytest.mark.parametrize("given", [{"attention_mask": torch.zeros(2, 2)}, {"dropout": 0.1}])
 def test_masks_and_dropout_of_the_model_s_own_are_refused(given: dict[str, object]) -> None:
-    arguments = {"attention_mask": None, "slipstream_plan": object()} | given
-    with pytest.raises(RuntimeError, match="mask or dropout of their own"):
+    arguments = {"attention_mask": None} | given
+    with attending(NotingPlan()), pytest.raises(RuntimeError, match="mask or dropout of their own"):
         slipstream_attention(torch.nn.Module(), *attention_inputs(), **arguments)  # type: ignore[arg-type]

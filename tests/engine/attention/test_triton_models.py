@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from engine.attention.backend import attending
 from engine.attention.triton import TritonAttention
 from engine.batch import build_batch
 from engine.build import build_engine_for
@@ -99,13 +100,13 @@ def traceable() -> tuple[ModelRunner, Any, tuple[torch.Tensor, ...]]:
 
     def forward(*tensors: torch.Tensor) -> torch.Tensor:
         token_ids, positions, logits_indices = tensors
-        logits: torch.Tensor = runner.model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_indices,
-            slipstream_plan=plan,
-        ).logits
+        with attending(plan):
+            logits: torch.Tensor = runner.model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logits_indices,
+            ).logits
         return logits
 
     return runner, forward, (inputs.token_ids, inputs.positions, inputs.logits_indices)

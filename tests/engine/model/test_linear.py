@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -293,6 +293,10 @@ def test_packing_replaces_every_linear_and_leaves_the_tied_embedding() -> None:
     assert pack_linears(toy, 64, exact=True) == set()
     kinds = [type(module) for module in toy.modules()]
     assert kinds.count(PackedLinear) == 3
+    # Routers ask for the type that rows are to have.
+    assert all(
+        each.weight.dtype == torch.bfloat16 for each in toy.modules() if hasattr(each, "weight")
+    )
     assert nn.Linear not in kinds
     assert nn.Bilinear in kinds
     assert torch.equal(toy.embedding.weight, embedding)
@@ -322,35 +326,75 @@ class Experts(nn.Module):
         return torch.cat([F.linear(rows, self.router), turned], dim=-1)
 
 
+class Batched(Experts):
+    """All experts at once, as Llama 4 has them."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.reshape(-1, rows.shape[-1])
+        products = torch.bmm(rows.expand(self.turned.shape[0], -1, -1), self.turned)
+        return torch.cat([products[0], products[1], F.linear(rows, self.router)], dim=-1)
+
+
 @every_dtype
 @torch.inference_mode()
-@pytest.mark.parametrize("is_transposed", [None, True, False])
+@pytest.mark.parametrize("is_transposed", [None, True, False, "batched"])
 def test_weights_outside_of_layers_give_a_row_the_same_bits_too(
-    is_transposed: bool | None, dtype: torch.dtype
+    is_transposed: bool | Literal["batched"] | None, dtype: torch.dtype
 ) -> None:
-    model = nn.Sequential(Experts(dtype, is_transposed))
+    batched = Batched(dtype) if is_transposed == "batched" else None
+    model = nn.Sequential(batched or Experts(dtype, is_transposed))
     rows = cancelling_rows(70, 256, dtype)
     expected = model(rows).double()
     assert pack_linears(model, MOST_ROWS, exact=True) == set()
-    assert len(list(model.parameters())) == (2 if is_transposed is None else 1)
     alone = torch.cat([model(row) for row in rows.split(1)])
+    assert len(list(model.parameters())) == (2 if is_transposed is None else 1)
     torch.testing.assert_close(alone.double(), expected, rtol=0, atol=0.05)
     for count in (1, 2, 3, 5, 13, 16, 31, 33, 70):
         assert torch.equal(model(rows[:count]), alone[:count])
-        assert torch.equal(model(rows[None, 70 - count :])[0], alone[70 - count :])
+        behind = model(rows[None, 70 - count :]).view(count, -1)
+        assert torch.equal(behind, alone[70 - count :])
+
+
+class Tailed(nn.Module):
+    """Functions of single elements, by themselves and in modules, whose widths no vector divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = make_linear(16, 10, True, torch.float32)
+        self.alike = nn.ModuleList([nn.GELU(), nn.GELU()])
+
+    def forward(self, rows: torch.Tensor, chosen: int = 0) -> torch.Tensor:
+        halves = self.linear(rows).chunk(2, dim=-1)
+        gated = F.softplus(halves[0]) * halves[1].sigmoid() + F.elu(halves[1])
+        activated: torch.Tensor = self.alike[chosen](gated)
+        return activated + gated.tanh()
+
+
+@torch.inference_mode()
+def test_elements_have_the_same_bits_wherever_in_a_call_they_stand() -> None:
+    model, rows = nn.Sequential(Tailed()), torch.randn(70, 16) * 4
+    expected = model(rows)
+    pack_linears(model, MOST_ROWS, exact=True)
+    torch.testing.assert_close(model(rows), expected)
+    for chosen in (0, 1):  # The first forward has not met the second.
+        alone = torch.cat([model[0](row, chosen) for row in rows.split(1)])
+        for count in (2, 3, 7, 31, 70):
+            assert torch.equal(model[0](rows[:count], chosen), alone[:count])
+            assert torch.equal(model[0](rows[None, -count:], chosen)[0], alone[-count:])
 
 
 def test_products_that_have_no_order_of_their_own_are_reported() -> None:
     """The answer is no, not silence, where a model multiplies in a way that is not known."""
 
-    class Batched(Experts):
+    class Summed(Experts):
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return torch.bmm(rows.expand(2, -1, -1), self.turned)
+            products = torch.bmm(rows.expand(2, -1, -1), self.turned * 2)
+            return torch.einsum("ij,kjl->ikl", rows, self.turned) + products[0][:, None]
 
-    model = nn.Sequential(Batched(torch.float32))
+    model = nn.Sequential(Summed(torch.float32))
     failures = pack_linears(model, MOST_ROWS, exact=True)
     model(torch.zeros(3, 256))
-    assert failures == {"products by bmm"}
+    assert failures == {"products by bmm", "products by einsum"}
 
 
 @ON_CPU

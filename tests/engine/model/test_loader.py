@@ -52,8 +52,6 @@ from worlds.tiny_models import (
         (hf.MambaConfig(), "layers of kind linear_attention"),
         (hf.Lfm2Config(layer_types=["conv", "full_attention"] * 16), "layers of kind conv"),
         (hf.GraniteMoeHybridConfig(layer_types=["mamba", "attention"] * 16), "layers of kind"),
-        (hf.Llama4TextConfig(), "layers of kind chunked_attention"),
-        (hf.Gemma3nTextConfig(), "gemma3n_text shares keys and values between layers"),
         (hf.FalconConfig(alibi=True), "falcon adds ALiBi biases"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
@@ -71,11 +69,11 @@ def test_a_model_off_the_attention_interface_is_refused() -> None:
     for config in (bloom, falcon):
         model = hf.AutoModelForCausalLM.from_config(config)
         with pytest.raises(UnsupportedModelError, match="ForCausalLM does not use .* interface"):
-            prepare_model(model, CPU)
+            attach_attention(prepare_model(model, CPU))
 
 
 class Forgetful(hf.LlamaForCausalLM):
-    """Takes no notice of attention keywords."""
+    """Takes no notice of which rows' logits are wanted."""
 
     def forward(self, input_ids: Any = None, position_ids: Any = None, **_: Any) -> Any:
         return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=False)
@@ -121,7 +119,7 @@ def build(model: hf.PreTrainedModel, kind: Any = None) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Forgetful, "cannot run .* does not pass attention keywords"),
+        (Forgetful, "differ .* it must keep state"),
         (Stateful, "differ .* it must keep state"),
         (Unpositioned, "differ .* it must keep state"),
     ],
@@ -318,7 +316,7 @@ def test_a_folder_without_a_causal_lm_or_a_tokenizer_is_refused(tmp_path: Path) 
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UnsupportedModelError, match=f"cannot load '{tmp_path}'.*model"):
             load_model(str(tmp_path), CPU)
-    others = {"CLIPTextConfig": hf.CLIPTextConfig, "chunked_attention": hf.Llama4TextConfig}
+    others = {"CLIPTextConfig": hf.CLIPTextConfig, "indexed_attention": hf.DeepseekV32Config}
     for reason, config in others.items():
         config().save_pretrained(tmp_path)
         with pytest.raises(UnsupportedModelError, match=reason):
@@ -356,6 +354,34 @@ def test_sampling_defaults_are_what_the_generation_config_says_unchecked(
     expected = {name: value for name, value in said.items() if name in SAMPLED}
     found = sampling_defaults(load_model(str(tmp_path), CPU))
     assert found == (expected if greedy is None else {"temperature": 0, **greedy})
+
+
+def test_layers_that_share_keys_and_values_share_a_store_s_rows() -> None:
+    config = hf.Gemma3nTextConfig(
+        vocab_size=VOCAB_SIZE,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=[32] * 4,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    model = hf.Gemma3nForCausalLM(config)
+    shapes = attach_attention(prepare_model(model, CPU))
+    assert [shape.source for shape in shapes] == [None, None, 0, 1]
+    assert [shape.row for shape in shapes[2:]] == [0, 1]
+
+
+def test_a_model_with_chunks_has_the_length_of_the_first() -> None:
+    """Its rows see all before them until then, and the call's rows count as positions."""
+    config = hf.Llama4TextConfig(attention_chunk_size=512, floor_scale=900)
+    assert max_position(config) == 512
+    config.floor_scale = 400
+    assert max_position(config) == 399
 
 
 def test_positions_end_where_rotary_frequencies_would_follow_the_longest_neighbour() -> None:
