@@ -217,9 +217,9 @@ def _number_layers(model: PreTrainedModel, numbers: Mapping[int, int]) -> None:
     """Tells attention layers their numbers in the store, where others stand between them."""
     if any(layer != number for layer, number in numbers.items()):
         for module in model.modules():
-            layer = getattr(module, "layer_idx", None)
-            if layer in numbers:
-                vars(module)[KV_LAYER] = numbers[layer]
+            number = numbers.get(getattr(module, "layer_idx", -1))
+            if number is not None:
+                vars(module)[KV_LAYER] = number
 
 
 def state_shapes(model: PreTrainedModel) -> tuple[StateShape, ...]:
