@@ -42,6 +42,7 @@ from kvpool.state_store import StateShape
 
 logger = logging.getLogger(__name__)
 
+_SERVED = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 _CALL_WIDE_ROPES = {"longrope", "dynamic"}
 
 
@@ -144,6 +145,13 @@ def refuse_unservable(config: Any) -> None:
     if has_text_half(config):
         raise UnsupportedModelError(
             f"{kind} has more parts than text; its text half is served alone"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ())
+    odd = sorted(kind for kind in kinds if kind.endswith("_attention") and kind not in _SERVED)
+    if odd:
+        raise UnsupportedModelError(
+            f"{kind} has layers of kind {', '.join(odd)}; served are {', '.join(_SERVED)}, and others "
+            "that keep a state by functions that are known"
         )
     if getattr(config, "alibi", False):
         raise UnsupportedModelError(f"{kind} adds ALiBi biases, which draft trees cannot carry")

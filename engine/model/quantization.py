@@ -30,6 +30,7 @@ from engine.model.product import GroupedProduct, can_join, join_products
 from engine.model.stored.layer import StoredLinear, StoredWeight
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
+from engine.states.seam import gates_of
 
 if TYPE_CHECKING:
     from engine.kernels.packing import PackedGroups
@@ -134,15 +135,17 @@ def has_packed_weights(model: nn.Module) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
-    """Replaces linear layers by ones of 8 bits, one by one: memory never holds more than the model and
-    its largest layer twice. ``model`` still runs on transformers' own attention. ``with_head``: the
-    output head, too.
+    """Replaces linear layers by ones of 8 bits, all but gates of states, one by one: memory never holds
+    more than the model and its largest layer twice. ``model`` still runs on transformers' own attention.
+    ``with_head``: the output head, too.
 
     Raises UnsupportedModelError where the machine does not multiply integers, or nothing is quantised.
     """
-    head = None if with_head else model.get_output_embeddings()
+    kept = gates_of(model)
+    if not with_head:
+        kept.add(model.get_output_embeddings())
     names = [
-        name for name, module in model.named_modules() if is_plain(module) and module is not head
+        name for name, module in model.named_modules() if is_plain(module) and module not in kept
     ]
     _check_refusal(model, "int8")
     if not names:

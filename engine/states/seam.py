@@ -26,6 +26,7 @@ from engine.request.errors import UnsupportedModelError
 from engine.states.plan import Convolution, Recurrence, StatePlan, StateProbe
 from kvpool.state_store import StateShape
 
+_GATE_SHARE = 16
 _FIRST = "first_state_op"
 """Of a layer with a state: the number of its first operation."""
 
@@ -164,6 +165,18 @@ def attach_states(model: PreTrainedModel) -> None:
                 modeling[function] = _served(modeling[function], _SERVED[function])
         if called & _SERVED.keys() and _FIRST not in vars(module):
             module.register_forward_pre_hook(_begin)
+
+
+def gates_of(model: nn.Module) -> set[nn.Module]:
+    """Returns linear layers that make a few numbers of a row, which say how a state decays: what they are
+    off by adds up over a text, and they are a thousandth of the weights."""
+    return {
+        each
+        for module in model.modules()
+        if _state_functions(type(module))
+        for each in module.children()
+        if isinstance(each, nn.Linear) and each.out_features * _GATE_SHARE <= each.in_features
+    }
 
 
 def _begin(module: nn.Module, _args: Any) -> None:

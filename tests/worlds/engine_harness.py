@@ -175,7 +175,7 @@ class TinyTarget:
         if not state_shapes(self._model):
             return setup
         num_places = 2 * setup.max_num_batched_tokens + setup.max_num_seqs * setup.max_num_nodes
-        sizes = setup.max_num_seqs, 24, num_places, setup.block_size
+        sizes = setup.max_num_seqs, 96, num_places, setup.block_size
         return setup.but(states=StateSlots(*sizes, interval=4 * setup.block_size))
 
     def _runner(self, setup: Setup) -> ModelRunner:
@@ -247,7 +247,7 @@ def tiny_hybrid() -> PreTrainedModel:
         )
     )
     model.requires_grad_(False)
-    model.model.layers[0].linear_attn.out_proj.weight.mul_(1.6)
+    model.model.layers[0].linear_attn.out_proj.weight.mul_(2.8)
     source = tiny_llama()
     model.model.embed_tokens.weight.copy_(source.model.embed_tokens.weight)
     model.lm_head.weight.copy_(source.lm_head.weight)

@@ -22,6 +22,7 @@ from engine.model.decoder import decoder_layers, states_read, states_written
 from engine.model.layers import as_linear, is_plain, names_by_input
 from engine.model.rounding.gptq import round_by_inputs
 from engine.request.errors import UnsupportedModelError
+from engine.states.seam import gates_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +43,17 @@ def quantize_4_bits(
 
     When they are yielded, the model holds their dequantised weights in its own type. Who takes them may
     put other modules in their place before asking for the next ones, whose inputs then come from those.
-    The output head, embeddings and experts that are kept in one tensor are left as they are.
+    The output head, embeddings, gates of states and experts that are kept in one tensor are left as they
+    are.
 
     Raises UnsupportedModelError where decoder layers hand on more than hidden states.
     """
+    kept = gates_of(model)
     layers = _layer_names(model)
     states, calls = _first_states(model, layers, texts)
     for number, name in enumerate(layers):
         run = _Run(model, name, calls[name], states)
-        for group in run.groups(takes):
+        for group in run.groups(lambda module: takes(module) and module not in kept):
             yield _round_group(model, group, run.hessian(group[0]), rounding)
         states = run.outputs()
         logger.info("4 bits: decoder layer %d of %d", number + 1, len(layers))

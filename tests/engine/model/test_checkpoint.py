@@ -132,8 +132,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "sizes_that_are_none": (lambda folder: configure(folder, hidden_size="a"), "hidden_size"),
     "no_heads": (lambda folder: configure(folder, num_attention_heads=0), "ZeroDivisionError"),
     "what_is_not_served": (
-        lambda folder: configure(folder, layer_types=["conv", "full_attention"]),
-        "layers of kind conv",
+        lambda folder: configure(folder, layer_types=["full_attention", "indexed_attention"]),
+        "layers of kind indexed_attention",
     ),
 }
 

@@ -45,8 +45,8 @@ def every_layer(model: PreTrainedModel) -> tuple[int, ...]:
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
     base: Any = model.base_model
-    norm: nn.Module = base.norm if hasattr(base, "norm") else base.ln_f
-    return norm
+    names = ("norm", "ln_f", "embedding_norm", "norm_f", "final_layernorm")
+    return next(getattr(base, name) for name in names if hasattr(base, name))
 
 
 def run(runner: ModelRunner, layers: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -48,10 +48,7 @@ from worlds.tiny_models import (
     [
         (hf.T5Config(), "t5 is an encoder-decoder; only causal LMs are served"),
         (hf.LlavaConfig(), "llava has more parts than text; its text half is served alone"),
-        (hf.Qwen3NextConfig(), "layers of kind linear_attention"),
-        (hf.MambaConfig(), "layers of kind linear_attention"),
-        (hf.Lfm2Config(layer_types=["conv", "full_attention"] * 16), "layers of kind conv"),
-        (hf.GraniteMoeHybridConfig(layer_types=["mamba", "attention"] * 16), "layers of kind"),
+        (hf.DeepseekV32Config(), "deepseek_v32 has layers of kind indexed_attention"),
         (hf.FalconConfig(alibi=True), "falcon adds ALiBi biases"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
@@ -187,10 +184,13 @@ def test_layers_that_share_a_number_are_refused() -> None:
     model.model.layers[1].self_attn.layer_idx = 0
     with pytest.raises(UnsupportedModelError, match="two attention layers .* number 0"):
         attach_attention(model)
-    model.model.layers[1].self_attn.layer_idx = 2
-    with pytest.raises(
-        UnsupportedModelError, match=r"attention layers report the numbers \[0, 2\]"
-    ):
+
+
+def test_a_layer_with_a_state_of_an_unknown_function_is_refused() -> None:
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
+    model = hf.AutoModelForCausalLM.from_config(hf.MambaConfig(**sizes))
+    expected = "layer backbone.layers.0.mixer keeps a state by mamba_inner_fn"
+    with pytest.raises(UnsupportedModelError, match=expected):
         attach_attention(model)
 
 
