@@ -147,20 +147,12 @@ def _memory(a: Arguments, worker: int) -> Memory:
 
 @njit
 def _over_length(vector: Any, dim: int) -> float:
-    """Returns one over a vector's length."""
+    """Returns one over a vector's length; it is filled up to whole lanes."""
     total = v.splat(_ZERO)
     for at in range(0, dim, LANES):
-        x = w.load(vector, at, dim)
+        x = v.load(vector, at)
         total = v.fma(x, x, total)
     return _ONE / np.sqrt(v.sum_of(total) + _EPSILON)
-
-
-@njit
-def _read(source: Any, dim: int, factor: float, target: Any) -> None:
-    """Writes floats times a factor, with zeros up to whole lanes."""
-    by = v.splat(factor)
-    for at in range(0, dim, LANES):
-        v.store(target, at, w.load(source, at, dim) * by)
 
 
 @njit
@@ -169,12 +161,15 @@ def _read_row(a: Arguments, row: int, head: int, inputs: Inputs) -> None:
     dim, key_head = a.key_dim, head * a.key_heads // a.heads
     key = a.key + (row * a.key_row + key_head * a.key_head)
     query = a.query + (row * a.query_row + key_head * a.query_head)
-    by_key, by_query = _ONE, np.float32(a.scale)
+    w.scale(key, dim, _ONE, inputs.key)
+    w.scale(query, dim, _ONE, inputs.query)
+    by = np.float32(a.scale)
     if a.normalises:
-        by_key, by_query = _over_length(key, dim), by_query * _over_length(query, dim)
-    _read(key, dim, by_key, inputs.key)
-    _read(query, dim, by_query, inputs.query)
-    _read(a.value + (row * a.value_row + head * a.value_head), a.value_dim, _ONE, inputs.value)
+        w.scale(inputs.key, dim, _over_length(inputs.key, dim), inputs.key)
+        by = by * _over_length(inputs.query, dim)
+    w.scale(inputs.query, dim, by, inputs.query)
+    value = a.value + (row * a.value_row + head * a.value_head)
+    w.scale(value, a.value_dim, _ONE, inputs.value)
     if not v.is_none(a.beta):
         inputs.beta[0] = a.beta[row * a.beta_row + head * a.beta_head]
     else:
@@ -182,11 +177,13 @@ def _read_row(a: Arguments, row: int, head: int, inputs: Inputs) -> None:
 
 
 @njit
-def _read_decays(a: Arguments, row: int, head: int, target: Any) -> None:
-    source = a.log_decay + (row * a.decay_row + head * a.decay_head)
-    for at in range(0, a.key_dim, LANES):
-        logs = v.splat(source[0]) if a.num_decays == 1 else w.load(source, at, a.key_dim)
-        v.store(target, at, v.exp(logs))
+def _read_decays(a: Arguments, source: Any, target: Any) -> None:
+    """Writes one for each key."""
+    if a.num_decays > 1:
+        w.scale(source, a.key_dim, _ONE, target)
+    else:
+        for at in range(0, a.key_dim, LANES):
+            v.store(target, at, v.splat(source[0]))
 
 
 class Kept(NamedTuple):
@@ -211,12 +208,10 @@ def _kept_at(a: Arguments, place: int, head: int) -> Kept:
 @njit
 def _read_kept(a: Arguments, kept: Kept, inputs: Inputs) -> None:
     """Reads what was kept, and no query: nobody wants to know what such a row reads."""
-    _read(kept.key, a.key_dim, _ONE, inputs.key)
-    _read(kept.value, a.value_dim, _ONE, inputs.value)
-    for at in range(0, a.key_dim, LANES):
-        decays = v.splat(kept.decay[0]) if a.num_decays == 1 else w.load(kept.decay, at, a.key_dim)
-        v.store(inputs.decay, at, decays)
-        v.store(inputs.query, at, v.splat(_ZERO))
+    w.scale(kept.key, a.key_dim, _ONE, inputs.key)
+    w.scale(kept.value, a.value_dim, _ONE, inputs.value)
+    _read_decays(a, kept.decay, inputs.decay)
+    w.clear(inputs.query, a.key_dim)
     inputs.beta[0] = kept.beta[0]
 
 
@@ -233,7 +228,10 @@ def _keep(a: Arguments, kept: Kept, inputs: Inputs) -> None:
 def _prepare(a: Arguments, entry: w.Entry, head: int, inputs: Inputs) -> None:
     if entry.row >= 0:
         _read_row(a, entry.row, head, inputs)
-        _read_decays(a, entry.row, head, inputs.decay)
+        decays = a.log_decay + (entry.row * a.decay_row + head * a.decay_head)
+        _read_decays(a, decays, inputs.decay)
+        for at in range(0, a.key_dim, LANES):
+            v.store(inputs.decay, at, v.exp(v.load(inputs.decay, at)))
         if entry.keep >= 0:
             _keep(a, _kept_at(a, entry.keep, head), inputs)
     else:

@@ -55,13 +55,16 @@ class CompiledStates:
 
 
 class _Taps:
-    """``weight`` ``[width, channels]`` and ``bias``, in float32."""
+    """``weight`` ``[width, channels]`` and ``bias``, in float32, filled up to whole lanes."""
 
     def __init__(self, asked: Convolution) -> None:
         self._given = asked.weight, asked.bias
-        self.weight = asked.weight.float().t().contiguous()
-        channels = asked.weight.shape[0]
-        self.bias = torch.zeros(channels) if asked.bias is None else asked.bias.float().contiguous()
+        channels, width = asked.weight.shape
+        rows = torch.zeros(width + 1, -(-channels // LANES) * LANES)
+        rows[:width, :channels] = asked.weight.t()
+        if asked.bias is not None:
+            rows[width, :channels] = asked.bias
+        self.weight, self.bias = rows[:width], rows[width]
 
     def serves(self, asked: Convolution) -> bool:
         pairs = zip(self._given, (asked.weight, asked.bias), strict=True)
@@ -116,6 +119,7 @@ class CompiledPlan:
             num_rows=len(rows),
             channels=channels,
             width=width,
+            weight_row=taps.weight.stride(0),
             block=kernel.block_of(channels, _TASKS_PER_THREAD * self._num_threads),
             silu=asked.silu,
         )
