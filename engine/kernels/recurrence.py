@@ -14,15 +14,18 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import njit
+from numba.core import cgutils
 
 from engine.kernels import LANES
+from engine.kernels import instructions as asm
 from engine.kernels import lanes as v
 from engine.kernels import walks as w
 from engine.kernels.compiled import Loop
 from engine.kernels.records import Counter, Float32s, Floats, Record
 
-SLICE = 2 * LANES
+SLICE, WIDE = 2 * LANES, 8 * LANES
 BLOCK = 8
 """Entries that are made ready at once."""
 
@@ -79,9 +82,12 @@ class Arguments(NamedTuple):
     normalises: bool
     scale: float
     next_task: Counter = 0
+    next_row: Counter = 0
     num_workers: Counter = 0
 
 
+_HAS_WIDE = asm.has_wide_registers()
+"""Whether there are registers for sums of ``WIDE`` values."""
 _ONE, _ZERO, _EPSILON = np.float32(1.0), np.float32(0.0), np.float32(1e-6)
 
 
@@ -95,7 +101,7 @@ _round_up = njit(_rounded_up)
 def scratch_floats(num_buffers: int, key_dim: int, value_dim: int) -> int:
     """Returns what one worker needs."""
     keys, values = _rounded_up(key_dim, LANES), _rounded_up(value_dim, SLICE)
-    return BLOCK * (4 * keys + values + LANES) + SLICE + num_buffers * key_dim * values
+    return BLOCK * (4 * keys + values + LANES) + values + num_buffers * key_dim * values
 
 
 class Inputs(NamedTuple):
@@ -111,11 +117,11 @@ class Inputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A worker's. ``inputs``: of a block's entries; ``read``: what a row reads of a slice; ``buffers``:
-    of whole states, slice after slice."""
+    """A worker's. ``inputs``: of a block's entries; ``sums``: over keys, of each value; ``buffers``: of
+    whole states, slice after slice."""
 
     inputs: Any
-    read: Any
+    sums: Any
     buffers: Any
 
 
@@ -138,8 +144,34 @@ def _inputs_at(a: Arguments, memory: Memory, number: int) -> Inputs:
 def _memory(a: Arguments, worker: int) -> Memory:
     keys, values = _round_up(a.key_dim, LANES), _round_up(a.value_dim, SLICE)
     inputs = a.step.scratch + worker * a.step.scratch_size
-    read = inputs + BLOCK * (4 * keys + values + LANES)
-    return Memory(inputs, read, read + SLICE)
+    sums = inputs + BLOCK * (4 * keys + values + LANES)
+    return Memory(inputs, sums, sums + values)
+
+
+# --- tasks ---
+
+
+class Task(NamedTuple):
+    """Slices ``first`` to ``end - 1`` of a head of a walk."""
+
+    walk: Any
+    head: int
+    first: int
+    end: int
+
+
+@njit(inline="always")
+def _num_slices(a: Arguments) -> int:
+    return (a.value_dim + SLICE - 1) // SLICE
+
+
+@njit
+def _task(a: Arguments, number: int) -> Task:
+    num_slices = _num_slices(a)
+    num_parts = min(a.step.num_parts, num_slices)
+    first, end = v.share_of(num_slices, num_parts, number % num_parts)
+    head = number // num_parts
+    return Task(a.step.walks[head // a.heads], head % a.heads, first, end)
 
 
 # --- what entries put in ---
@@ -317,22 +349,32 @@ def _store(a: Arguments, entry: w.Entry, head: int, number: int, state: Place) -
 # --- a slice's step ---
 
 
-@njit
-def _value_of(dim: int, inputs: Inputs, number: int, before: Place, value: Any) -> None:
-    """Writes what beta makes of the value and of what the decayed state has for the key."""
-    key, state, row = inputs.decayed, before.floats, before.row
-    l0 = h0 = l1 = h1 = v.splat(_ZERO)
-    for i in range(0, dim - 1, 2):
-        at, further = i * row, i * row + row
-        x, y = v.splat(key[i]), v.splat(key[i + 1])
-        l0, h0 = v.fma(x, v.load(state, at), l0), v.fma(x, v.load(state, at + LANES), h0)
-        l1, h1 = v.fma(y, v.load(state, further), l1), v.fma(y, v.load(state, further + LANES), h1)
-    if dim % 2:
-        x, at = v.splat(key[dim - 1]), (dim - 1) * row
-        l0, h0 = v.fma(x, v.load(state, at), l0), v.fma(x, v.load(state, at + LANES), h0)
-    beta, given = v.splat(inputs.beta[0]), inputs.value + number * SLICE
-    v.store(value, 0, beta * (v.load(given, 0) - (l0 + l1)))
-    v.store(value, LANES, beta * (v.load(given, LANES) - (h0 + h1)))
+def _adding(num_values: int) -> asm.Emit:
+    def emit(builder: Any, key: Any, dim: Any, state: Any, row: Any, target: Any) -> None:
+        tile, row = asm.Tile(builder, 1, num_values), asm.times(builder, row, 4)
+        even, odd = (tile.sums(asm.constant(0.0)) for _ in range(2))
+
+        def add(sums: Any, index: Any) -> None:
+            step = dim.type(4)
+            tile.add(sums, index, [key], step, state, row, asm.FLOAT32_NUMBERS)
+
+        with cgutils.for_range(builder, builder.udiv(dim, dim.type(2))) as loop:
+            add(even, asm.times(builder, loop.index, 2))
+            add(odd, asm.plus(builder, asm.times(builder, loop.index, 2), 1))
+        with builder.if_then(builder.trunc(dim, ir.IntType(1))):
+            add(even, asm.plus(builder, dim, -1))
+        for these, those in zip(even[0], odd[0], strict=True):
+            builder.store(builder.fadd(builder.load(these), builder.load(those)), these)
+        tile.write(even, [target])
+
+    return emit
+
+
+_add_slice, _add_wide = (
+    asm.operation("int " * 5 + "-> none", _adding(num_values)) for num_values in (SLICE, WIDE)
+)
+"""``_add_slice(key, dim, state, row, target)`` writes the products of a key with a slice, or with
+``WIDE`` values, whose keys are ``row`` floats apart."""
 
 
 @njit(inline="always")
@@ -342,10 +384,16 @@ def _moved(inputs: Inputs, key: int, value: Any, before: Any, at: int) -> Any:
 
 
 @njit
-def _move(dim: int, inputs: Inputs, before: Place, behind: Place, value: Any) -> None:
-    """Writes the state behind an entry, and over ``value``, which it takes in, what the row reads."""
+def _move(
+    dim: int, inputs: Inputs, before: Place, behind: Place, given: Any, sums: Any, has_beta: bool
+) -> None:
+    """Writes the state behind an entry, and over ``sums``, which are those of the keys, what the row
+    reads. ``given``: its values."""
     old, new = before.floats, behind.floats
-    low, high = v.load(value, 0), v.load(value, LANES)
+    low, high = v.load(given, 0), v.load(given, LANES)
+    if has_beta:
+        beta = v.splat(inputs.beta[0])
+        low, high = beta * (low - v.load(sums, 0)), beta * (high - v.load(sums, LANES))
     l0 = h0 = l1 = h1 = v.splat(_ZERO)
     for i in range(0, dim - 1, 2):
         at, to = i * before.row, i * behind.row
@@ -366,57 +414,73 @@ def _move(dim: int, inputs: Inputs, before: Place, behind: Place, value: Any) ->
         v.store(new, to, a)
         v.store(new, to + LANES, b)
         l0, h0 = v.fma(x, a, l0), v.fma(x, b, h0)
-    v.store(value, 0, l0 + l1)
-    v.store(value, LANES, h0 + h1)
+    v.store(sums, 0, l0 + l1)
+    v.store(sums, LANES, h0 + h1)
 
 
 @njit
 def _take(
     a: Arguments, walk: w.Walk, entry: w.Entry, inputs: Inputs, head: int, number: int,
-    memory: Memory,
+    memory: Memory, is_added: bool,
 ) -> None:  # fmt: skip
-    """Takes a slice through an entry."""
+    """Takes a slice through an entry. ``is_added``: its sums are there."""
     before = _before(a, walk, entry, head, number, memory)
     behind = _behind(a, entry, head, number, memory)
-    if v.is_none(a.beta):
-        w.copy(inputs.value + number * SLICE, SLICE, memory.read)
-    else:
-        _value_of(a.key_dim, inputs, number, before, memory.read)
-    _move(a.key_dim, inputs, before, behind, memory.read)
+    at, has_beta = number * SLICE, not v.is_none(a.beta)
+    sums = memory.sums + at
+    if has_beta and not is_added:
+        _add_slice(inputs.decayed, a.key_dim, before.floats, before.row, sums)
+    _move(a.key_dim, inputs, before, behind, inputs.value + at, sums, has_beta)
     if entry.row >= 0:
-        at = number * SLICE
         output = a.output + ((entry.row * a.heads + head) * a.value_dim + at)
-        w.copy(memory.read, min(SLICE, a.value_dim - at), output)
+        w.copy(sums, min(SLICE, a.value_dim - at), output)
     _store(a, entry, head, number, behind)
 
 
 @njit
-def _take_walk(a: Arguments, walk: w.Walk, head: int, first: int, end: int, memory: Memory) -> None:
-    """Takes slices of a head through a walk."""
-    _begin(a, walk, head, first, end, memory)
+def _add_in_order(a: Arguments, task: Task, inputs: Inputs, memory: Memory) -> bool:
+    """Adds what a walk's first entry adds up, of whole states that lie in slots: read in the order of
+    memory they are there sooner, and slices are fast then. Returns whether it did."""
+    walk = task.walk
+    is_whole = task.end - task.first == _num_slices(a)
+    if not _HAS_WIDE or walk.source < 0 or a.value_dim % WIDE != 0 or not is_whole:
+        return False
+    slot = _slot_of(a.step.entries[walk.first])
+    if slot >= 0 and slot != walk.source:
+        # What is written is read first, too, by every CPU.
+        behind = _in_slot(a, slot, task.head, 0)
+        for at in range(0, a.value_dim, WIDE):
+            _add_wide(inputs.decayed, a.key_dim, behind.floats + at, behind.row, memory.sums + at)
+    before = _in_slot(a, walk.source, task.head, 0)
+    for at in range(0, a.value_dim, WIDE):
+        _add_wide(inputs.decayed, a.key_dim, before.floats + at, before.row, memory.sums + at)
+    return True
+
+
+@njit
+def _take_walk(a: Arguments, task: Task, memory: Memory) -> None:
+    walk, head = task.walk, task.head
+    _begin(a, walk, head, task.first, task.end, memory)
     for start in range(walk.first, walk.end, BLOCK):
         count = min(BLOCK, walk.end - start)
         for at in range(count):
             _prepare(a, a.step.entries[start + at], head, _inputs_at(a, memory, at))
-        for number in range(first, end):
+        is_added = start == walk.first and _add_in_order(a, task, _inputs_at(a, memory, 0), memory)
+        for number in range(task.first, task.end):
             for at in range(count):
-                inputs = _inputs_at(a, memory, at)
-                _take(a, walk, a.step.entries[start + at], inputs, head, number, memory)
+                inputs, entry = _inputs_at(a, memory, at), a.step.entries[start + at]
+                _take(a, walk, entry, inputs, head, number, memory, is_added and at == 0)
 
 
 def _recur(a: Arguments) -> None:
     memory = _memory(a, v.fetch_add(a.num_workers, 1))
-    num_slices = (a.value_dim + SLICE - 1) // SLICE
-    num_parts = min(a.step.num_parts, num_slices)
-    num_tasks = a.step.num_walks * a.heads * num_parts
-    for task in v.shared(a.next_task, num_tasks + 1):
-        if task == num_tasks:
-            size = a.heads * a.value_dim
-            w.clear(a.output + a.step.num_rows * size, (a.num_rows - a.step.num_rows) * size)
-            continue
-        walk, head = a.step.walks[task // (a.heads * num_parts)], task // num_parts % a.heads
-        first, end = v.share_of(num_slices, num_parts, task % num_parts)
-        _take_walk(a, walk, head, first, end, memory)
+    num_tasks = a.step.num_walks * a.heads * min(a.step.num_parts, _num_slices(a))
+    for begin, end in v.shared_runs(a.next_task, num_tasks, a.step.num_threads):
+        for number in range(begin, end):
+            _take_walk(a, _task(a, number), memory)
+    size = a.heads * a.value_dim
+    for row in v.shared(a.next_row, a.num_rows - a.step.num_rows):
+        w.clear(a.output + (a.step.num_rows + row) * size, size)
 
 
 recur = Loop(_recur, Arguments, is_long=True)

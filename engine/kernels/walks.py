@@ -46,6 +46,7 @@ class Step(NamedTuple):
     num_walks: int
     num_rows: int
     num_parts: int
+    num_threads: int
 
 
 # --- as many floats as there are, not only multiples of sixteen ---

@@ -203,7 +203,14 @@ class CompiledPlan:
             num_parts = -(-_TASKS_PER_THREAD * num_threads // num_tasks)
         scratch = self._backend.scratch_of(size * num_threads)
         told = find_kernel("walks").Step(
-            walks, entries, scratch, size, len(walks), self._work.num_rows, num_parts
+            walks,
+            entries,
+            scratch,
+            scratch_size=size,
+            num_walks=len(walks),
+            num_rows=self._work.num_rows,
+            num_parts=num_parts,
+            num_threads=num_threads,
         )
         record = find_kernel("records").packed(told)
         return _Step(record, num_threads if numbers >= worth else 1, told)
