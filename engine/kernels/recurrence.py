@@ -11,6 +11,7 @@ values are no multiple of 32, are in the worker's memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -349,23 +350,30 @@ def _store(a: Arguments, entry: w.Entry, head: int, number: int, state: Place) -
 # --- a slice's step ---
 
 
+def _for_both(
+    builder: Any, dim: Any, even: list[Any], odd: list[Any], add: Callable[[list[Any], Any], None]
+) -> None:
+    """Adds up even and odd keys, then both."""
+    with cgutils.for_range(builder, builder.udiv(dim, dim.type(2))) as loop:
+        index = asm.times(builder, loop.index, 2)
+        add(even, index)
+        add(odd, asm.plus(builder, index, 1))
+    with builder.if_then(builder.trunc(dim, ir.IntType(1))):
+        add(even, asm.plus(builder, dim, -1))
+    for these, those in zip(even, odd, strict=True):
+        builder.store(builder.fadd(builder.load(these), builder.load(those)), these)
+
+
 def _adding(num_values: int) -> asm.Emit:
     def emit(builder: Any, key: Any, dim: Any, state: Any, row: Any, target: Any) -> None:
         tile, row = asm.Tile(builder, 1, num_values), asm.times(builder, row, 4)
-        even, odd = (tile.sums(asm.constant(0.0)) for _ in range(2))
+        even, odd = (tile.sums(asm.constant(0.0))[0] for _ in range(2))
 
-        def add(sums: Any, index: Any) -> None:
-            step = dim.type(4)
-            tile.add(sums, index, [key], step, state, row, asm.FLOAT32_NUMBERS)
+        def add(sums: list[Any], index: Any) -> None:
+            tile.add([sums], index, [key], dim.type(4), state, row, asm.FLOAT32_NUMBERS)
 
-        with cgutils.for_range(builder, builder.udiv(dim, dim.type(2))) as loop:
-            add(even, asm.times(builder, loop.index, 2))
-            add(odd, asm.plus(builder, asm.times(builder, loop.index, 2), 1))
-        with builder.if_then(builder.trunc(dim, ir.IntType(1))):
-            add(even, asm.plus(builder, dim, -1))
-        for these, those in zip(even[0], odd[0], strict=True):
-            builder.store(builder.fadd(builder.load(these), builder.load(those)), these)
-        tile.write(even, [target])
+        _for_both(builder, dim, even, odd, add)
+        tile.write([even], [target])
 
     return emit
 
@@ -377,60 +385,70 @@ _add_slice, _add_wide = (
 ``WIDE`` values, whose keys are ``row`` floats apart."""
 
 
-@njit(inline="always")
-def _moved(inputs: Inputs, key: int, value: Any, before: Any, at: int) -> Any:
-    decayed = v.splat(inputs.decay[key]) * v.load(before, at)
-    return v.fma(v.splat(inputs.key[key]), value, decayed)
+def _moving(num_values: int) -> asm.Emit:
+    def emit(
+        builder: Any, dim: Any, key: Any, decay: Any, query: Any, before: Any, before_row: Any,
+        behind: Any, behind_row: Any, sums: Any,
+    ) -> None:  # fmt: skip
+        tile = asm.Tile(builder, 1, num_values)
+        values = tile.columns(sums, 4, asm.load_float32)
+        even, odd = (tile.sums(asm.constant(0.0))[0] for _ in range(2))
+
+        def move(totals: list[Any], index: Any) -> None:
+            at = asm.times(builder, index, 4)
+            k, d, q = (
+                asm.splatted(builder, asm.read(builder, builder.add(each, at), asm.FLOAT, 4))
+                for each in (key, decay, query)
+            )
+            source = builder.add(before, builder.mul(at, before_row))
+            target = builder.add(behind, builder.mul(at, behind_row))
+            states = tile.columns(source, 4, asm.load_float32)
+            for column, (state, value) in enumerate(zip(states, values, strict=True)):
+                state = asm.fused(builder, k, value, builder.fmul(d, state))
+                asm.write(builder, asm.plus(builder, target, 4 * LANES * column), state, 4)
+                total = totals[column]
+                builder.store(asm.fused(builder, q, state, builder.load(total)), total)
+
+        _for_both(builder, dim, even, odd, move)
+        tile.write([even], [sums])
+
+    return emit
+
+
+_move_slice, _move_wide = (
+    asm.operation("int " * 9 + "-> none", _moving(num_values)) for num_values in (SLICE, WIDE)
+)
+"""``_move_slice(dim, key, decay, query, before, before_row, behind, behind_row, sums)`` writes a slice of
+the state behind an entry, whose values are at ``sums``, and what the row reads over those."""
 
 
 @njit
-def _move(
-    dim: int, inputs: Inputs, before: Place, behind: Place, given: Any, sums: Any, has_beta: bool
-) -> None:
-    """Writes the state behind an entry, and over ``sums``, which are those of the keys, what the row
-    reads. ``given``: its values."""
-    old, new = before.floats, behind.floats
-    low, high = v.load(given, 0), v.load(given, LANES)
-    if has_beta:
-        beta = v.splat(inputs.beta[0])
-        low, high = beta * (low - v.load(sums, 0)), beta * (high - v.load(sums, LANES))
-    l0 = h0 = l1 = h1 = v.splat(_ZERO)
-    for i in range(0, dim - 1, 2):
-        at, to = i * before.row, i * behind.row
-        x, y = v.splat(inputs.query[i]), v.splat(inputs.query[i + 1])
-        a, b = _moved(inputs, i, low, old, at), _moved(inputs, i, high, old, at + LANES)
-        v.store(new, to, a)
-        v.store(new, to + LANES, b)
-        l0, h0 = v.fma(x, a, l0), v.fma(x, b, h0)
-        at, to = at + before.row, to + behind.row
-        a, b = _moved(inputs, i + 1, low, old, at), _moved(inputs, i + 1, high, old, at + LANES)
-        v.store(new, to, a)
-        v.store(new, to + LANES, b)
-        l1, h1 = v.fma(y, a, l1), v.fma(y, b, h1)
-    if dim % 2:
-        i = dim - 1
-        at, to, x = i * before.row, i * behind.row, v.splat(inputs.query[i])
-        a, b = _moved(inputs, i, low, old, at), _moved(inputs, i, high, old, at + LANES)
-        v.store(new, to, a)
-        v.store(new, to + LANES, b)
-        l0, h0 = v.fma(x, a, l0), v.fma(x, b, h0)
-    v.store(sums, 0, l0 + l1)
-    v.store(sums, LANES, h0 + h1)
+def _weigh_values(given: Any, count: int, beta: float, sums: Any) -> None:
+    """Writes what beta makes of values and of the sums that the decayed state has for the key."""
+    by = v.splat(beta)
+    for at in range(0, count, LANES):
+        v.store(sums, at, by * (v.load(given, at) - v.load(sums, at)))
 
 
 @njit
 def _take(
     a: Arguments, walk: w.Walk, entry: w.Entry, inputs: Inputs, head: int, number: int,
-    memory: Memory, is_added: bool,
+    memory: Memory,
 ) -> None:  # fmt: skip
-    """Takes a slice through an entry. ``is_added``: its sums are there."""
+    """Takes a slice through an entry."""
     before = _before(a, walk, entry, head, number, memory)
     behind = _behind(a, entry, head, number, memory)
-    at, has_beta = number * SLICE, not v.is_none(a.beta)
+    at = number * SLICE
     sums = memory.sums + at
-    if has_beta and not is_added:
+    if v.is_none(a.beta):
+        w.copy(inputs.value + at, SLICE, sums)
+    else:
         _add_slice(inputs.decayed, a.key_dim, before.floats, before.row, sums)
-    _move(a.key_dim, inputs, before, behind, inputs.value + at, sums, has_beta)
+        _weigh_values(inputs.value + at, SLICE, inputs.beta[0], sums)
+    _move_slice(
+        a.key_dim, inputs.key, inputs.decay, inputs.query, before.floats, before.row,
+        behind.floats, behind.row, sums,
+    )  # fmt: skip
     if entry.row >= 0:
         output = a.output + ((entry.row * a.heads + head) * a.value_dim + at)
         w.copy(sums, min(SLICE, a.value_dim - at), output)
@@ -438,23 +456,33 @@ def _take(
 
 
 @njit
-def _add_in_order(a: Arguments, task: Task, inputs: Inputs, memory: Memory) -> bool:
-    """Adds what a walk's first entry adds up, of whole states that lie in slots: read in the order of
-    memory they are there sooner, and slices are fast then. Returns whether it did."""
-    walk = task.walk
-    is_whole = task.end - task.first == _num_slices(a)
-    if not _HAS_WIDE or walk.source < 0 or a.value_dim % WIDE != 0 or not is_whole:
-        return False
-    slot = _slot_of(a.step.entries[walk.first])
-    if slot >= 0 and slot != walk.source:
-        # What is written is read first, too, by every CPU.
-        behind = _in_slot(a, slot, task.head, 0)
-        for at in range(0, a.value_dim, WIDE):
-            _add_wide(inputs.decayed, a.key_dim, behind.floats + at, behind.row, memory.sums + at)
-    before = _in_slot(a, walk.source, task.head, 0)
+def _take_wide(a: Arguments, task: Task, entry: w.Entry, inputs: Inputs, memory: Memory) -> None:
+    """Takes whole values through a walk's first entry, from slot to slot: in the order of memory they are
+    there sooner."""
+    before = _in_slot(a, task.walk.source, task.head, 0)
+    behind = _in_slot(a, _slot_of(entry), task.head, 0)
     for at in range(0, a.value_dim, WIDE):
-        _add_wide(inputs.decayed, a.key_dim, before.floats + at, before.row, memory.sums + at)
-    return True
+        old, sums = before.floats + at, memory.sums + at
+        if v.is_none(a.beta):
+            w.copy(inputs.value + at, WIDE, sums)
+        else:
+            _add_wide(inputs.decayed, a.key_dim, old, before.row, sums)
+            _weigh_values(inputs.value + at, WIDE, inputs.beta[0], sums)
+        _move_wide(
+            a.key_dim, inputs.key, inputs.decay, inputs.query, old, before.row,
+            behind.floats + at, behind.row, sums,
+        )  # fmt: skip
+    if entry.row >= 0:
+        output = a.output + (entry.row * a.heads + task.head) * a.value_dim
+        w.copy(memory.sums, a.value_dim, output)
+    for number in range(task.first, task.end):
+        _store(a, entry, task.head, number, _in_slot(a, _slot_of(entry), task.head, number))
+
+
+@njit
+def _may_be_wide(a: Arguments, task: Task, entry: w.Entry) -> bool:
+    is_whole = a.value_dim % WIDE == 0 and task.end - task.first == _num_slices(a)
+    return _HAS_WIDE and is_whole and task.walk.source >= 0 and _slot_of(entry) >= 0
 
 
 @njit
@@ -465,11 +493,14 @@ def _take_walk(a: Arguments, task: Task, memory: Memory) -> None:
         count = min(BLOCK, walk.end - start)
         for at in range(count):
             _prepare(a, a.step.entries[start + at], head, _inputs_at(a, memory, at))
-        is_added = start == walk.first and _add_in_order(a, task, _inputs_at(a, memory, 0), memory)
+        done = 0
+        if start == walk.first and _may_be_wide(a, task, a.step.entries[start]):
+            _take_wide(a, task, a.step.entries[start], _inputs_at(a, memory, 0), memory)
+            done = 1
         for number in range(task.first, task.end):
-            for at in range(count):
-                inputs, entry = _inputs_at(a, memory, at), a.step.entries[start + at]
-                _take(a, walk, entry, inputs, head, number, memory, is_added and at == 0)
+            for at in range(done, count):
+                entry = a.step.entries[start + at]
+                _take(a, walk, entry, _inputs_at(a, memory, at), head, number, memory)
 
 
 def _recur(a: Arguments) -> None:

@@ -39,8 +39,9 @@ def convolved(taps: Any, weight: Any, bias: float = 0.0, silu: bool = False) -> 
 
 class Arguments(NamedTuple):
     """``rows`` ``[num_rows, channels]``, ``row`` floats apart, and ``output``, which lies together;
-    ``weight`` ``[width, channels]`` and ``bias``, filled up to whole lanes; ``states`` ``[slots, width - 1, channels]``; ``kept`` ``[places,
-    channels]``. ``block``: channels of a task, a multiple of 16."""
+    ``weight`` ``[width, channels]`` and ``bias``, with zeros up to whole lanes; ``states`` ``[slots,
+    width - 1, channels]``; ``kept`` ``[places, channels]``. ``block``: channels of a task, a multiple of
+    16."""
 
     rows: Floats
     output: Floats
