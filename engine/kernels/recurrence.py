@@ -11,18 +11,22 @@ values are no multiple of 32, are in the worker's memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import njit
+from numba.core import cgutils
 
 from engine.kernels import LANES
+from engine.kernels import instructions as asm
 from engine.kernels import lanes as v
 from engine.kernels import walks as w
 from engine.kernels.compiled import Loop
 from engine.kernels.records import Counter, Float32s, Floats, Record
 
-SLICE = 2 * LANES
+SLICE, WIDE = 2 * LANES, 8 * LANES
 BLOCK = 8
 """Entries that are made ready at once."""
 
@@ -79,9 +83,12 @@ class Arguments(NamedTuple):
     normalises: bool
     scale: float
     next_task: Counter = 0
+    next_row: Counter = 0
     num_workers: Counter = 0
 
 
+_HAS_WIDE = asm.has_wide_registers()
+"""Whether there are registers for sums of ``WIDE`` values."""
 _ONE, _ZERO, _EPSILON = np.float32(1.0), np.float32(0.0), np.float32(1e-6)
 
 
@@ -95,7 +102,7 @@ _round_up = njit(_rounded_up)
 def scratch_floats(num_buffers: int, key_dim: int, value_dim: int) -> int:
     """Returns what one worker needs."""
     keys, values = _rounded_up(key_dim, LANES), _rounded_up(value_dim, SLICE)
-    return BLOCK * (4 * keys + values + LANES) + SLICE + num_buffers * key_dim * values
+    return BLOCK * (4 * keys + values + LANES) + values + num_buffers * key_dim * values
 
 
 class Inputs(NamedTuple):
@@ -111,11 +118,11 @@ class Inputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A worker's. ``inputs``: of a block's entries; ``read``: what a row reads of a slice; ``buffers``:
-    of whole states, slice after slice."""
+    """A worker's. ``inputs``: of a block's entries; ``sums``: over keys, of each value; ``buffers``: of
+    whole states, slice after slice."""
 
     inputs: Any
-    read: Any
+    sums: Any
     buffers: Any
 
 
@@ -138,8 +145,34 @@ def _inputs_at(a: Arguments, memory: Memory, number: int) -> Inputs:
 def _memory(a: Arguments, worker: int) -> Memory:
     keys, values = _round_up(a.key_dim, LANES), _round_up(a.value_dim, SLICE)
     inputs = a.step.scratch + worker * a.step.scratch_size
-    read = inputs + BLOCK * (4 * keys + values + LANES)
-    return Memory(inputs, read, read + SLICE)
+    sums = inputs + BLOCK * (4 * keys + values + LANES)
+    return Memory(inputs, sums, sums + values)
+
+
+# --- tasks ---
+
+
+class Task(NamedTuple):
+    """Slices ``first`` to ``end - 1`` of a head of a walk."""
+
+    walk: Any
+    head: int
+    first: int
+    end: int
+
+
+@njit(inline="always")
+def _num_slices(a: Arguments) -> int:
+    return (a.value_dim + SLICE - 1) // SLICE
+
+
+@njit
+def _task(a: Arguments, number: int) -> Task:
+    num_slices = _num_slices(a)
+    num_parts = min(a.step.num_parts, num_slices)
+    first, end = v.share_of(num_slices, num_parts, number % num_parts)
+    head = number // num_parts
+    return Task(a.step.walks[head // a.heads], head % a.heads, first, end)
 
 
 # --- what entries put in ---
@@ -147,20 +180,12 @@ def _memory(a: Arguments, worker: int) -> Memory:
 
 @njit
 def _over_length(vector: Any, dim: int) -> float:
-    """Returns one over a vector's length."""
+    """Returns one over a vector's length; it is filled up to whole lanes."""
     total = v.splat(_ZERO)
     for at in range(0, dim, LANES):
-        x = w.load(vector, at, dim)
+        x = v.load(vector, at)
         total = v.fma(x, x, total)
     return _ONE / np.sqrt(v.sum_of(total) + _EPSILON)
-
-
-@njit
-def _read(source: Any, dim: int, factor: float, target: Any) -> None:
-    """Writes floats times a factor, with zeros up to whole lanes."""
-    by = v.splat(factor)
-    for at in range(0, dim, LANES):
-        v.store(target, at, w.load(source, at, dim) * by)
 
 
 @njit
@@ -169,12 +194,15 @@ def _read_row(a: Arguments, row: int, head: int, inputs: Inputs) -> None:
     dim, key_head = a.key_dim, head * a.key_heads // a.heads
     key = a.key + (row * a.key_row + key_head * a.key_head)
     query = a.query + (row * a.query_row + key_head * a.query_head)
-    by_key, by_query = _ONE, np.float32(a.scale)
+    w.scale(key, dim, _ONE, inputs.key)
+    w.scale(query, dim, _ONE, inputs.query)
+    by = np.float32(a.scale)
     if a.normalises:
-        by_key, by_query = _over_length(key, dim), by_query * _over_length(query, dim)
-    _read(key, dim, by_key, inputs.key)
-    _read(query, dim, by_query, inputs.query)
-    _read(a.value + (row * a.value_row + head * a.value_head), a.value_dim, _ONE, inputs.value)
+        w.scale(inputs.key, dim, _over_length(inputs.key, dim), inputs.key)
+        by = by * _over_length(inputs.query, dim)
+    w.scale(inputs.query, dim, by, inputs.query)
+    value = a.value + (row * a.value_row + head * a.value_head)
+    w.scale(value, a.value_dim, _ONE, inputs.value)
     if not v.is_none(a.beta):
         inputs.beta[0] = a.beta[row * a.beta_row + head * a.beta_head]
     else:
@@ -182,11 +210,13 @@ def _read_row(a: Arguments, row: int, head: int, inputs: Inputs) -> None:
 
 
 @njit
-def _read_decays(a: Arguments, row: int, head: int, target: Any) -> None:
-    source = a.log_decay + (row * a.decay_row + head * a.decay_head)
-    for at in range(0, a.key_dim, LANES):
-        logs = v.splat(source[0]) if a.num_decays == 1 else w.load(source, at, a.key_dim)
-        v.store(target, at, v.exp(logs))
+def _read_decays(a: Arguments, source: Any, target: Any) -> None:
+    """Writes one for each key."""
+    if a.num_decays > 1:
+        w.scale(source, a.key_dim, _ONE, target)
+    else:
+        for at in range(0, a.key_dim, LANES):
+            v.store(target, at, v.splat(source[0]))
 
 
 class Kept(NamedTuple):
@@ -211,12 +241,10 @@ def _kept_at(a: Arguments, place: int, head: int) -> Kept:
 @njit
 def _read_kept(a: Arguments, kept: Kept, inputs: Inputs) -> None:
     """Reads what was kept, and no query: nobody wants to know what such a row reads."""
-    _read(kept.key, a.key_dim, _ONE, inputs.key)
-    _read(kept.value, a.value_dim, _ONE, inputs.value)
-    for at in range(0, a.key_dim, LANES):
-        decays = v.splat(kept.decay[0]) if a.num_decays == 1 else w.load(kept.decay, at, a.key_dim)
-        v.store(inputs.decay, at, decays)
-        v.store(inputs.query, at, v.splat(_ZERO))
+    w.scale(kept.key, a.key_dim, _ONE, inputs.key)
+    w.scale(kept.value, a.value_dim, _ONE, inputs.value)
+    _read_decays(a, kept.decay, inputs.decay)
+    w.clear(inputs.query, a.key_dim)
     inputs.beta[0] = kept.beta[0]
 
 
@@ -233,7 +261,10 @@ def _keep(a: Arguments, kept: Kept, inputs: Inputs) -> None:
 def _prepare(a: Arguments, entry: w.Entry, head: int, inputs: Inputs) -> None:
     if entry.row >= 0:
         _read_row(a, entry.row, head, inputs)
-        _read_decays(a, entry.row, head, inputs.decay)
+        decays = a.log_decay + (entry.row * a.decay_row + head * a.decay_head)
+        _read_decays(a, decays, inputs.decay)
+        for at in range(0, a.key_dim, LANES):
+            v.store(inputs.decay, at, v.exp(v.load(inputs.decay, at)))
         if entry.keep >= 0:
             _keep(a, _kept_at(a, entry.keep, head), inputs)
     else:
@@ -319,57 +350,84 @@ def _store(a: Arguments, entry: w.Entry, head: int, number: int, state: Place) -
 # --- a slice's step ---
 
 
+def _for_both(
+    builder: Any, dim: Any, even: list[Any], odd: list[Any], add: Callable[[list[Any], Any], None]
+) -> None:
+    """Adds up even and odd keys, then both."""
+    with cgutils.for_range(builder, builder.udiv(dim, dim.type(2))) as loop:
+        index = asm.times(builder, loop.index, 2)
+        add(even, index)
+        add(odd, asm.plus(builder, index, 1))
+    with builder.if_then(builder.trunc(dim, ir.IntType(1))):
+        add(even, asm.plus(builder, dim, -1))
+    for these, those in zip(even, odd, strict=True):
+        builder.store(builder.fadd(builder.load(these), builder.load(those)), these)
+
+
+def _adding(num_values: int) -> asm.Emit:
+    def emit(builder: Any, key: Any, dim: Any, state: Any, row: Any, target: Any) -> None:
+        tile, row = asm.Tile(builder, 1, num_values), asm.times(builder, row, 4)
+        even, odd = (tile.sums(asm.constant(0.0))[0] for _ in range(2))
+
+        def add(sums: list[Any], index: Any) -> None:
+            tile.add([sums], index, [key], dim.type(4), state, row, asm.FLOAT32_NUMBERS)
+
+        _for_both(builder, dim, even, odd, add)
+        tile.write([even], [target])
+
+    return emit
+
+
+_add_slice, _add_wide = (
+    asm.operation("int " * 5 + "-> none", _adding(num_values)) for num_values in (SLICE, WIDE)
+)
+"""``_add_slice(key, dim, state, row, target)`` writes the products of a key with a slice, or with
+``WIDE`` values, whose keys are ``row`` floats apart."""
+
+
+def _moving(num_values: int) -> asm.Emit:
+    def emit(
+        builder: Any, dim: Any, key: Any, decay: Any, query: Any, before: Any, before_row: Any,
+        behind: Any, behind_row: Any, sums: Any,
+    ) -> None:  # fmt: skip
+        tile = asm.Tile(builder, 1, num_values)
+        values = tile.columns(sums, 4, asm.load_float32)
+        even, odd = (tile.sums(asm.constant(0.0))[0] for _ in range(2))
+
+        def move(totals: list[Any], index: Any) -> None:
+            at = asm.times(builder, index, 4)
+            k, d, q = (
+                asm.splatted(builder, asm.read(builder, builder.add(each, at), asm.FLOAT, 4))
+                for each in (key, decay, query)
+            )
+            source = builder.add(before, builder.mul(at, before_row))
+            target = builder.add(behind, builder.mul(at, behind_row))
+            states = tile.columns(source, 4, asm.load_float32)
+            for column, (state, value) in enumerate(zip(states, values, strict=True)):
+                state = asm.fused(builder, k, value, builder.fmul(d, state))
+                asm.write(builder, asm.plus(builder, target, 4 * LANES * column), state, 4)
+                total = totals[column]
+                builder.store(asm.fused(builder, q, state, builder.load(total)), total)
+
+        _for_both(builder, dim, even, odd, move)
+        tile.write([even], [sums])
+
+    return emit
+
+
+_move_slice, _move_wide = (
+    asm.operation("int " * 9 + "-> none", _moving(num_values)) for num_values in (SLICE, WIDE)
+)
+"""``_move_slice(dim, key, decay, query, before, before_row, behind, behind_row, sums)`` writes a slice of
+the state behind an entry, whose values are at ``sums``, and what the row reads over those."""
+
+
 @njit
-def _value_of(dim: int, inputs: Inputs, number: int, before: Place, value: Any) -> None:
-    """Writes what beta makes of the value and of what the decayed state has for the key."""
-    key, state, row = inputs.decayed, before.floats, before.row
-    l0 = h0 = l1 = h1 = v.splat(_ZERO)
-    for i in range(0, dim - 1, 2):
-        at, further = i * row, i * row + row
-        x, y = v.splat(key[i]), v.splat(key[i + 1])
-        l0, h0 = v.fma(x, v.load(state, at), l0), v.fma(x, v.load(state, at + LANES), h0)
-        l1, h1 = v.fma(y, v.load(state, further), l1), v.fma(y, v.load(state, further + LANES), h1)
-    if dim % 2:
-        x, at = v.splat(key[dim - 1]), (dim - 1) * row
-        l0, h0 = v.fma(x, v.load(state, at), l0), v.fma(x, v.load(state, at + LANES), h0)
-    beta, given = v.splat(inputs.beta[0]), inputs.value + number * SLICE
-    v.store(value, 0, beta * (v.load(given, 0) - (l0 + l1)))
-    v.store(value, LANES, beta * (v.load(given, LANES) - (h0 + h1)))
-
-
-@njit(inline="always")
-def _moved(inputs: Inputs, key: int, value: Any, before: Any, at: int) -> Any:
-    decayed = v.splat(inputs.decay[key]) * v.load(before, at)
-    return v.fma(v.splat(inputs.key[key]), value, decayed)
-
-
-@njit
-def _move(dim: int, inputs: Inputs, before: Place, behind: Place, value: Any) -> None:
-    """Writes the state behind an entry, and over ``value``, which it takes in, what the row reads."""
-    old, new = before.floats, behind.floats
-    low, high = v.load(value, 0), v.load(value, LANES)
-    l0 = h0 = l1 = h1 = v.splat(_ZERO)
-    for i in range(0, dim - 1, 2):
-        at, to = i * before.row, i * behind.row
-        x, y = v.splat(inputs.query[i]), v.splat(inputs.query[i + 1])
-        a, b = _moved(inputs, i, low, old, at), _moved(inputs, i, high, old, at + LANES)
-        v.store(new, to, a)
-        v.store(new, to + LANES, b)
-        l0, h0 = v.fma(x, a, l0), v.fma(x, b, h0)
-        at, to = at + before.row, to + behind.row
-        a, b = _moved(inputs, i + 1, low, old, at), _moved(inputs, i + 1, high, old, at + LANES)
-        v.store(new, to, a)
-        v.store(new, to + LANES, b)
-        l1, h1 = v.fma(y, a, l1), v.fma(y, b, h1)
-    if dim % 2:
-        i = dim - 1
-        at, to, x = i * before.row, i * behind.row, v.splat(inputs.query[i])
-        a, b = _moved(inputs, i, low, old, at), _moved(inputs, i, high, old, at + LANES)
-        v.store(new, to, a)
-        v.store(new, to + LANES, b)
-        l0, h0 = v.fma(x, a, l0), v.fma(x, b, h0)
-    v.store(value, 0, l0 + l1)
-    v.store(value, LANES, h0 + h1)
+def _weigh_values(given: Any, count: int, beta: float, sums: Any) -> None:
+    """Writes what beta makes of values and of the sums that the decayed state has for the key."""
+    by = v.splat(beta)
+    for at in range(0, count, LANES):
+        v.store(sums, at, by * (v.load(given, at) - v.load(sums, at)))
 
 
 @njit
@@ -380,45 +438,80 @@ def _take(
     """Takes a slice through an entry."""
     before = _before(a, walk, entry, head, number, memory)
     behind = _behind(a, entry, head, number, memory)
+    at = number * SLICE
+    sums = memory.sums + at
     if v.is_none(a.beta):
-        w.copy(inputs.value + number * SLICE, SLICE, memory.read)
+        w.copy(inputs.value + at, SLICE, sums)
     else:
-        _value_of(a.key_dim, inputs, number, before, memory.read)
-    _move(a.key_dim, inputs, before, behind, memory.read)
+        _add_slice(inputs.decayed, a.key_dim, before.floats, before.row, sums)
+        _weigh_values(inputs.value + at, SLICE, inputs.beta[0], sums)
+    _move_slice(
+        a.key_dim, inputs.key, inputs.decay, inputs.query, before.floats, before.row,
+        behind.floats, behind.row, sums,
+    )  # fmt: skip
     if entry.row >= 0:
-        at = number * SLICE
         output = a.output + ((entry.row * a.heads + head) * a.value_dim + at)
-        w.copy(memory.read, min(SLICE, a.value_dim - at), output)
+        w.copy(sums, min(SLICE, a.value_dim - at), output)
     _store(a, entry, head, number, behind)
 
 
 @njit
-def _take_walk(a: Arguments, walk: w.Walk, head: int, first: int, end: int, memory: Memory) -> None:
-    """Takes slices of a head through a walk."""
-    _begin(a, walk, head, first, end, memory)
+def _take_wide(a: Arguments, task: Task, entry: w.Entry, inputs: Inputs, memory: Memory) -> None:
+    """Takes whole values through a walk's first entry, from slot to slot: in the order of memory they are
+    there sooner."""
+    before = _in_slot(a, task.walk.source, task.head, 0)
+    behind = _in_slot(a, _slot_of(entry), task.head, 0)
+    for at in range(0, a.value_dim, WIDE):
+        old, sums = before.floats + at, memory.sums + at
+        if v.is_none(a.beta):
+            w.copy(inputs.value + at, WIDE, sums)
+        else:
+            _add_wide(inputs.decayed, a.key_dim, old, before.row, sums)
+            _weigh_values(inputs.value + at, WIDE, inputs.beta[0], sums)
+        _move_wide(
+            a.key_dim, inputs.key, inputs.decay, inputs.query, old, before.row,
+            behind.floats + at, behind.row, sums,
+        )  # fmt: skip
+    if entry.row >= 0:
+        output = a.output + (entry.row * a.heads + task.head) * a.value_dim
+        w.copy(memory.sums, a.value_dim, output)
+    for number in range(task.first, task.end):
+        _store(a, entry, task.head, number, _in_slot(a, _slot_of(entry), task.head, number))
+
+
+@njit
+def _may_be_wide(a: Arguments, task: Task, entry: w.Entry) -> bool:
+    is_whole = a.value_dim % WIDE == 0 and task.end - task.first == _num_slices(a)
+    return _HAS_WIDE and is_whole and task.walk.source >= 0 and _slot_of(entry) >= 0
+
+
+@njit
+def _take_walk(a: Arguments, task: Task, memory: Memory) -> None:
+    walk, head = task.walk, task.head
+    _begin(a, walk, head, task.first, task.end, memory)
     for start in range(walk.first, walk.end, BLOCK):
         count = min(BLOCK, walk.end - start)
         for at in range(count):
             _prepare(a, a.step.entries[start + at], head, _inputs_at(a, memory, at))
-        for number in range(first, end):
-            for at in range(count):
-                inputs = _inputs_at(a, memory, at)
-                _take(a, walk, a.step.entries[start + at], inputs, head, number, memory)
+        done = 0
+        if start == walk.first and _may_be_wide(a, task, a.step.entries[start]):
+            _take_wide(a, task, a.step.entries[start], _inputs_at(a, memory, 0), memory)
+            done = 1
+        for number in range(task.first, task.end):
+            for at in range(done, count):
+                entry = a.step.entries[start + at]
+                _take(a, walk, entry, _inputs_at(a, memory, at), head, number, memory)
 
 
 def _recur(a: Arguments) -> None:
     memory = _memory(a, v.fetch_add(a.num_workers, 1))
-    num_slices = (a.value_dim + SLICE - 1) // SLICE
-    num_parts = min(a.step.num_parts, num_slices)
-    num_tasks = a.step.num_walks * a.heads * num_parts
-    for task in v.shared(a.next_task, num_tasks + 1):
-        if task == num_tasks:
-            size = a.heads * a.value_dim
-            w.clear(a.output + a.step.num_rows * size, (a.num_rows - a.step.num_rows) * size)
-            continue
-        walk, head = a.step.walks[task // (a.heads * num_parts)], task // num_parts % a.heads
-        first, end = v.share_of(num_slices, num_parts, task % num_parts)
-        _take_walk(a, walk, head, first, end, memory)
+    num_tasks = a.step.num_walks * a.heads * min(a.step.num_parts, _num_slices(a))
+    for begin, end in v.shared_runs(a.next_task, num_tasks, a.step.num_threads):
+        for number in range(begin, end):
+            _take_walk(a, _task(a, number), memory)
+    size = a.heads * a.value_dim
+    for row in v.shared(a.next_row, a.num_rows - a.step.num_rows):
+        w.clear(a.output + (a.step.num_rows + row) * size, size)
 
 
 recur = Loop(_recur, Arguments, is_long=True)

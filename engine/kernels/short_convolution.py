@@ -39,8 +39,9 @@ def convolved(taps: Any, weight: Any, bias: float = 0.0, silu: bool = False) -> 
 
 class Arguments(NamedTuple):
     """``rows`` ``[num_rows, channels]``, ``row`` floats apart, and ``output``, which lies together;
-    ``weight`` ``[width, channels]``; ``states`` ``[slots, width - 1, channels]``; ``kept`` ``[places,
-    channels]``. ``block``: channels of a task, a multiple of 16."""
+    ``weight`` ``[width, channels]`` and ``bias``, with zeros up to whole lanes; ``states`` ``[slots,
+    width - 1, channels]``; ``kept`` ``[places, channels]``. ``block``: channels of a task, a multiple of
+    16."""
 
     rows: Floats
     output: Floats
@@ -53,6 +54,7 @@ class Arguments(NamedTuple):
     num_rows: int
     channels: int
     width: int
+    weight_row: int
     block: int
     silu: bool
     next_task: Counter = 0
@@ -87,14 +89,15 @@ def _read_tap(
 
 @njit
 def _write_row(a: Arguments, taps: Any, row: int, begin: int, count: int) -> None:
-    """``taps``: ``[width, MOST_CHANNELS]``."""
-    output = a.output + (row * a.channels + begin)
+    """``taps``: ``[width, MOST_CHANNELS]``; the sums take the place of the first."""
+    weight, bias = a.weight + begin, a.bias + begin
     for at in range(0, count, LANES):
-        total = w.load(a.bias + begin, at, count)
+        total = v.load(bias, at)
         for tap in range(a.width):
-            weight = w.load(a.weight + (tap * a.channels + begin), at, count)
-            total = v.fma(weight, v.load(taps, tap * MOST_CHANNELS + at), total)
-        w.store(output, at, v.silu(total) if a.silu else total, count)
+            x = v.load(taps, tap * MOST_CHANNELS + at)
+            total = v.fma(v.load(weight, tap * a.weight_row + at), x, total)
+        v.store(taps, at, v.silu(total) if a.silu else total)
+    w.copy(taps, count, a.output + (row * a.channels + begin))
 
 
 @njit

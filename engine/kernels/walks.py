@@ -46,30 +46,26 @@ class Step(NamedTuple):
     num_walks: int
     num_rows: int
     num_parts: int
+    num_threads: int
 
 
 # --- as many floats as there are, not only multiples of sixteen ---
 
 
 @njit
-def load(floats: Any, at: int, end: int) -> Any:
-    """Loads sixteen floats; those from the number ``end`` on are not read, and are 0."""
-    if at + LANES <= end:
-        return v.load(floats, at)
-    return v.load_some(floats + at, end - at)
-
-
-@njit
-def store(floats: Any, at: int, value: Any, end: int) -> None:
-    """Stores sixteen floats, but for those from the number ``end`` on."""
-    if at + LANES <= end:
-        v.store(floats, at, value)
-    else:
-        v.store_some(floats + at, value, end - at)
+def scale(source: Any, count: int, factor: float, target: Any) -> None:
+    """Writes floats times a factor, with zeros up to whole lanes."""
+    by, at = v.splat(factor), 0
+    while at + LANES <= count:
+        v.store(target, at, v.load(source, at) * by)
+        at += LANES
+    if at < count:
+        v.store(target, at, v.load_some(source + at, count - at) * by)
 
 
 @njit
 def copy(source: Any, count: int, target: Any) -> None:
+    """Writes floats, and nothing beyond them."""
     at = 0
     while at + LANES <= count:
         v.store(target, at, v.load(source, at))
@@ -80,6 +76,9 @@ def copy(source: Any, count: int, target: Any) -> None:
 
 @njit
 def clear(floats: Any, count: int) -> None:
-    zeros = v.splat(np.float32(0.0))
-    for at in range(0, count, LANES):
-        store(floats, at, zeros, count)
+    zeros, at = v.splat(np.float32(0.0)), 0
+    while at + LANES <= count:
+        v.store(floats, at, zeros)
+        at += LANES
+    if at < count:
+        v.store_some(floats + at, zeros, count - at)

@@ -58,13 +58,16 @@ class CompiledStates:
 
 
 class _Taps:
-    """``weight`` ``[width, channels]`` and ``bias``, in float32."""
+    """``weight`` ``[width, channels]`` and ``bias``, in float32, filled up to whole lanes."""
 
     def __init__(self, asked: Convolution) -> None:
         self._given = asked.weight, asked.bias
-        self.weight = asked.weight.float().t().contiguous()
-        channels = asked.weight.shape[0]
-        self.bias = torch.zeros(channels) if asked.bias is None else asked.bias.float().contiguous()
+        channels, width = asked.weight.shape
+        rows = torch.zeros(width + 1, -(-channels // LANES) * LANES)
+        rows[:width, :channels] = asked.weight.t()
+        if asked.bias is not None:
+            rows[width, :channels] = asked.bias
+        self.weight, self.bias = rows[:width], rows[width]
 
     def serves(self, asked: Convolution) -> bool:
         pairs = zip(self._given, (asked.weight, asked.bias), strict=True)
@@ -119,6 +122,7 @@ class CompiledPlan:
             num_rows=len(rows),
             channels=channels,
             width=width,
+            weight_row=taps.weight.stride(0),
             block=kernel.block_of(channels, _TASKS_PER_THREAD * self._num_threads),
             silu=asked.silu,
         )
@@ -205,7 +209,14 @@ class CompiledPlan:
             num_parts = -(-_TASKS_PER_THREAD * num_threads // num_tasks)
         scratch = self._backend.scratch_of(size * num_threads)
         told = find_kernel("walks").Step(
-            walks, entries, scratch, size, len(walks), self._work.num_rows, num_parts
+            walks,
+            entries,
+            scratch,
+            scratch_size=size,
+            num_walks=len(walks),
+            num_rows=self._work.num_rows,
+            num_parts=num_parts,
+            num_threads=num_threads,
         )
         record = find_kernel("records").packed(told)
         return _Step(record, num_threads if numbers >= worth else 1, told)
