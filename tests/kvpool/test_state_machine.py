@@ -1,6 +1,6 @@
-"""Random lives of requests in a tiny pool of a model whose layers keep a state, against a model that knows
-what text each slot's state stands for: a request begins behind its own text's prefix, and nothing is
-written where another reads."""
+"""Random lives of requests in a tiny pool of a model whose layers keep a state, against a model that
+knows what text each slot's state stands for: a request begins behind its own text's prefix, and nothing
+is written where another reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.state_slots import NOWHERE, StateRows, StateSlots
 from worlds.lanes import examples
 from worlds.pool_machine import ModelRequest, PoolMachine
 
-NUM_SEATS, NUM_SNAPSHOTS, NUM_PLACES = 3, 3, 12
+NUM_SEATS, NUM_PLACES = 3, 12
 PARTS = st.tuples(st.integers(1, 9), st.integers(0, 5), st.integers(0, 5), st.integers(0, 9))
 
 
@@ -36,7 +36,7 @@ class StateMachine(PoolMachine):
         self.inputs: dict[int, Any] = {}
         self.num_hits = 0
         self.states = StateSlots(
-            NUM_SEATS, NUM_SNAPSHOTS, NUM_PLACES, block_size, interval=2 * block_size
+            NUM_SEATS, block_size, NUM_PLACES, block_size, interval=2 * block_size
         )
         return self.states
 
@@ -173,6 +173,6 @@ def test_nothing_is_lost_over_thousands_of_requests() -> None:
         machine.pool.check_integrity()
     counts = machine.states.counts()
     assert counts["free"] + counts["snapshot"] == machine.states.num_slots
-    assert counts["snapshot"] == NUM_SNAPSHOTS
+    assert counts["snapshot"] == 2
     assert machine.num_hits > 100
     machine.teardown()
