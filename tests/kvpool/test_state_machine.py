@@ -59,7 +59,7 @@ class StateMachine(PoolMachine):
         return request.cache_salt, tuple(request.token_ids[:num_tokens])
 
     @rule(first=st.integers(0, 2), dice=st.lists(PARTS, min_size=1, max_size=3))
-    def promote(self, first: int, dice: list[tuple[int, int, int, int]]) -> None:  # type: ignore[override]
+    def promote(self, first: int, dice: list[tuple[int, int, int, int]]) -> None:
         """A step. All rows are known before any is run, some requests fail before they are committed."""
         names = [*self.model]
         names = names[first:] + names[:first]
@@ -166,7 +166,7 @@ def test_nothing_is_lost_over_thousands_of_requests() -> None:
             text = [dice.randrange(2) for _ in range(dice.randrange(1, 9))]
             machine.open(text, "", 1, None)
         parts = [tuple(dice.randrange(1, 9) for _ in range(3)) + (dice.randrange(30),)] * 3
-        machine.promote(dice.randrange(3), parts)  # type: ignore[arg-type]
+        machine.promote(dice.randrange(3), parts)
         for name in [*machine.model]:
             if dice.random() < 0.2:
                 machine.free(name)

@@ -193,6 +193,15 @@ def test_what_nobody_could_find_is_not_kept() -> None:
     assert states.counts()["snapshot"] == 0
 
 
+def test_of_two_that_compute_the_same_prompt_one_leaves_a_snapshot() -> None:
+    pool, states = make()
+    for name in "ab":
+        begin(pool, name, TEXT[:8])
+    for name in "ab":
+        assert step(pool, name, TEXT[:8]) == [8, 4]
+    assert states.counts() == {"free": 7, "seat": 2, "planned": 0, "snapshot": 2}
+
+
 def test_a_request_that_ends_within_a_step_gives_everything_back() -> None:
     pool, states = make()
     begin(pool, "r", TEXT[:16])
