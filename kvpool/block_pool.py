@@ -180,7 +180,7 @@ class BlockPool:
         if not self.enable_prefix_cache:
             self._tables[request_id] = BlockTable(digest=None)
             if self.states is not None:
-                self.states.open(request_id, [b""], 0, len(token_ids))
+                self.states.open(request_id, [], 0, len(token_ids))
             return 0
         most = min(max_cached_tokens, len(token_ids))
         digests, block_ids = self._match(token_ids, cache_salt, most)

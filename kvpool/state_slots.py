@@ -47,15 +47,17 @@ class _Table:
     or nothing, where it begins anew. ``accepted``: places of the tokens after these. ``lent``: places of
     the step's draft nodes. ``branch``: others have this many tokens in common with it.
 
-    ``num_prompt``: tokens of its prompt. ``planned``: slots that the step writes, by the tokens before
-    them. ``names``: digests of blocks by where they end, for ends that are still to be passed.
-    ``newest``: of the last snapshot of its answer."""
+    ``num_prompt``: tokens of its prompt. ``has_names``: its blocks get some, so that snapshots are of
+    use. ``planned``: slots that the step writes, by the tokens before them, the best first. ``names``:
+    digests of blocks by where they end, for ends that are still to be passed. ``newest``: of the last
+    snapshot of its answer."""
 
     seat: int
     source: int
     num_tokens: int
     branch: int
     num_prompt: int
+    has_names: bool
     accepted: list[int] = field(default_factory=list)
     lent: list[int] = field(default_factory=list)
     planned: dict[int, int] = field(default_factory=dict)
@@ -95,9 +97,9 @@ class StateSlots:
         self, request_id: str, digests: Sequence[bytes], num_found: int, num_prompt: int
     ) -> int:
         """Gives a request its seat. ``digests``: the root's, then those of cached blocks that it could
-        use, in the order of its text; ``num_found`` had their keys and values. Returns how many of
-        these blocks it begins behind."""
-        count = len(digests) - 1
+        use, in the order of its text; ``num_found`` had their keys and values. Without a root its blocks
+        get no names. Returns how many of these blocks it begins behind."""
+        count = max(0, len(digests) - 1)
         while count and digests[count] not in self._snapshots:
             count -= 1
         source = NOWHERE
@@ -106,12 +108,14 @@ class StateSlots:
             self._snapshots.move_to_end(digests[count])
             self._num_hits += 1
         size, seat = self._size, self._seats.pop()
-        self._tables[request_id] = _Table(seat, source, count * size, num_found * size, num_prompt)
+        self._tables[request_id] = _Table(
+            seat, source, count * size, num_found * size, num_prompt, has_names=bool(digests)
+        )
         return count
 
     def lend(self, request_id: str, count: int) -> list[int]:
         """Returns places for so many draft nodes, fewer only where there are no more; the request's
-        until ``commit``."""
+        until ``commit``. Who drafts asks first, and drafts what finds a place."""
         table = self._tables[request_id]
         while len(table.lent) < count and self._places:
             table.lent.append(self._places.pop())
@@ -156,7 +160,7 @@ class StateSlots:
         """Returns the ends of blocks that a step passes and that are worth a snapshot, best first."""
         size, first = self._size, table.num_tokens // self._size + 1
         passed = range(first * size, end + 1, size)
-        if not passed:
+        if not passed or not table.has_names:
             return []
         last = passed[-1]
         wanted = [last] if end == num_tokens else []  # where the next turn will begin
@@ -185,7 +189,7 @@ class StateSlots:
         """What the step wrote can be found, if it has a name. A request's own snapshots behind its
         answer take each other's place."""
         table = self._tables[request_id]
-        for at, slot in table.planned.items():
+        for at, slot in reversed(table.planned.items()):  # the best is the last to be evicted
             digest = table.names.get(at)
             if digest is None or digest in self._snapshots:
                 self._free.append(slot)
@@ -217,6 +221,7 @@ class StateSlots:
         for digest in [*self._snapshots]:
             self.forget(digest)
         for table in self._tables.values():
+            table.has_names = False
             table.names.clear()
 
     def _retire(self, digest: bytes | None) -> None:

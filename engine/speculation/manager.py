@@ -421,12 +421,14 @@ class Speculation:
         each.draft = each.proposal.subtree(nodes)
 
     def _lease(self, request: Request, num_nodes: int) -> int:
-        """Slots for draft nodes after the request's tokens; returns for how many there is room."""
+        """Slots for draft nodes after the request's tokens, and places for their inputs where layers keep
+        a state; returns for how many there is room."""
         if not num_nodes:
             return 0
         num_known = len(request.token_ids)
         covered = self._pool.allocate_draft(request.request_id, num_known + num_nodes)
-        return max(0, min(num_nodes, covered - num_known))
+        room, states = max(0, min(num_nodes, covered - num_known)), self._pool.states
+        return room if states is None else len(states.lend(request.request_id, room))
 
     # --- after the forward ---
 

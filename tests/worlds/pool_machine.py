@@ -24,6 +24,7 @@ from engine.kv_events.announcer import Announcer
 from engine.kv_events.wire import block_hash
 from kvpool.block_pool import BlockPool
 from kvpool.prefix_cache import block_digest, root_digest
+from kvpool.state_slots import StateSlots
 from kvpool.tier import BlockTier
 from worlds.kv_index import Tee, Wire, cached_hashes
 
@@ -57,12 +58,26 @@ class PoolMachine(RuleBasedStateMachine):
         self.model: dict[str, ModelRequest] = {}
         self.slots: dict[int, Any] = {}
         self.num_opened = 0
-        listener = Tee(*self.announcers)
-        self.pool = BlockPool(num_blocks, block_size, cache, listener, self._tier(block_size))
+        listener, tier = Tee(*self.announcers), self._tier(block_size)
+        self.pool = BlockPool(
+            num_blocks, block_size, cache, listener, tier, self._states(block_size)
+        )
 
     def _tier(self, block_size: int) -> BlockTier | None:
         del block_size
         return None
+
+    def _states(self, block_size: int) -> StateSlots | None:
+        del block_size
+        return None
+
+    def _has_seat(self) -> bool:
+        return True
+
+    def _begin(self, request: ModelRequest, num_tokens: int) -> int:
+        """Returns behind how many of so many cached tokens a request can begin."""
+        del request
+        return num_tokens
 
     def _restore(self, request: ModelRequest, cap: int) -> None:
         """Before a request opens."""
@@ -100,6 +115,8 @@ class PoolMachine(RuleBasedStateMachine):
         usable=st.sampled_from([None, None, 0, 1, 3, 5]),
     )
     def open(self, token_ids: list[int], cache_salt: str, slack: int, usable: int | None) -> Any:
+        if not self._has_seat():
+            return multiple()
         request_id = f"r{self.num_opened}"
         self.num_opened += 1
         cap = max(0, len(token_ids) - slack)
@@ -112,6 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
         size = self.pool.block_size
         published = self._expected_hit(request.token_ids, request.cache_salt, cap)
         most = published if usable is None else min(usable, published)
+        most = self._begin(request, most // size * size)
         num_cached = self.pool.open(
             request_id,
             request.token_ids,
@@ -119,7 +137,7 @@ class PoolMachine(RuleBasedStateMachine):
             cap,
             num_usable=None if usable is None else lambda _: usable,
         )
-        assert num_cached == most // size * size
+        assert num_cached == most
         assert num_cached <= cap
         assert len(self.pool.block_table(request_id)) * size == num_cached
         request.num_computed_tokens = num_cached
@@ -172,6 +190,11 @@ class PoolMachine(RuleBasedStateMachine):
             request.token_ids.append(token)
         for position in range(request.num_computed_tokens, num_computed_tokens):
             self._write(request_id, position, self._content(request, position))
+        self._promote(request_id, num_computed_tokens)
+
+    def _promote(self, request_id: str, num_computed_tokens: int) -> None:
+        request = self.model[request_id]
+        covered = len(self.pool.block_table(request_id)) * self.pool.block_size
         self.pool.promote(request_id, request.token_ids, num_computed_tokens)
         if request.takes_names:
             self._names_are_its_own(request_id, request.num_computed_tokens, num_computed_tokens)
