@@ -69,16 +69,16 @@ def glm_lite(**changes: Any) -> Any:
     return hf.Glm4MoeLiteConfig(**sizes | changes)
 
 
-def qwen_next(**changes: Any) -> Any:
-    kinds = ["full_attention"] * changes["num_hidden_layers"]
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    sizes = _SIZES | _HEADS | experts | {"shared_expert_intermediate_size": 32}
-    return hf.Qwen3NextConfig(**sizes | {"layer_types": kinds} | changes)
+def hybrid(kind: Callable[..., Any], **sizes: Any) -> Callable[..., Any]:
+    """The last layer attends and the one before keeps a state; a module's only one attends."""
+    states = {f"linear_{name}": 16 for name in ("key_head_dim", "value_head_dim")}
+    states |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
+    def config(**changes: Any) -> Any:
+        kinds = ["linear_attention", "full_attention"][-changes["num_hidden_layers"] :]
+        return kind(**_SIZES | _HEADS | states | sizes | {"layer_types": kinds} | changes)
 
-def qwen_dense(**changes: Any) -> Any:
-    kinds = ["full_attention"] * changes["num_hidden_layers"]
-    return hf.Qwen3_5TextConfig(**_SIZES | _HEADS | {"layer_types": kinds} | changes)
+    return config
 
 
 def mellum(**changes: Any) -> Any:
@@ -92,6 +92,12 @@ _NUMBERED = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _NAMED = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 _LISTED = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 _LAST = f"model.layers.{NUM_LAYERS}."
+_SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 _QWEN: dict[str, Any] = {"offset": 1.0, "is_blank_first": False, "is_served": False}
 FAMILIES = {
     "deepseek_v3": Family(
@@ -102,8 +108,13 @@ FAMILIES = {
     ),
     "glm4_moe": Family(glm, _LAST, _NUMBERED, single={"first_k_dense_replace": 0}),
     "glm4_moe_lite": Family(glm_lite, _LAST, _NUMBERED, single={"mlp_layer_types": ["sparse"]}),
-    "qwen3_next": Family(qwen_next, "mtp.", _NAMED, "layers.0.", **_QWEN),
-    "qwen3_5": Family(qwen_dense, "mtp.", _NAMED, "layers.0.", **_QWEN),
+    "qwen3_next": Family(
+        hybrid(hf.Qwen3NextConfig, **_SHARED), "mtp.", _NAMED, "layers.0.", **_QWEN
+    ),
+    "qwen3_5": Family(hybrid(hf.Qwen3_5TextConfig), "mtp.", _NAMED, "layers.0.", **_QWEN),
+    "qwen3_5_moe": Family(
+        hybrid(hf.Qwen3_5MoeTextConfig, **_SHARED), "mtp.", _NAMED, "layers.0.", **_QWEN
+    ),
     "mellum": Family(
         mellum,
         "mtp.",
