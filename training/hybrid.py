@@ -8,7 +8,6 @@ text and from the distribution of the bundled target, whose tokenizer it has.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ class MtpLayer(Qwen3_5TextModel):
         own.num_hidden_layers, own.layer_types = 1, ["full_attention"]
         super().__init__(own)
         size = config.hidden_size
-        self.embed_tokens = nn.Identity()  # it reads vectors
+        self.add_module("embed_tokens", nn.Identity())  # it reads vectors
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.pre_fc_norm_embedding = Qwen3_5RMSNorm(size, eps=config.rms_norm_eps)
         self.pre_fc_norm_hidden = Qwen3_5RMSNorm(size, eps=config.rms_norm_eps)
@@ -71,16 +70,8 @@ class MtpLayer(Qwen3_5TextModel):
         return drafted
 
 
-def build(tok: Any) -> Any:
+def build(config: Qwen3_5TextConfig) -> Any:
     """Create a freshly initialised model; its MTP layer is its part `mtp`."""
-    config = Qwen3_5TextConfig(
-        vocab_size=len(tok),
-        tie_word_embeddings=True,
-        bos_token_id=tok.bos_token_id,
-        eos_token_id=tok.eos_token_id,
-        pad_token_id=tok.pad_token_id,
-        **SHAPE,
-    )
     model: Any = Qwen3_5ForCausalLM(config)
     model.mtp = MtpLayer(config)
     with torch.no_grad():
@@ -96,10 +87,37 @@ def build(tok: Any) -> Any:
     return model
 
 
+def load(folder: Path) -> Any:
+    """Return a saved model with its MTP layer."""
+    model = build(Qwen3_5TextConfig.from_pretrained(folder))
+    load_model(model, folder / "model.safetensors", strict=False)  # the head is the embedding
+    return model.eval()
+
+
+@torch.inference_mode()
+def tokens_a_step(model: Any, ids: list[int], start: int, gamma: int = 3) -> float:
+    """Return how many of the model's own greedy tokens `ids[start:]` a step writes, of which the MTP
+    layer drafts up to `gamma`."""
+    states = model.model(torch.tensor([ids])).last_hidden_state
+    place, num_steps = start, 0
+    while place < len(ids):
+        known, read = ids[1:place], states[:, : place - 1]
+        for right in ids[place : place + gamma]:
+            vectors = model.model.embed_tokens(torch.tensor([known]))
+            last = model.mtp.draft(vectors, read)[:, -1:]
+            if int(model.lm_head(last).argmax()) != right:
+                break
+            known, read = [*known, right], torch.cat([read, last], dim=1)
+        place, num_steps = len(known) + 2, num_steps + 1
+    return (len(ids) - start) / num_steps
+
+
 @torch.no_grad()
 def begin_from(teacher: Any, model: Any) -> None:
     """Give a model what fits of the teacher's embedding, which is its output head, too."""
-    left, scale, _ = torch.linalg.svd(teacher.model.embed_tokens.weight.float(), full_matrices=False)
+    left, scale, _ = torch.linalg.svd(
+        teacher.model.embed_tokens.weight.float(), full_matrices=False
+    )
     model.model.embed_tokens.weight.copy_((left * scale)[:, : model.config.hidden_size])
     for norm in (model.model.norm, model.mtp.norm):
         # A new model's states are mostly the last token's embedding, so that it is sure of that token
@@ -108,7 +126,7 @@ def begin_from(teacher: Any, model: Any) -> None:
 
 
 class HybridLearner(Learner):
-    """The hybrid; its MTP layer learns beside it. `depths`: how many tokens ahead it drafts in training."""
+    """The hybrid; its MTP layer learns beside it, to draft `depths` tokens."""
 
     depths = len(MTP_WEIGHTS)
 
@@ -139,11 +157,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     tok = AutoTokenizer.from_pretrained(args.tokenizer)
-    model = build(tok)
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tok),
+        tie_word_embeddings=True,
+        bos_token_id=tok.bos_token_id,
+        eos_token_id=tok.eos_token_id,
+        pad_token_id=tok.pad_token_id,
+        **SHAPE,
+    )
+    model = load(args.init / "hybrid") if args.init else build(config)
     teacher = LlamaForCausalLM.from_pretrained(args.teacher, dtype=torch.bfloat16)
-    begin_from(teacher, model)
-    if args.init:
-        load_model(model, args.init / "hybrid" / "model.safetensors")
+    if not args.init:
+        begin_from(teacher, model)
     learner = HybridLearner("hybrid", model, args.lr)
     learner.depths = args.depths
     train(args, tok, [learner], Reader("target", teacher))

@@ -125,6 +125,7 @@ class Learner(Reader):
 
     def further_losses(self, ids: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor | None:
         """Return what each token costs besides, for what reads this model's states."""
+        del ids, log_probs
         return None
 
     def step(self, scale: float) -> None:

@@ -21,7 +21,9 @@ from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import NORMED, InputBuffers, RequestRows, build_batch
 from engine.drafting.published.folder import DraftRefusedError
 from engine.drafting.published.mtp import MtpNetwork, read_mtp
+from engine.model.checkpoint import load_config, load_weights
 from engine.model.loader import load_model
+from engine.model.text_half import find_text_half
 from worlds.tiny_models import CPU, VOCAB_SIZE, enlarge, random_ids, tiny_config
 
 HIDDEN, NUM_LAYERS, BLOCK_SIZE = 64, 2, 4
@@ -191,8 +193,10 @@ def write(name: str, path: Path, change: Callable[[Tensors], object] = len) -> P
     return hf.AutoModelForCausalLM.from_pretrained(path).eval()
 
 
-def read(name: str, path: Path) -> tuple[MtpNetwork, PreTrainedModel]:
-    target = write(name, path)
+def read(
+    name: str, path: Path, change: Callable[[Tensors], object] = len
+) -> tuple[MtpNetwork, PreTrainedModel]:
+    target = write(name, path, change)
     network = read_mtp(target, path)
     network.bind(target.get_input_embeddings(), target.get_output_embeddings())
     return network, target
@@ -268,6 +272,48 @@ def test_known_rows_in_chunks_and_later_steps_are_those_of_a_plain_reading(
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     head = target.get_output_embeddings().weight
     torch.testing.assert_close(network.logits(found), wanted @ head.T, atol=1e-3, rtol=1e-4)
+
+
+def stack_experts(tensors: Tensors) -> None:
+    """As Qwen3.5's checkpoints have them: all experts in one tensor, both of the first products too."""
+    start = "mtp.layers.0.mlp.experts."
+    each = {
+        part: torch.stack([tensors.pop(f"{start}{i}.{part}_proj.weight") for i in range(4)])
+        for part in ("gate", "up", "down")
+    }
+    tensors[f"{start}gate_up_proj"] = torch.cat([each["gate"], each["up"]], dim=1)
+    tensors[f"{start}down_proj"] = each["down"]
+
+
+def test_experts_in_one_tensor_are_those_one_by_one(tmp_path: Path) -> None:
+    network, target = read("qwen3_5_moe", tmp_path, stack_experts)
+    features = target_states(target)[:-1]
+    found = Served(network).run(TEXT[1:], features)
+    wanted = plainly("qwen3_5_moe", target, TEXT[1:], features)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_module_beside_a_text_half_is_the_halfs(tmp_path: Path) -> None:
+    """Checkpoints of texts and images have ``mtp`` beside ``model.language_model``."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    text = FAMILIES["qwen3_5"].config(num_hidden_layers=NUM_LAYERS)
+    config = hf.Qwen3_5Config(text_config=text, vision_config=vision | {"out_hidden_size": HIDDEN})
+    hf.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file) | module_tensors("qwen3_5", tmp_path / "scratch")
+    assert "model.language_model.norm.weight" in tensors
+    save_file(tensors, file, metadata={"format": "pt"})
+    half = find_text_half(str(tmp_path), load_config(str(tmp_path)))
+    assert half is not None
+    target = load_weights(
+        str(tmp_path), half.config, half.kind, key_mapping=half.key_mapping
+    ).eval()
+    network = read_mtp(target, tmp_path)
+    network.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    features = target_states(target)[:-1]
+    found = Served(network).run(TEXT[1:], features)
+    wanted = plainly("qwen3_5", target, TEXT[1:], features)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mellum"])
