@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,10 @@ def export(
     """
     data = run / f"{name}.eval.json"
     is_hybrid = name == "hybrid"
-    model: Any = load(run / name) if is_hybrid else LlamaForCausalLM.from_pretrained(run / name)
+    read: Any = (
+        load if is_hybrid else partial(LlamaForCausalLM.from_pretrained, dtype=torch.bfloat16)
+    )
+    model = read(run / name)
     tok: Any = AutoTokenizer.from_pretrained(tokenizer)
     folder = out / name
     make_config: Any = GenerationConfig  # its constructor is not annotated
