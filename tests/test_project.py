@@ -91,7 +91,7 @@ def test_the_wheel_brings_the_models_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(next(n for n in names if n.endswith("entry_points.txt")))
-    for model in ("target", "draft"):
+    for model in ("target", "draft", "hybrid"):
         kept = {path.name for path in (ROOT / "engine" / "bundled" / model).iterdir()}
         assert {"model.safetensors", "tokenizer.json", "config.json", "README.md"} <= kept
         assert {f"engine/bundled/{model}/{name}" for name in kept} <= names

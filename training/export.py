@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
+from training.hybrid import load
 from training.tokenizer import save_tokenizer
 
 CARD = """---
@@ -21,7 +23,7 @@ pipeline_tag: text-generation
 
 # Slipstream bundled {name} model
 
-This is a Llama-architecture model of {params:.2f} M parameters, trained from scratch on two CPU cores
+This is a {kind} model of {params:.2f} M parameters, trained from scratch on two CPU cores
 for this project. It exists so that the server can be tried, tested and measured without a
 download. It is not a useful programming assistant.
 
@@ -33,8 +35,7 @@ download. It is not a useful programming assistant.
 | weights | bf16, tied embeddings, {megabytes:.1f} MB |
 | training | {tokens:.1f} M tokens, {minutes} minutes of active time, {steps} steps |
 
-The target and the draft share one tokenizer and were trained in the same loop on the same
-batches.
+{together}
 
 ## What it can and cannot do
 
@@ -72,8 +73,18 @@ in code of more than a few lines some tokens are copied wrongly. It knows no fac
 no questions.""",
     "draft": """It proposes tokens for the target of the same project and is of little use by
 itself: its Python is less coherent, and it copies less reliably.""",
+    "hybrid": """It does as the bundled target does, less well: its Python is less coherent, and it
+copies less reliably. It is there so that models with states and MTP layers can be tried and tested.""",
 }
 
+TOGETHER = {
+    "hybrid": """Three of its four layers keep a state by the gated delta rule (16 value heads of 16, 4
+key heads of 32), the fourth attends. The MTP layer (`mtp.*`) is a fifth, which attends; it learnt from
+what the model itself says. The model learnt from the text and from the distribution of the bundled
+target, whose tokenizer it has, and began with as much of the target's embedding as it has room for.""",
+    "": """The target and the draft share one tokenizer and were trained in the same loop on the same
+batches.""",
+}
 LABELS = {
     "loss per token, code": "{code_loss:.3f}",
     "perplexity, code": "{code_perplexity:.1f}",
@@ -85,6 +96,8 @@ LABELS = {
     "loss per answer token, edits": "{edit_loss:.3f}",
     "next token right, edit answers": "{edit_token_accuracy:.1%}",
     "next token right, what an edit changes": "{edit_changed_accuracy:.0%}",
+    "tokens a step, three drafted by the MTP layer, code": "{code_mtp:.2f}",
+    "tokens a step, three drafted by the MTP layer, edits": "{edit_mtp:.2f}",
     "edits whose whole answer is exactly right": "{edits_exact} of {edits}",
     "same most likely token as the target, code": "{code_agree:.0%}",
     "same most likely token as the target, edit answers": "{edit_agree:.0%}",
@@ -115,7 +128,11 @@ def export(
     `before` is what the run that this one continued had done: million tokens, minutes, steps.
     """
     data = run / f"{name}.eval.json"
-    model: Any = LlamaForCausalLM.from_pretrained(run / name, dtype=torch.bfloat16)
+    is_hybrid = name == "hybrid"
+    read: Any = (
+        load if is_hybrid else partial(LlamaForCausalLM.from_pretrained, dtype=torch.bfloat16)
+    )
+    model = read(run / name)
     tok: Any = AutoTokenizer.from_pretrained(tokenizer)
     folder = out / name
     make_config: Any = GenerationConfig  # its constructor is not annotated
@@ -130,6 +147,8 @@ def export(
     config = model.config
     card = CARD.format(
         name=name,
+        kind="Qwen3.5-architecture hybrid" if is_hybrid else "Llama-architecture",
+        together=TOGETHER["hybrid" if is_hybrid else ""],
         params=sum(p.numel() for p in model.parameters()) / 1e6,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -152,7 +171,7 @@ def export(
 
 
 def main() -> None:
-    """Export both models of a run."""
+    """Export the models of a run."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
@@ -166,9 +185,10 @@ def main() -> None:
         metavar=("MTOKENS", "MINUTES", "STEPS"),
         help="what was done by the run whose weights this one started from",
     )
+    parser.add_argument("--names", nargs="+", default=["target", "draft"], help="or hybrid")
     args = parser.parse_args()
     sources = json.loads((args.corpus / "sources.json").read_text())
-    for name in ("target", "draft"):
+    for name in args.names:
         export(name, args.run, args.tokenizer, args.out, sources, tuple(args.before))
         print(f"{args.out / name}: {sum(f.stat().st_size for f in (args.out / name).iterdir())} B")
 

@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
     },
 }
-EAGER_ATTENTION = {"target": 700, "draft": 1500}  # the widest batch it is faster for
+EAGER_ATTENTION = {"target": 700, "draft": 1500, "hybrid": 700}  # the widest batch it is faster for
 MICRO_TOKENS = 2048
 MICRO_PER_STEP = 2
 WARMUP_STEPS = 60
@@ -85,14 +85,33 @@ def build(name: str, tok: Any) -> LlamaForCausalLM:
     return model
 
 
-class Learner:
-    """A bf16 model with fp32 master weights: Muon for matrices, AdamW for the rest."""
+class Reader:
+    """A bf16 model that reads batches."""
 
-    def __init__(self, name: str, tok: Any, lr: float, init: Path | None = None) -> None:
-        self.name, self.lr = name, lr
-        self.model: Any = build(name, tok)
-        if init:
-            self.model = LlamaForCausalLM.from_pretrained(init / name, dtype=torch.bfloat16)
+    def __init__(self, name: str, model: Any) -> None:
+        self.name, self.model = name, model
+        self.states = torch.empty(0)
+        """Of the last batch, behind the last norm.  # [rows, width - 1, size]"""
+
+    def log_probs(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of every next token.  # [rows * (width - 1), vocab]"""
+        # On CPUs the fused attention's backward pass is the slower one until rows get long.
+        self.attend("sdpa" if ids.shape[1] > EAGER_ATTENTION[self.name] else "eager")
+        self.states = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        logits = self.model.lm_head(self.states.flatten(0, 1)).float()
+        return functional.log_softmax(logits, dim=-1)
+
+    def attend(self, implementation: str) -> None:
+        """Choose how attention is computed."""
+        self.model.set_attn_implementation(implementation)
+
+
+class Learner(Reader):
+    """With fp32 master weights: Muon for matrices, AdamW for the rest."""
+
+    def __init__(self, name: str, model: Any, lr: float) -> None:
+        super().__init__(name, model)
+        self.lr = lr
         self.live = dict(self.model.named_parameters())
         self.master = {k: torch.nn.Parameter(p.detach().float()) for k, p in self.live.items()}
         matrices = [p for k, p in self.master.items() if p.ndim == 2 and "embed" not in k]
@@ -104,14 +123,10 @@ class Learner:
             torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
 
-    def log_probs(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of every next token.  # [rows * (width - 1), vocab]"""
-        # On CPUs the fused attention's backward pass is the slower one until rows get long.
-        fused = ids.shape[1] > EAGER_ATTENTION[self.name]
-        self.model.set_attn_implementation("sdpa" if fused else "eager")
-        out = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        logits = self.model.lm_head(out.reshape(-1, out.shape[-1])).float()
-        return functional.log_softmax(logits, dim=-1)
+    def further_losses(self, ids: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor | None:
+        """Return what each token costs besides, for what reads this model's states."""
+        del ids, log_probs
+        return None
 
     def step(self, scale: float) -> None:
         """Apply the gathered gradients with the learning rate scaled."""
@@ -211,9 +226,9 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
         handle.write(json.dumps(row) + "\n")
 
 
-def main() -> None:
-    """Run training until the active-time budget is used up."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what every training takes."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -230,11 +245,15 @@ def main() -> None:
         "--distill",
         type=float,
         default=0.0,
-        help="how much of the draft's loss is imitating the target instead of the text, 0 to 1",
+        help="how much of the loss is imitating the model before it instead of the text, 0 to 1",
     )
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    tok = AutoTokenizer.from_pretrained(args.tokenizer)
+    return parser
+
+
+def train(
+    args: argparse.Namespace, tok: Any, learners: list[Learner], fixed: Reader | None = None
+) -> None:
+    """Run training until the active-time budget is used up; `fixed` teaches the first learner."""
     units = load_units(args.corpus / "train.jsonl")
     plain = [text for text in units if is_plain(text)]
     rng = random.Random(7)
@@ -244,10 +263,6 @@ def main() -> None:
     held_mix = Mix(1.0, 1800, 0.0, 0.0)
     held_edits = [edit_sample(tok, rng, held[60:], held_mix) for _ in range(40)]
 
-    learners = [
-        Learner("target", tok, args.lr, args.init),
-        Learner("draft", tok, args.lr * 1.3, args.init),
-    ]
     args.out.mkdir(parents=True, exist_ok=True)
     budget, active, step, tokens = args.minutes * 60, 0.0, 0, 0
     decay = Decay(budget * (1 - DECAY_SHARE), budget * DECAY_SHARE)
@@ -288,7 +303,8 @@ def main() -> None:
             wanted = weights[:, 1:].reshape(-1)
             is_edit = torch.tensor([s.is_edit for s in part])[:, None].expand_as(ids[:, 1:])
             kinds = {"code": ~is_edit.reshape(-1), "edit": is_edit.reshape(-1)}
-            teacher: torch.Tensor | None = None
+            with torch.no_grad():
+                teacher = None if fixed is None else fixed.log_probs(ids)
             for learner in learners:
                 log_probs = learner.log_probs(ids)
                 each = token_losses(log_probs, ids)
@@ -296,6 +312,8 @@ def main() -> None:
                 if args.distill and teacher is not None:
                     soft = soft_losses(log_probs, teacher)
                     learnt = (1 - args.distill) * each + args.distill * soft
+                if (further := learner.further_losses(ids, log_probs)) is not None:
+                    learnt = learnt + further
                 torch.autograd.backward((learnt * wanted).sum() / total)
                 teacher = log_probs.detach()
                 for kind, rows in kinds.items():
@@ -333,6 +351,20 @@ def main() -> None:
             append_line(log_path, row)
         if finished:
             return
+
+
+def main() -> None:
+    """Train the bundled target and draft."""
+    args = make_parser(main.__doc__).parse_args()
+    torch.manual_seed(args.seed)
+    tok = AutoTokenizer.from_pretrained(args.tokenizer)
+    learners = []
+    for name, lr in (("target", args.lr), ("draft", args.lr * 1.3)):
+        model = build(name, tok)
+        if args.init:
+            model = LlamaForCausalLM.from_pretrained(args.init / name, dtype=torch.bfloat16)
+        learners.append(Learner(name, model, lr))
+    train(args, tok, learners)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,18 @@ from pathlib import Path
 from drafters.options import NO_DRAFTER
 from drafters.registry import NAME, draft_methods, drafter_names, find_plugins
 from engine.config import EngineConfig
-from engine.names import BUNDLED, BUNDLED_MODEL, SMOLLM2
+from engine.names import BUNDLED, BUNDLED_HYBRID, BUNDLED_MODEL, SMOLLM2
 
 SMALL_MODEL = "small_model"
 MTP = "mtp"
 """The path that means the target's own checkpoint, and the method of what is read there."""
-_BUNDLED_FOLDERS: Mapping[str, Mapping[str, str]] = {
-    BUNDLED_MODEL: {SMALL_MODEL: "draft", "medusa": "medusa"},
-    SMOLLM2: {"eagle3": "smollm2_eagle3"},
+_BUNDLED_DRAFTS: Mapping[str, Mapping[str, str]] = {
+    BUNDLED_MODEL: {SMALL_MODEL: str(BUNDLED / "draft"), "medusa": str(BUNDLED / "medusa")},
+    BUNDLED_HYBRID: {MTP: MTP},
+    SMOLLM2: {"eagle3": str(BUNDLED / "smollm2_eagle3")},
 }
-"""By the names of models, the folders of the drafts that come for them, by their own names, which are
-those of their methods."""
+"""By the names of models, the paths of the drafts that come for them, by their own names, which are those
+of their methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +140,9 @@ def with_bundled_drafts(config: EngineConfig) -> EngineConfig:
     setting gives to others. Raises ValueError as ``find_drafts``."""
     given = find_drafts(config)
     own = tuple(
-        f"{name}={BUNDLED / folder}"
-        for name, folder in _BUNDLED_FOLDERS.get(config.served_model, {}).items()
-        if name not in given and is_wanted(config, name) and (BUNDLED / folder).is_dir()
+        f"{name}={path}"
+        for name, path in _BUNDLED_DRAFTS.get(config.served_model, {}).items()
+        if name not in given and is_wanted(config, name) and (path == MTP or Path(path).is_dir())
     )
     return replace(config, draft=(*config.draft, *own))
 

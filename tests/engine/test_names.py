@@ -13,6 +13,7 @@ from engine.drafting.drafts import find_drafts, with_bundled_drafts
 from engine.model.loader import load_tokenizer
 from engine.names import (
     BUNDLED,
+    BUNDLED_HYBRID,
     BUNDLED_MODEL,
     SMOLLM2,
     SMOLLM2_REQUIREMENT,
@@ -62,6 +63,13 @@ def test_the_bundled_model_has_a_name() -> None:
     assert EngineConfig(model=BUNDLED_MODEL).is_bundled
     assert not EngineConfig(model=SMOLLM2).is_bundled
     assert load_tokenizer(BUNDLED_MODEL).chat_template
+
+
+def test_the_bundled_hybrid_drafts_with_the_layer_it_brings() -> None:
+    assert locate(BUNDLED_HYBRID) == str(BUNDLED / "hybrid")
+    assert load_tokenizer(BUNDLED_HYBRID).get_vocab() == load_tokenizer(BUNDLED_MODEL).get_vocab()
+    (draft,) = find_drafts(with_bundled_drafts(EngineConfig(BUNDLED_HYBRID))).values()
+    assert (draft.name, draft.path) == ("mtp", "mtp")
 
 
 def test_as_a_draft_the_name_means_the_bundled_draft() -> None:

@@ -21,7 +21,9 @@ from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import NORMED, InputBuffers, RequestRows, build_batch
 from engine.drafting.published.folder import DraftRefusedError
 from engine.drafting.published.mtp import MtpNetwork, read_mtp
+from engine.model.checkpoint import load_config, load_weights
 from engine.model.loader import load_model
+from engine.model.text_half import find_text_half
 from worlds.tiny_models import CPU, VOCAB_SIZE, enlarge, random_ids, tiny_config
 
 HIDDEN, NUM_LAYERS, BLOCK_SIZE = 64, 2, 4
@@ -69,16 +71,16 @@ def glm_lite(**changes: Any) -> Any:
     return hf.Glm4MoeLiteConfig(**sizes | changes)
 
 
-def qwen_next(**changes: Any) -> Any:
-    kinds = ["full_attention"] * changes["num_hidden_layers"]
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    sizes = _SIZES | _HEADS | experts | {"shared_expert_intermediate_size": 32}
-    return hf.Qwen3NextConfig(**sizes | {"layer_types": kinds} | changes)
+def hybrid(kind: Callable[..., Any], **sizes: Any) -> Callable[..., Any]:
+    """The last layer attends and the one before keeps a state; a module's only one attends."""
+    states = {f"linear_{name}": 16 for name in ("key_head_dim", "value_head_dim")}
+    states |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
+    def config(**changes: Any) -> Any:
+        kinds = ["linear_attention", "full_attention"][-changes["num_hidden_layers"] :]
+        return kind(**_SIZES | _HEADS | states | sizes | {"layer_types": kinds} | changes)
 
-def qwen_dense(**changes: Any) -> Any:
-    kinds = ["full_attention"] * changes["num_hidden_layers"]
-    return hf.Qwen3_5TextConfig(**_SIZES | _HEADS | {"layer_types": kinds} | changes)
+    return config
 
 
 def mellum(**changes: Any) -> Any:
@@ -92,6 +94,12 @@ _NUMBERED = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _NAMED = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 _LISTED = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 _LAST = f"model.layers.{NUM_LAYERS}."
+_SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 _QWEN: dict[str, Any] = {"offset": 1.0, "is_blank_first": False, "is_served": False}
 FAMILIES = {
     "deepseek_v3": Family(
@@ -102,8 +110,13 @@ FAMILIES = {
     ),
     "glm4_moe": Family(glm, _LAST, _NUMBERED, single={"first_k_dense_replace": 0}),
     "glm4_moe_lite": Family(glm_lite, _LAST, _NUMBERED, single={"mlp_layer_types": ["sparse"]}),
-    "qwen3_next": Family(qwen_next, "mtp.", _NAMED, "layers.0.", **_QWEN),
-    "qwen3_5": Family(qwen_dense, "mtp.", _NAMED, "layers.0.", **_QWEN),
+    "qwen3_next": Family(
+        hybrid(hf.Qwen3NextConfig, **_SHARED), "mtp.", _NAMED, "layers.0.", **_QWEN
+    ),
+    "qwen3_5": Family(hybrid(hf.Qwen3_5TextConfig), "mtp.", _NAMED, "layers.0.", **_QWEN),
+    "qwen3_5_moe": Family(
+        hybrid(hf.Qwen3_5MoeTextConfig, **_SHARED), "mtp.", _NAMED, "layers.0.", **_QWEN
+    ),
     "mellum": Family(
         mellum,
         "mtp.",
@@ -180,8 +193,10 @@ def write(name: str, path: Path, change: Callable[[Tensors], object] = len) -> P
     return hf.AutoModelForCausalLM.from_pretrained(path).eval()
 
 
-def read(name: str, path: Path) -> tuple[MtpNetwork, PreTrainedModel]:
-    target = write(name, path)
+def read(
+    name: str, path: Path, change: Callable[[Tensors], object] = len
+) -> tuple[MtpNetwork, PreTrainedModel]:
+    target = write(name, path, change)
     network = read_mtp(target, path)
     network.bind(target.get_input_embeddings(), target.get_output_embeddings())
     return network, target
@@ -257,6 +272,48 @@ def test_known_rows_in_chunks_and_later_steps_are_those_of_a_plain_reading(
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     head = target.get_output_embeddings().weight
     torch.testing.assert_close(network.logits(found), wanted @ head.T, atol=1e-3, rtol=1e-4)
+
+
+def stack_experts(tensors: Tensors) -> None:
+    """As Qwen3.5's checkpoints have them: all experts in one tensor, both of the first products too."""
+    start = "mtp.layers.0.mlp.experts."
+    each = {
+        part: torch.stack([tensors.pop(f"{start}{i}.{part}_proj.weight") for i in range(4)])
+        for part in ("gate", "up", "down")
+    }
+    tensors[f"{start}gate_up_proj"] = torch.cat([each["gate"], each["up"]], dim=1)
+    tensors[f"{start}down_proj"] = each["down"]
+
+
+def test_experts_in_one_tensor_are_those_one_by_one(tmp_path: Path) -> None:
+    network, target = read("qwen3_5_moe", tmp_path, stack_experts)
+    features = target_states(target)[:-1]
+    found = Served(network).run(TEXT[1:], features)
+    wanted = plainly("qwen3_5_moe", target, TEXT[1:], features)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_module_beside_a_text_half_is_the_halfs(tmp_path: Path) -> None:
+    """Checkpoints of texts and images have ``mtp`` beside ``model.language_model``."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    text = FAMILIES["qwen3_5"].config(num_hidden_layers=NUM_LAYERS)
+    config = hf.Qwen3_5Config(text_config=text, vision_config=vision | {"out_hidden_size": HIDDEN})
+    hf.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file) | module_tensors("qwen3_5", tmp_path / "scratch")
+    assert "model.language_model.norm.weight" in tensors
+    save_file(tensors, file, metadata={"format": "pt"})
+    half = find_text_half(str(tmp_path), load_config(str(tmp_path)))
+    assert half is not None
+    target = load_weights(
+        str(tmp_path), half.config, half.kind, key_mapping=half.key_mapping
+    ).eval()
+    network = read_mtp(target, tmp_path)
+    network.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    features = target_states(target)[:-1]
+    found = Served(network).run(TEXT[1:], features)
+    wanted = plainly("qwen3_5", target, TEXT[1:], features)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mellum"])
