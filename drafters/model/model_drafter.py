@@ -132,6 +132,9 @@ class ModelDrafter(Drafter):
         text = TextDigests(request.cache_salt, self._model.block_size)
         return DraftedText(float(request.options["min_confidence"]), text)
 
+    def finish(self, request_id: str, state: Any) -> None:  # noqa: ARG002
+        self._model.leave(request_id)
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Raises KeyError for a request that is not open."""
         return self._model.read_now(partial(self.begin, requests))
@@ -178,7 +181,7 @@ class ModelDrafter(Drafter):
             return FirstRound(index, ask, state, min(ask.num_computed_tokens, most))
         state.text.update(ask.token_ids)
         valid = self._contents.num_valid(ask.block_table, state.text, ask.token_ids, most)
-        return FirstRound(index, ask, state, valid)
+        return FirstRound(index, ask, state, self._model.usable_rows(ask, valid))
 
     def _has_room(self, ask: DraftRequest) -> bool:
         return ask.depth > 0 and len(ask.token_ids) < self._model.max_len

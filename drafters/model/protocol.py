@@ -98,6 +98,13 @@ class DraftModel(Reader, Protocol):
     @property
     def runs_ahead(self) -> bool: ...
 
+    def usable_rows(self, ask: DraftRequest, num_valid: int) -> int:
+        """Returns how many of a request's first ``num_valid`` tokens, whose rows are in the store, a row
+        may follow: fewer where layers keep a state that has not come so far."""
+
+    def leave(self, request_id: str) -> None:
+        """The request is over."""
+
     def begin(self, levels: Sequence[Sequence[DraftRows]], readback: Any) -> Callable[[], Levels]:
         """Run one level after another, all rows of each at once, and keep their keys and values.
 

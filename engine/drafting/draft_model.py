@@ -22,10 +22,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from drafters.base import DraftSampling
+from drafters.base import DraftRequest, DraftSampling
 from drafters.model.protocol import Candidates, DraftRows, Levels
 from engine.attention.backend import AttentionBackend
 from engine.batch import InputBatch, RequestRows, build_batch
+from engine.drafting.own_states import OwnStates
 from engine.kernels import host_kernel, is_host
 from engine.model.runner import ModelRunner
 from engine.sampling.noise_torch import gumbel
@@ -200,6 +201,13 @@ class LevelModel(ABC):
     def runs_ahead(self) -> bool:
         return not is_host(self._device)
 
+    def usable_rows(self, ask: DraftRequest, num_valid: int) -> int:
+        del ask
+        return num_valid
+
+    def leave(self, request_id: str) -> None:  # noqa: B027
+        """Nothing is kept of requests here."""
+
     def read_now(self, begin: Callable[[Readback], Callable[[], _Result]]) -> _Result:
         return read_now(begin)
 
@@ -273,22 +281,38 @@ class EngineDraftModel(LevelModel):
         runner: ModelRunner,
         limits: DraftLimits,
         owns_rows: bool,
-        slots: StateSlots | None = None,
+        states: StateSlots | OwnStates | None = None,
     ) -> None:
-        """``slots``: of the states that it begins from, its target's, where layers keep some. Raises
+        """``states``: where layers keep some, its target's, from which it begins, or its own. Raises
         ValueError for a runner that is not in fast mode."""
         if runner.attention.needs.determinism != "fast":
             raise ValueError("a draft model runs in fast mode: its trees are fed level by level")
         super().__init__(runner.attention, limits)
         self._runner = runner
         self.owns_rows = owns_rows
-        self._slots = slots
+        self._states = states
+
+    @property
+    def runs_ahead(self) -> bool:
+        # Its own states are told the tokens that stand in rows.
+        return super().runs_ahead and not isinstance(self._states, OwnStates)
+
+    def usable_rows(self, ask: DraftRequest, num_valid: int) -> int:
+        if not isinstance(self._states, OwnStates):
+            return num_valid
+        return self._states.usable(ask.request_id, ask.token_ids, num_valid)
+
+    def leave(self, request_id: str) -> None:
+        if isinstance(self._states, OwnStates):
+            self._states.forget(request_id)
 
     def _rows_of(self, rows: DraftRows) -> RequestRows:
         found = request_rows(rows)
-        if self._slots is not None:
+        if isinstance(self._states, OwnStates):
+            found.states = self._states.rows(rows)
+        elif self._states is not None:
             name, num_nodes = rows.ask.request_id, len(found.parents)
-            found.states = self._slots.peek(name, found.base, found.num_known, num_nodes)
+            found.states = self._states.peek(name, found.base, found.num_known, num_nodes)
         return found
 
     def _logits(self, rows: Sequence[DraftRows], batch: InputBatch) -> Tensor:

@@ -34,6 +34,7 @@ from engine.config import EngineConfig, Quantization
 from engine.drafting.draft_model import DraftLimits, EngineDraftModel
 from engine.drafting.drafts import SMALL_MODEL, Draft, is_wanted
 from engine.drafting.layer_subset import layer_subset, parse_layers
+from engine.drafting.own_states import OwnStates
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
@@ -55,7 +56,7 @@ from engine.model.quantization import (
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
 from engine.request.errors import UnsupportedModelError
-from engine.states.build import checked_states
+from engine.states.build import build_states, checked_states
 from engine.states.plan import ModelStates
 from kvpool.state_slots import StateSlots
 from kvpool.store import KVStore
@@ -122,13 +123,16 @@ class DraftModels:
             store = runner.store.num_blocks if owns_rows else runner.store
             self._check(name, model, needs, each.reference)
             round_inputs(model, self._config.quantize_activations)
-            drafting = self._runner(model, needs, store, None if owns_rows else runner.states)
+            shared = state_shapes(model) and not owns_rows
+            states = runner.states if shared else self._own_states(model)
+            drafting = self._runner(model, needs, store, states)
             drafting.prepare()
             most_rows = self._config.max_num_batched_tokens if owns_rows else _SHARED_CATCH_UP_ROWS
             max_len = min(max_position(model.config), max_model_len)
             limits = DraftLimits(vocab_size, max_len, most_rows)
-            own = None if owns_rows else slots
-            self._ready[name] = EngineDraftModel(drafting, limits, owns_rows, own)
+            own = None if states is None else OwnStates(*self._seats())
+            books = slots if shared else own
+            self._ready[name] = EngineDraftModel(drafting, limits, owns_rows, books)
 
     def get(self, name: str) -> EngineDraftModel:
         """Returns a drafter's model. Raises DrafterUnavailableError with the reason if there is none."""
@@ -143,6 +147,14 @@ class DraftModels:
     def num_parameters(self, name: str) -> int:
         """Returns how many parameters a drafter's small model has."""
         return self._prepared[name].num_parameters
+
+    def _seats(self) -> tuple[int, int]:
+        """Returns how many requests have a state of a draft model's own, and places for drafted rows."""
+        return self._config.max_num_seqs, self._config.max_num_nodes + 1
+
+    def _own_states(self, model: PreTrainedModel) -> ModelStates | None:
+        num_seats, num_places = self._seats()
+        return build_states(state_shapes(model), num_seats, num_seats * num_places, model.device)
 
     def _needs(self, model: PreTrainedModel, shapes: list[KVShape]) -> AttentionNeeds:
         kv_dtype = stored_dtype(self._config.draft_kv_dtype)
@@ -223,8 +235,6 @@ def _small_model(sources: _Sources, path: str) -> _Prepared:
     if has_packed_weights(model):
         complete_packed(model, config.quantize_head)
     prepared = _prepared(model, owns_rows=True)
-    if state_shapes(model):
-        raise UnsupportedModelError(f"draft model {path}: its layers keep a state of their own")
     prepared.num_parameters = size
     if can_pack(model.device, model.dtype):
         pack_linears(model, config.max_num_batched_tokens, exact=False)

@@ -57,10 +57,10 @@ class EveryDrafterTarget(TinyTarget):
     )
 
     def __init__(self, folder: Path, make: Callable[[], PreTrainedModel] = tiny_llama) -> None:
-        """``make`` as ``TinyTarget`` takes it; the small model is without states in any case."""
+        """``make`` as ``TinyTarget`` takes it."""
         super().__init__(make)
         small = folder / "small"
-        _near_target().save_pretrained(small)
+        _near(make()).save_pretrained(small)
         heads = write_heads(folder)
         self._config = EngineConfig(
             model=str(write_checkpoint(folder / "target", make())),
@@ -103,8 +103,7 @@ class EveryDrafterTarget(TinyTarget):
 
 
 @torch.no_grad()
-def _near_target() -> PreTrainedModel:
-    model = tiny_llama()
+def _near(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         weight.add_(0.03 * weight.std() * torch.randn(weight.shape, generator=generator))

@@ -50,6 +50,12 @@ class Forwards:
     def read_now(self, begin: Callable[[Any], Callable[[], Any]]) -> Any:
         return begin(None)()
 
+    def usable_rows(self, ask: DraftRequest, num_valid: int) -> int:  # noqa: ARG002
+        return num_valid
+
+    def leave(self, request_id: str) -> None:
+        """Nothing is kept of requests."""
+
     def begin(self, levels: Sequence[Sequence[DraftRows]], readback: Any) -> Callable[[], Levels]:
         del readback
         found = [self.forward(levels[0])]
