@@ -81,7 +81,7 @@ from engine.offload.identity import weights_digest
 from engine.process.runtime import AsyncEngine
 from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
 from engine.request.errors import UnsupportedModelError
-from engine.request.info import Determinism, EngineInfo, QuantizationInfo
+from engine.request.info import Determinism, EngineInfo, QuantizationInfo, StatesInfo
 from engine.sampling.sampler import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
@@ -89,6 +89,7 @@ from engine.speculation.manager import Speculation
 from engine.states.build import StateSizes, build_states, checked_states, size_states
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
+from kvpool.state_store import StateStore
 from kvpool.tier import BlockTier
 
 logger = logging.getLogger(__name__)
@@ -260,6 +261,7 @@ def build_engine_for(
         hidden_size=text_config.hidden_size,
         embeddings=config.embeddings,
         sampling_defaults=sampling_defaults(model),
+        states=_states_info(model, config, sizes),
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting, adapters)
@@ -412,6 +414,19 @@ def _size_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes | N
     return sizes
 
 
+def _states_info(
+    model: PreTrainedModel, config: EngineConfig, sizes: StateSizes | None
+) -> StatesInfo | None:
+    if sizes is None:
+        return None
+    per_slot = StateStore.bytes_per_slot(state_shapes(model))
+    return StatesInfo(sizes.num_seats, sizes.num_snapshots, per_slot, _snapshot_tokens(config))
+
+
+def _snapshot_tokens(config: EngineConfig) -> int:
+    return -(-config.state_snapshot_tokens // config.block_size) * config.block_size
+
+
 def _kv_bytes(model: PreTrainedModel, config: EngineConfig, ranks: Ranks | None) -> int:
     """Returns the memory that is to be had for keys, values and states."""
     available = free_bytes(model.device)
@@ -484,8 +499,7 @@ def _build_core(
     states = None
     if sizes is not None and runner.states is not None:
         runner.states.store.clear()
-        interval = -(-config.state_snapshot_tokens // config.block_size) * config.block_size
-        states = sizes.slots(config.block_size, interval)
+        states = sizes.slots(config.block_size, _snapshot_tokens(config))
     warm_up(limits.vocab_size, runner.store.device)
     kv_events = begin_kv_events(config)
     listener = None if kv_events is None else kv_events.announcer

@@ -40,6 +40,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "kv_events": {"config", "request"},
         "sampling": {"grammar", "kernels", "noise_numbers", "request", "transfer"},
         "tokenizer": {"gguf", "logs", "names", "request"},
+        "states": {"batch", "request"},
         "capture": {"attention", "batch", "config", "kernels"},
         "schedule": {"batch", "request", "sampling"},
         "model": {
@@ -51,6 +52,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "machine",
             "names",
             "request",
+            "states",
             "tokenizer",
             "transfer",
         },
@@ -116,6 +118,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "sampling",
             "schedule",
             "speculation",
+            "states",
             "tokenizer",
         },
     },
