@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from deploy.ray.figures import Figures
 from drafters.options import SpeculativeParams
 from drafters.registry import drafter_settings
-from engine.request.info import EngineInfo
+from engine.request.info import EngineInfo, StatesInfo
 from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
 from server.endpoints import routers
@@ -177,6 +177,7 @@ def make_metrics() -> Metrics:
         determinism="fast",
         attention_backend="sdpa",
         exact_verified=None,
+        states=StatesInfo(1, 1, 1, 1),
     )
     return Metrics(info, "model", lambda: True)
 

@@ -81,7 +81,7 @@ from engine.offload.identity import weights_digest
 from engine.process.runtime import AsyncEngine
 from engine.ranks.group import LeadingRunner, Ranks, follow_steps, join_ranks
 from engine.request.errors import UnsupportedModelError
-from engine.request.info import Determinism, EngineInfo, QuantizationInfo
+from engine.request.info import Determinism, EngineInfo, QuantizationInfo, StatesInfo
 from engine.sampling.sampler import warm_up
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.cost import CostModel, measure
@@ -90,6 +90,7 @@ from engine.states.build import StateSizes, build_states, checked_states, size_s
 from engine.tokenizer import load_tokenizer
 from kvpool.block_pool import BlockPool
 from kvpool.state_slots import StateSlots
+from kvpool.state_store import StateStore
 from kvpool.tier import BlockTier
 
 logger = logging.getLogger(__name__)
@@ -262,6 +263,7 @@ def build_engine_for(
         hidden_size=text_config.hidden_size,
         embeddings=config.embeddings,
         sampling_defaults=sampling_defaults(model),
+        states=_states_info(model, config, sizes),
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting, adapters)
@@ -420,10 +422,21 @@ def _size_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes | N
 
 
 def _state_slots(sizes: StateSizes, config: EngineConfig) -> StateSlots:
+    return StateSlots(*sizes, block_size=config.block_size, interval=_snapshot_tokens(config))
+
+
+def _states_info(
+    model: PreTrainedModel, config: EngineConfig, sizes: StateSizes | None
+) -> StatesInfo | None:
+    if sizes is None:
+        return None
+    per_slot = StateStore.bytes_per_slot(state_shapes(model))
+    return StatesInfo(sizes.num_seats, sizes.num_snapshots, per_slot, _snapshot_tokens(config))
+
+
+def _snapshot_tokens(config: EngineConfig) -> int:
     """Prompts leave snapshots at ends of blocks."""
-    size = config.block_size
-    interval = -(-config.state_snapshot_tokens // size) * size
-    return StateSlots(*sizes, block_size=size, interval=interval)
+    return -(-config.state_snapshot_tokens // config.block_size) * config.block_size
 
 
 def _kv_bytes(model: PreTrainedModel, config: EngineConfig, ranks: Ranks | None) -> int:

@@ -41,6 +41,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "kv_events": {"config", "request"},
         "sampling": {"grammar", "kernels", "noise_numbers", "request", "transfer"},
         "tokenizer": {"gguf", "logs", "names", "request"},
+        "states": {"batch", "request"},
         "capture": {"attention", "batch", "config", "kernels"},
         "schedule": {"batch", "request", "sampling"},
         "model": {
@@ -52,6 +53,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "machine",
             "names",
             "request",
+            "states",
             "tokenizer",
             "transfer",
             "states",
@@ -119,6 +121,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "sampling",
             "schedule",
             "speculation",
+            "states",
             "tokenizer",
             "states",
         },

@@ -233,6 +233,14 @@ def _memory(dashboard: Dashboard) -> None:
             "none",
             [(f"sum by (instance) ({rate('process_cpu_seconds_total')})", "{{instance}}")],
         ),
+        lines(
+            "State slots by what they hold",
+            "seat: a running request's. snapshot: kept for prompts that begin alike. Models whose layers "
+            "keep no state report none.",
+            "none",
+            [(f"sum by (state) (slipstream_state_slots{{{HERE}}})", "{{state}}")],
+            stacked=True,
+        ),
     ):
         dashboard.with_panel(panel)
 

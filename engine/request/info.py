@@ -76,6 +76,22 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StatesInfo:
+    """Room for the states of a model's layers. ``num_seats``: requests that may run at a time;
+    ``num_snapshots``: states that are kept for others, beside theirs; ``bytes_per_slot``: of one of
+    either; ``snapshot_tokens``: from one to the next within a long prompt."""
+
+    num_seats: int
+    num_snapshots: int
+    bytes_per_slot: int
+    snapshot_tokens: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_seats + self.num_snapshots
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """``max_model_len`` counts prompt plus output tokens. ``exact_verified`` says whether the start-up
     probe found equal bits (None: not probed, or no room to do so to the end); ``exact_probed`` names what
@@ -84,7 +100,7 @@ class EngineInfo:
     ``adapters``: those that are loaded; None: none can be. ``architecture``: the model's kind in its
     configuration's word, as "llama"; ``hidden_size``: features of a hidden state; ``embeddings``: how
     states are pooled, if requests may ask for that. ``sampling_defaults``: what the model's files say
-    of ``SAMPLED`` parameters, unchecked."""
+    of ``SAMPLED`` parameters, unchecked. ``states``: None where the model's layers keep none."""
 
     model: str
     vocab_size: int
@@ -111,3 +127,4 @@ class EngineInfo:
     hidden_size: int = 0
     embeddings: Pooling = "none"
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    states: StatesInfo | None = None

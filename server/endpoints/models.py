@@ -75,6 +75,7 @@ def _card(served: Services) -> dict[str, Any]:
         "unserved": info.unserved,
         "embeddings": info.embeddings,
         "hidden_size": info.hidden_size,
+        "states": None if info.states is None else asdict(info.states),
         "has_chat_template": served.has_chat_template,
         "fills_in": served.bodies.translator.fills_in,
         "default_sampling_params": API_DEFAULTS | served.bodies.translator.sampling,

@@ -79,6 +79,7 @@ _COUNTERS = {
     "preemptions": ("Requests preempted.",),
     "prefix_cache_queries": ("Prompt tokens looked up.",),
     "prefix_cache_hits": ("Prompt tokens found.",),
+    "state_hits": ("Requests that began from a kept state.",),
     "kv_events": ("KV events sent.",),
     "kv_events_dropped": ("KV events lost because too many were waiting to be sent.",),
     "kv_offload_restored_tokens": ("Prompt tokens whose evicted blocks were brought back.",),
@@ -111,6 +112,7 @@ _GAUGES = {
     "requests_running": ("Requests in the batch.",),
     "requests_waiting": ("Requests in the queue.",),
     "kv_blocks": ("KV blocks by state.", "state"),
+    "state_slots": ("Slots for states of layers by what they hold.", "state"),
     "kv_offload_blocks": ("Blocks that are kept outside of the KV store.",),
     "kv_offload_bytes": ("Bytes of these.",),
     "kv_blocks_total": ("KV blocks in the pool.",),
@@ -120,6 +122,8 @@ _GAUGES = {
     "draining": ("1 while open requests finish and no new ones are taken.",),
     "gpu_memory_bytes": ("Device memory.", "kind"),
 }
+# Only of models whose layers keep a state.
+_OF_STATES = {"state_hits", "state_slots"}
 # Buckets, what it shows, labels.
 _HISTOGRAMS: dict[str, tuple[Sequence[float], str, tuple[str, ...]]] = {
     "spec_request_acceptance_rate": (
@@ -328,6 +332,8 @@ class Metrics(Collector):
         self._metrics: dict[str, Any] = {}
         for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
             for name, (text, *labels) in table.items():
+                if name in _OF_STATES and info.states is None:
+                    continue
                 self._metrics[name] = kind(f"{_PREFIX}{name}", text, labels, registry=self.registry)
         for name, (buckets, text, names) in _HISTOGRAMS.items():
             self._metrics[name] = Histogram(
@@ -349,6 +355,8 @@ class Metrics(Collector):
         # Until the first step tells.
         for state, count in idle_stats(info.num_blocks).blocks.items():
             self._series("kv_blocks", state).set(count)
+        if info.states is not None:
+            self._series("state_slots", "free").set(info.states.num_slots)
         self._show_model(info, model_name)
         self.show_adapters(info.adapters or ())
         for drafter, draft in info.drafts.items():
@@ -419,6 +427,10 @@ class Metrics(Collector):
             at("kv_blocks", state).set(count)
         for kind, num_bytes in stats.device_memory.items():
             at("gpu_memory_bytes", kind).set(num_bytes)
+        for state, count in stats.state_slots.items():
+            at("state_slots", state).set(count)
+        if stats.state_hits:
+            own["state_hits"].inc(stats.state_hits)
         own["prefix_cache_queries"].inc(stats.prefix_cache_queries)
         own["prefix_cache_hits"].inc(stats.prefix_cache_hits)
         own["kv_events"].inc(stats.num_kv_events)

@@ -13,6 +13,7 @@ from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request.events import ErrorEvent, TokenEvent
+from engine.request.info import StatesInfo
 from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle
 from worlds.engine_harness import Driver, request
@@ -141,3 +142,10 @@ def test_a_step_that_breaks_leaves_no_state_behind(
     assert driver.finishes["d"].num_cached_tokens == 0
     check(driver, name, f=PROMPTS[0])
     assert driver.finishes["f"].num_cached_tokens == 16
+
+
+def test_the_engine_says_what_room_states_have() -> None:
+    config = EngineConfig(block_size=SIZE, num_blocks=8, max_num_seqs=2, state_snapshot_tokens=9)
+    info = build_engine_for(tiny_model("qwen3_5_text"), None, config).info.states
+    # A layer of 4 heads of 16 x 16, and 128 channels whose last 3 inputs are kept.
+    assert info == StatesInfo(2, 16, 4 * (4 * 16 * 16 + 3 * 128), 12)

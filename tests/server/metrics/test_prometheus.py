@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.request.info import StatesInfo
 from engine.request.stats import StepStats
 from server.metrics.prometheus import Metrics
 from worlds.scraping import STEP, scrape, value
@@ -112,6 +113,28 @@ async def test_steps_are_counted() -> None:
     assert [value(seen, at, **MODEL, position=str(each)) for each in range(3)] == [4, 2, 2]
     sizes = {"block_size": "16", "num_gpu_blocks": "100"}
     assert value(seen, "vllm:cache_config_info", **MODEL, **sizes) == 1
+
+
+async def test_states_are_shown_where_layers_keep_some() -> None:
+    held = {"free": 4, "seat": 2, "planned": 0, "snapshot": 4}
+    for states in (None, StatesInfo(2, 8, 1000, 512)):
+        engine = ScriptedEngine(info=engine_info(states=states))
+        async with serve(engine) as client:
+            before = await scrape(client)
+            if states is not None:
+                engine.emit(replace(STEP, state_slots=held, state_hits=3))
+            seen = await scrape(client)
+            card = (await client.get("/models")).json()["data"][0]
+        if states is None:
+            assert not any("state_" in name for name, _ in before)
+            assert card["states"] is None
+            continue
+        assert value(before, "slipstream_state_slots", state="free") == 10
+        assert value(before, "slipstream_state_hits_total") == 0
+        for state, count in held.items():
+            assert value(seen, "slipstream_state_slots", state=state) == count
+        assert value(seen, "slipstream_state_hits_total") == 3
+        assert card["states"] == asdict(states)
 
 
 async def test_what_tenants_did_is_counted_under_their_names_in_the_file(tmp_path: Path) -> None:
