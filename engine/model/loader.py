@@ -34,7 +34,9 @@ from engine.tokenizer import load_tokenizer as load_tokenizer
 logger = logging.getLogger(__name__)
 
 # Layer kinds whose memory of the past is keys and values, the only kind the pool holds.
-_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+_IN_CHUNKS = "chunked_attention"
+"""Served up to the end of the first chunk, if it is said where that is (``max_position``)."""
 _CALL_WIDE_ROPES = {"longrope", "dynamic"}
 
 
@@ -138,7 +140,9 @@ def refuse_unservable(config: Any) -> None:
         raise UnsupportedModelError(
             f"{kind} has more parts than text; its text half is served alone"
         )
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    has_chunks = getattr(config, "attention_chunk_size", None) is not None
+    odd = sorted(kinds - _SERVED_LAYERS - ({_IN_CHUNKS} if has_chunks else set()))
     if odd:
         raise UnsupportedModelError(
             f"{kind} has layers of kind {', '.join(odd)}; only "
@@ -221,7 +225,7 @@ def max_position(config: Any) -> int:
     for rope in [ropes, *ropes.values()]:  # one for all layers, or one per kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") in _CALL_WIDE_ROPES:
             lengths.append(rope.get("original_max_position_embeddings") or lengths[0])
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+    if _IN_CHUNKS in (getattr(config, "layer_types", None) or ()):
         lengths.append(config.attention_chunk_size)
     if getattr(config, "attn_temperature_tuning", False):
         lengths.append(config.floor_scale - 1)
