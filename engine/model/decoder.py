@@ -68,8 +68,7 @@ def _keep(model: PreTrainedModel, layer: int, kept: dict[int, Tensor]) -> Callab
 
     if layer == NORMED:
         # Not before the head, which may see fewer rows.
-        base = model.base_model if model.base_model is not model else model.get_decoder()
-        return base.register_forward_hook(keep_normed).remove
+        return model.base_model.register_forward_hook(keep_normed).remove
     modules = decoder_layers(model)
     if not 0 <= layer <= len(modules):
         raise UnsupportedModelError(
