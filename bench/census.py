@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ def look_at(kind: str) -> Finding:
 
 
 def _said(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return shorten(str(error), 220, placeholder=" ..")
 
 
 async def _compare(engine: AsyncEngine) -> Mapping[str, bool | None]:
@@ -304,7 +305,8 @@ def page(findings: Sequence[Finding]) -> str:
         "",
         f"Served: {len(served)}. Of these `exact`, by the checks at start: {len(exact)}. Equal texts "
         "with and without drafts, `ngram` greedy and `suffix` at",
-        f"temperature 0.9, several requests side by side: {sum(each.is_equal for each in served)}.",
+        f"temperature 0.9, several requests side by side: {sum(each.is_equal for each in served)}. "
+        "A dash: no draft was accepted, so nothing was shown.",
         "",
         "## Served",
         "",

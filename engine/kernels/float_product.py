@@ -175,6 +175,14 @@ class PackedFloats:
         self._sizes = self.in_features, out_features, weights.shape[0], width
         self._how = activation, has_pairs
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """Returns ``[out_features, in_features]`` again. Not of a gated product."""
+        plain = self.weights.new_empty(self.out_features, self.in_features)
+        rows = self.weights.transpose(1, 2).reshape(-1, self.in_features)
+        plain[_channels(self.out_features).flatten()] = rows
+        return plain
+
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows`` ``[num_rows, in_features]``. Returns ``[num_rows, out_features]``."""
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -201,14 +209,19 @@ def pack(
     ``[out_features]``. ``has_pairs``: None: where there is the instruction."""
     out_features = weight.shape[0]
     together = 2 if weight.dtype == torch.bfloat16 else 1
-    num_blocks = -(-out_features // CHANNELS)
-    firsts = torch.arange(num_blocks).mul_(CHANNELS).clamp_(max=out_features - CHANNELS)
-    channels = firsts[:, None] + torch.arange(CHANNELS)
-    blocks = weight.detach()[channels].view(num_blocks, CHANNELS, -1, together)
+    channels = _channels(out_features)
+    blocks = weight.detach()[channels].view(len(channels), CHANNELS, -1, together)
     biases = None if bias is None else bias.detach().float()[channels]
     return PackedFloats(
         blocks.transpose(1, 2).contiguous(), biases, out_features, has_pairs=has_pairs
     )
+
+
+def _channels(out_features: int) -> torch.Tensor:
+    """Returns the output channels of each block ``[blocks, 64]``: the last ones may be in two."""
+    num_blocks = -(-out_features // CHANNELS)
+    firsts = torch.arange(num_blocks).mul_(CHANNELS).clamp_(max=out_features - CHANNELS)
+    return firsts[:, None] + torch.arange(CHANNELS)
 
 
 def pack_gated(first: PackedFloats, second: PackedFloats, activation: str) -> PackedFloats:

@@ -76,25 +76,29 @@ class AdaptsRows(Protocol):
 class PackedWeight(Protocol):
     """A weight, and a bias where there is one, as what multiplies with them wants them."""
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it was, ``[out_features, in_features]``."""
+
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the product ``[rows, out_features]`` of ``rows`` ``[rows, in_features]``."""
 
 
 class PackedLinear(nn.Module):
-    """A layer in ``nn.Linear``'s place, whose weight is ``packed``. ``weight`` is what models ask for the
-    type that rows are to have; it holds no values."""
+    """A layer in ``nn.Linear``'s place, whose weight is ``packed``."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        packed: PackedWeight,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, packed: PackedWeight) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.packed: Any = packed
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device="meta")
+        self._weight: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Unpacked for the few models that read it, mostly of routers, and kept for them."""
+        if self._weight is None:
+            self._weight = self.packed.weight
+        return self._weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``inputs`` ``[.., in_features]``; returns ``[.., out_features]``."""

@@ -55,10 +55,15 @@ class PaddedFloats:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         from engine.kernels.float_product import pack
 
-        self._out_features, in_features = weight.shape
-        channels, self._features = max(0, _CHANNELS - self._out_features), in_features % 2
+        self._out_features, self._in_features = weight.shape
+        channels, self._features = max(0, _CHANNELS - self._out_features), self._in_features % 2
         wide = F.pad(weight, (0, self._features, 0, channels))
         self._packed = pack(wide, None if bias is None else F.pad(bias, (0, channels)))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """See ``PackedWeight``."""
+        return self._packed.weight[: self._out_features, : self._in_features]
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         """See ``PackedWeight``."""
@@ -79,6 +84,12 @@ class OneDnnWeight:
     ) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         self._bias, self._least, self._most = bias, least, most
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """See ``PackedWeight``."""
+        plain: torch.Tensor = self._packed.to_dense()
+        return plain
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         """See ``PackedWeight``."""
@@ -200,8 +211,8 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> set[str]:
         if is_plain(module) and module.weight.dtype in KINDS:
             linear = as_linear(module)
             packed = pack_weight(linear.weight.detach(), linear.bias, most_rows, exact)
-            sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
-            model.set_submodule(name, PackedLinear(*sizes, packed, dtype))
+            layer = PackedLinear(linear.in_features, linear.out_features, packed)
+            model.set_submodule(name, layer)
     failures: set[str] = set()
     if exact:
         _steady(model, failures)
@@ -308,12 +319,7 @@ _OTHER_PRODUCTS = (*_MATMULS, torch.addmm, torch.bmm, torch.baddbmm, torch.einsu
 
 
 class WholeVectors(TorchFunctionMode):
-    """A mode in which elements are computed alike wherever in a call they stand. ``noted``: whom to tell
-    that it mattered."""
-
-    def __init__(self, noted: Callable[[], object] = lambda: None) -> None:
-        super().__init__()
-        self._noted = noted
+    """A mode in which elements are computed alike wherever in a call they stand."""
 
     def __torch_function__(
         self,
@@ -326,18 +332,41 @@ class WholeVectors(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _WITH_TAILS or not args:
             return func(*args, **kwargs)
-        self._noted()
         flat = args[0].contiguous().view(-1)
         padded = func(F.pad(flat, (0, -len(flat) % _VECTORS)), *args[1:], **kwargs)
         return padded[: len(flat)].view(args[0].shape)
 
 
-def _find_tails(model: nn.Module) -> None:
-    """Has the first forward find the modules that compute with ``_WITH_TAILS``; these run in whole
-    vectors from then on."""
+class _Noting(TorchFunctionMode):
+    """Notes which modules compute with ``_WITH_TAILS``, and which with small weights of their layers."""
+
+    def __init__(self, running: list[nn.Module]) -> None:
+        super().__init__()
+        self._running = running
+        self.tails: set[nn.Module] = set()
+        self.products: set[nn.Module] = set()
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func in _WITH_TAILS:
+            self.tails.add(self._running[-1])
+        elif func is F.linear and args[1].numel() <= _LARGE_WEIGHT:
+            self.products.add(self._running[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def _watch_first(model: nn.Module, failures: set[str]) -> None:
+    """Has the first forward find the modules that compute with ``_WITH_TAILS``, or with weights of their
+    layers: from then on these run in whole vectors, and in one order of sums."""
     own = model.forward
-    running: list[nn.Module] = [model]
-    found: dict[nn.Module, None] = {}
+    running = [model]
+    noting = _Noting(running)
 
     def begin(module: nn.Module, _: object) -> None:
         running.append(module)
@@ -350,18 +379,25 @@ def _find_tails(model: nn.Module) -> None:
         handles = [each.register_forward_pre_hook(begin) for each in model.modules()]
         handles += [each.register_forward_hook(end) for each in model.modules()]
         try:
-            with WholeVectors(lambda: found.setdefault(running[-1])):
+            with noting:
                 return own(*args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
-            kinds = {type(module) for module in found}  # not every expert was chosen
-            for module in model.modules():
-                is_alike = type(module) in kinds and "forward" not in vars(module)
-                if module in found or is_alike:
-                    vars(module)["forward"] = partial(_run_within, WholeVectors(), module.forward)
+            _wrap(model, noting.products, lambda module: OneOrderProducts(module, failures))
+            _wrap(model, noting.tails, lambda _: WholeVectors())
 
     vars(model)["forward"] = first
+
+
+def _wrap(
+    model: nn.Module, found: set[nn.Module], mode: Callable[[nn.Module], TorchFunctionMode]
+) -> None:
+    kinds = {type(module) for module in found}  # not every expert was chosen
+    for module in model.modules():
+        is_alike = type(module) in kinds and "forward" not in vars(module)
+        if module in found or is_alike:
+            vars(module)["forward"] = partial(_run_within, mode(module), module.forward)
 
 
 def _steady(model: nn.Module, failures: set[str]) -> None:
@@ -376,7 +412,7 @@ def _steady(model: nn.Module, failures: set[str]) -> None:
             products = OneOrderProducts(module, failures)
             vars(module)["forward"] = partial(_run_within, products, module.forward)
     if all(each.device.type == "cpu" for each in model.parameters()):
-        _find_tails(model)
+        _watch_first(model, failures)
 
 
 def _pack_experts(module: nn.Module) -> None:

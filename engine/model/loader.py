@@ -42,7 +42,9 @@ from kvpool.state_store import StateShape
 
 logger = logging.getLogger(__name__)
 
-_SERVED = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+_SERVED = ("full_attention", "sliding_attention", "linear_attention")
+_IN_CHUNKS = "chunked_attention"
+"""Served up to the end of the first chunk, if it is said where that is (``max_position``)."""
 _CALL_WIDE_ROPES = {"longrope", "dynamic"}
 
 
@@ -147,7 +149,10 @@ def refuse_unservable(config: Any) -> None:
             f"{kind} has more parts than text; its text half is served alone"
         )
     kinds = set(getattr(config, "layer_types", None) or ())
-    odd = sorted(kind for kind in kinds if kind.endswith("_attention") and kind not in _SERVED)
+    served = {*_SERVED}
+    if getattr(config, "attention_chunk_size", None) is not None:
+        served.add(_IN_CHUNKS)
+    odd = sorted(each for each in kinds if each.endswith("_attention") and each not in served)
     if odd:
         raise UnsupportedModelError(
             f"{kind} has layers of kind {', '.join(odd)}; served are {', '.join(_SERVED)}, and others "
@@ -249,7 +254,7 @@ def max_position(config: Any) -> int:
     for rope in [ropes, *ropes.values()]:  # one for all layers, or one per kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") in _CALL_WIDE_ROPES:
             lengths.append(rope.get("original_max_position_embeddings") or lengths[0])
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+    if _IN_CHUNKS in (getattr(config, "layer_types", None) or ()):
         lengths.append(config.attention_chunk_size)
     if getattr(config, "attn_temperature_tuning", False):
         lengths.append(config.floor_scale - 1)

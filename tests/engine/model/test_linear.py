@@ -22,6 +22,7 @@ from engine.model.linear import (
     PaddedFloats,
     keeps_bits,
     onednn_keeps_bits,
+    pack_floats,
     pack_linears,
     pack_weight,
 )
@@ -293,10 +294,6 @@ def test_packing_replaces_every_linear_and_leaves_the_tied_embedding() -> None:
     assert pack_linears(toy, 64, exact=True) == set()
     kinds = [type(module) for module in toy.modules()]
     assert kinds.count(PackedLinear) == 3
-    # Routers ask for the type that rows are to have.
-    assert all(
-        each.weight.dtype == torch.bfloat16 for each in toy.modules() if hasattr(each, "weight")
-    )
     assert nn.Linear not in kinds
     assert nn.Bilinear in kinds
     assert torch.equal(toy.embedding.weight, embedding)
@@ -353,6 +350,39 @@ def test_weights_outside_of_layers_give_a_row_the_same_bits_too(
         assert torch.equal(model(rows[:count]), alone[:count])
         behind = model(rows[None, 70 - count :]).view(count, -1)
         assert torch.equal(behind, alone[70 - count :])
+
+
+@every_dtype
+@pytest.mark.parametrize("sizes", [(256, 40), (63, 130), (64, 64), (17, 3)])
+def test_a_weight_can_be_read_again(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Routers ask for its type, or multiply with it themselves."""
+    linear = make_linear(*sizes, True, dtype)
+    for packed in (
+        pack_floats(linear.weight, linear.bias),
+        pack_weight(linear.weight, None, 64, True),
+    ):
+        layer = PackedLinear(*sizes, packed)
+        assert torch.equal(layer.weight, linear.weight)
+        assert layer.weight is layer.weight
+
+
+@torch.inference_mode()
+def test_a_module_that_multiplies_with_a_layer_s_weight_keeps_rows_bits() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = make_linear(256, 40, False, torch.float32)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return F.linear(rows, self.layer.weight)
+
+    model, rows = nn.Sequential(Router()), cancelling_rows(70, 256, torch.float32)
+    expected = model(rows)
+    assert pack_linears(model, MOST_ROWS, exact=True) == set()
+    torch.testing.assert_close(model(rows), expected, rtol=0, atol=0.05)
+    alone = torch.cat([model(row) for row in rows.split(1)])
+    for count in (2, 13, 33, 70):
+        assert torch.equal(model(rows[:count]), alone[:count])
 
 
 class Tailed(nn.Module):
