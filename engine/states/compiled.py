@@ -170,8 +170,8 @@ class CompiledPlan:
         self._run(kernel.recur, arguments, asked_key, None)
         return output
 
-    def renewed(self, key: Key) -> tuple[int, int]:
-        """As ``engine.kernels.Renews`` has it."""
+    def renewed(self, key: Any) -> tuple[int, int]:
+        """As ``engine.kernels.Renews`` has it. ``key``: a ``Key``."""
         step = self._step(key)
         return step.record.data_ptr(), step.num_threads
 

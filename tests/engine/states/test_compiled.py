@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.batch import ForwardOutput
+from engine.capture.recording import CapturedForward, KernelCall, Recorder
 from engine.kernels import walks
-from engine.states.compiled import CompiledStates
+from engine.states.compiled import CompiledPlan, CompiledStates
 from engine.states.plan import Convolution, PlainStates, Recurrence, StatePlan
 from engine.states.work import Entry, StateWork, Walk, state_work
 from kvpool.state_store import StateStore
@@ -140,3 +142,34 @@ def test_a_text_has_one_set_of_bits(
             got = served(asked, LENGTH, STEPS[steps], compiled, company)
         for mine, theirs in zip(got, expected, strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_what_was_recorded_serves_steps_of_other_requests(num_threads: int) -> None:
+    """It is told of their walks by their plan."""
+    asks = CASES["four taps"](torch.bfloat16, NUM_ROWS), CASES["Mamba"](torch.bfloat16, NUM_ROWS)
+    works = [state_work(Neighbours(Random(seed)).requests(3, 0)) for seed in (1, 2)]
+    assert works[0].num_rows != works[1].num_rows
+    stores = [store_of(*(each.shape for each in asks)) for _ in range(2)]
+    backends = [CompiledStates(store) for store in stores]
+
+    def forward(plan: CompiledPlan) -> ForwardOutput:
+        mixed, moved = (run(plan, ask, op) for op, ask in enumerate(asks))
+        return ForwardOutput(mixed, (moved,))
+
+    recorder = Recorder()
+    with threads(num_threads):
+        forward(backends[0].plan(works[0]))
+        again = forward(backends[0].plan(works[0]))
+        expected = forward(backends[0].plan(works[1]))
+        forward(backends[1].plan(works[0]))  # which keeps weights
+        with recorder.watch():
+            recorded = forward(backends[1].plan(works[0]))
+        assert torch.equal(recorded.logits, again.logits)
+        assert recorder.reason is None
+        assert all(isinstance(each, KernelCall) for each in recorder.calls)
+        graph = CapturedForward(recorder, recorded)
+        got = graph.replay(backends[1].plan(works[1]), num_threads)
+    results = zip((got.logits, *got.hidden), (expected.logits, *expected.hidden), strict=True)
+    left = zip(*(each.states + each.rows for each in stores), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in (*results, *left))
