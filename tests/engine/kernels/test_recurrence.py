@@ -74,6 +74,7 @@ def test_rows_are_read_wherever_they_lie(laid: str) -> None:
         else each.repeat_interleave(2, -1)[..., ::2]
         for each in (*asked[:4], asked.beta if asked.beta is not None else asked.value)
     ]  # fmt: skip
-    got = recurred(Recurrence(*moved, *asked[5:]), start)
+    query, key, value, log_decay, beta = moved
+    got = recurred(Recurrence(query, key, value, log_decay, beta, *asked[5:]), start)
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine, theirs)
