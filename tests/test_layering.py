@@ -56,7 +56,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "states",
             "tokenizer",
             "transfer",
-            "states",
         },
         "speculation": {"config", "grammar", "request", "schedule", "transfer"},
         "verification": {"kernels", "request", "sampling", "schedule", "transfer"},
@@ -123,7 +122,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "speculation",
             "states",
             "tokenizer",
-            "states",
         },
     },
     "drafters": {

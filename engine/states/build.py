@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 
 from engine.kernels import is_host
+from engine.kernels.triton import missing_for
 from engine.states.compiled import CompiledStates
 from engine.states.plan import ModelStates, PlainStates
+from engine.states.triton import TritonStates
 from kvpool.state_store import StateShape, StateStore
 
 _SHARE = 0.5
@@ -57,7 +59,9 @@ def build_states(
     if not shapes:
         return None
     store = StateStore(shapes, num_slots, num_places, device)
-    return CompiledStates(store) if is_host(device) else PlainStates(store)
+    if is_host(device):
+        return CompiledStates(store)
+    return PlainStates(store) if missing_for(device) is not None else TritonStates(store)
 
 
 def checked_states(shapes: Sequence[StateShape], device: torch.device) -> ModelStates | None:

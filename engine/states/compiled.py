@@ -176,8 +176,8 @@ class CompiledPlan:
     def keep(self) -> Callable[[], None]:
         return kept_states(self._backend.store, self._work.walks[:, 2].tolist())
 
-    def renewed(self, key: Key) -> tuple[int, int]:
-        """As ``engine.kernels.Renews`` has it."""
+    def renewed(self, key: Any) -> tuple[int, int]:
+        """As ``engine.kernels.Renews`` has it. ``key``: a ``Key``."""
         step = self._step(key)
         return step.record.data_ptr(), step.num_threads
 

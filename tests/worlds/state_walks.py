@@ -22,17 +22,17 @@ Asked = Convolution | Recurrence
 Backend = Callable[[StateStore, StateWork], StatePlan]
 
 
-def store_of(shape: StateShape) -> StateStore:
+def store_of(*shapes: StateShape) -> StateStore:
     """A store in which nothing is zero."""
-    store = StateStore([shape], NUM_SLOTS, NUM_PLACES, torch.device("cpu"))
+    store = StateStore(shapes, NUM_SLOTS, NUM_PLACES, torch.device("cpu"))
     generator = torch.Generator().manual_seed(5)
     for each in (*store.states, *store.rows):
         each.normal_(generator=generator).mul_(0.5)
     return store
 
 
-def run(plan: StatePlan, asked: Asked) -> Tensor:
-    return plan.convolve(0, asked) if isinstance(asked, Convolution) else plan.recur(0, asked)
+def run(plan: StatePlan, asked: Asked, op: int = 0) -> Tensor:
+    return plan.convolve(op, asked) if isinstance(asked, Convolution) else plan.recur(op, asked)
 
 
 def picked(asked: Asked, rows: Sequence[int]) -> Asked:

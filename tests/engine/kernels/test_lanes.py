@@ -87,6 +87,19 @@ def test_floats_of_8_bits_are_rounded_as_torch_rounds_and_never_beyond_the_large
     assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
+def copy_some(a: Pair) -> None:
+    v.store_some(a.target, v.load_some(a.source, a.count), a.count)
+
+
+@pytest.mark.parametrize("dtype", list(STORED_KINDS))
+def test_some_of_sixteen_are_read_and_written_alone(dtype: torch.dtype) -> None:
+    for count in range(LANES + 1):
+        target = torch.full((LANES,), 7.0)
+        loop_of(copy_some, Pair).run(Pair(drawn(count).to(dtype)[:count], target, count))
+        assert torch.equal(target[:count], drawn(count).to(dtype).float()[:count])
+        assert torch.equal(target[count:], torch.full((LANES - count,), 7.0))
+
+
 def exponentials(a: Pair) -> None:
     v.store(a.target, 0, v.exp(v.load(a.source, 0)))
 

@@ -1,0 +1,203 @@
+"""Operations with a state on GPUs, as Triton programs that read a step's walks from the device's memory.
+
+They are copied there once per step without waiting for the device, and nothing is read back: launches of
+steps that are fitted into the same ``Room`` may be captured in a graph and run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.triton.ops import lanes
+from engine.states.plan import Convolution, Recurrence, kept_states
+from engine.states.work import NOWHERE, Entry, StateWork, Walk
+from kvpool.state_store import RecurrenceShape, StateStore
+
+_CHANNELS = 256
+"""Of a program."""
+_VALUES = 32
+"""Of a head's, of a program."""
+_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+_Ints = NDArray[np.int32]
+_ROW, _PARENT, _STORE, _SNAPSHOT = (
+    Entry._fields.index(name) for name in ("row", "parent", "store", "snapshot")
+)
+
+
+class Room(NamedTuple):
+    """What launches are made for: the most of each that a step has."""
+
+    num_walks: int
+    num_entries: int
+    num_stores: int
+    num_buffers: int
+
+
+class Told(NamedTuple):
+    """A step as programs read it: ``[n, WALK_INTS]``, ``[n, ENTRY_INTS]`` and ``[n, STORE_INTS]``."""
+
+    walks: _Ints
+    entries: _Ints
+    stores: _Ints
+    num_buffers: int
+
+    @property
+    def room(self) -> Room:
+        return Room(len(self.walks), len(self.entries), len(self.stores), self.num_buffers)
+
+    def fitted(self, room: Room) -> Told:
+        """Returns the same with walks of nothing and entries of no row. Raises ValueError if the room is
+        too small."""
+        if any(mine > most for mine, most in zip(self.room, room, strict=True)):
+            raise ValueError(f"a step of {self.room} has no room in {room}")
+        walks, entries, stores = (
+            np.pad(each, ((0, count - len(each)), (0, 0)), constant_values=value)
+            for each, count, value in zip(self[:3], room, (0, NOWHERE, 0), strict=False)
+        )
+        return Told(walks, entries, stores, room.num_buffers)
+
+
+def told_of(work: StateWork) -> Told:
+    walks, entries = work.walks, work.entries
+    numbers = np.arange(len(entries))
+    # What the next entry follows is carried on.
+    parents = entries[:, _PARENT]
+    is_read = np.zeros(len(entries), dtype=np.int64)
+    is_read[parents[(parents != numbers - 1) & (parents >= 0)]] = 1
+    starts = np.zeros(len(entries), dtype=np.int64)
+    stores: list[tuple[int, int]] = []
+    told, num_buffers = [], 0
+    for first, end, source, count in (Walk(*each) for each in walks.tolist()):
+        starts[first:end] = source
+        first_store = len(stores)
+        mine = entries[first:end, [_SNAPSHOT, _STORE]]
+        stores += [(first + int(at), int(mine[at, which])) for at, which in np.argwhere(mine >= 0)]
+        told.append((first, end, source, num_buffers, first_store, len(stores)))
+        num_buffers += count if is_read[first:end].any() else 0
+    wide = np.column_stack([entries, is_read, starts])
+    return Told(
+        np.array(told, dtype=np.int32).reshape(-1, 6),
+        wide.astype(np.int32),
+        np.array(stores, dtype=np.int32).reshape(-1, 2),
+        num_buffers,
+    )
+
+
+class TritonStates:
+    """Makes plans over a store (``ModelStates``). What ``reserve`` has made keeps its address."""
+
+    can_capture = False
+
+    def __init__(self, store: StateStore) -> None:
+        self.store = store
+        self._ints = self._zeros(0, torch.int32)
+        self._buffers = self._zeros(0, torch.float32)
+
+    def reserve(self, room: Room) -> None:
+        """Makes memory for steps in a room, before any is captured."""
+        count = 6 * room.num_walks + 10 * room.num_entries + 2 * room.num_stores
+        if count > len(self._ints):
+            self._ints = self._zeros(count, torch.int32)
+        self._buffers = self.buffers_of(room.num_buffers)
+
+    def plan(self, work: StateWork, room: Room | None = None) -> TritonPlan:
+        """Raises ValueError where a step has no room."""
+        told, sources = told_of(work), work.walks[:, 2].tolist()
+        return TritonPlan(self, told if room is None else told.fitted(room), sources)
+
+    def buffers_of(self, count: int) -> Tensor:
+        """Returns memory for so many states of any operation."""
+        shapes = (each.state for each in self.store.shapes if isinstance(each, RecurrenceShape))
+        size = count * max((torch.Size(each).numel() for each in shapes), default=0)
+        if size <= len(self._buffers):
+            return self._buffers
+        return self._zeros(size, torch.float32)
+
+    def written(self, told: Told) -> list[Tensor]:
+        """Returns a step's ints on the device. Those of a captured step lie where they lay."""
+        flat = torch.from_numpy(np.concatenate([each.reshape(-1) for each in told[:3]]))
+        if len(flat) > len(self._ints):
+            memory = self._zeros(len(flat), torch.int32)
+        else:
+            memory = self._ints[: len(flat)]
+        is_apart = self.store.device.type == "cuda"
+        memory.copy_(flat.pin_memory() if is_apart else flat, non_blocking=is_apart)
+        return list(memory.split([each.size for each in told[:3]]))
+
+    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=self.store.device)
+
+
+class TritonPlan:
+    """One step's operations (``StatePlan``)."""
+
+    def __init__(self, backend: TritonStates, told: Told, sources: Sequence[int] = ()) -> None:
+        self._sources = sources
+        self._store = backend.store
+        self._room = told.room
+        self._walks, self._entries, self._stores = backend.written(told)
+        self._buffers = backend.buffers_of(told.num_buffers)
+
+    def keep(self) -> Callable[[], None]:
+        return kept_states(self._store, self._sources)
+
+    def convolve(self, op: int, asked: Convolution) -> Tensor:
+        from engine.kernels.triton.state_programs import convolve, shift
+
+        rows = _lying_together(asked.rows)
+        channels, width = asked.weight.shape
+        output = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+        weight = asked.weight.contiguous()
+        places = self._store.states[op], self._store.rows[op]
+        numbers = rows.stride(0), channels
+        constants: dict[str, Any] = {"WIDTH": width, "CHANNELS": min(_CHANNELS, lanes(channels))}
+        blocks = -(-channels // constants["CHANNELS"])
+        with torch.cuda.device_of(rows):
+            if self._room.num_entries:
+                bias = weight if asked.bias is None else asked.bias
+                convolve[(self._room.num_entries, blocks)](
+                    rows, weight, bias, output, *places, self._entries, *numbers, **constants,
+                    HAS_BIAS=asked.bias is not None, SILU=asked.silu, **_LAUNCH,
+                )  # fmt: skip
+            if self._room.num_stores and width > 1:
+                shift[(self._room.num_walks, blocks)](
+                    rows, *places, self._walks, self._entries, self._stores, *numbers,
+                    **constants, **_LAUNCH,
+                )  # fmt: skip
+        return output
+
+    def recur(self, op: int, asked: Recurrence) -> Tensor:
+        from engine.kernels.triton.state_programs import recur
+
+        shape = asked.shape
+        query, key, value = (_lying_together(each) for each in asked[:3])
+        log_decay = _lying_together(asked.log_decay.float())
+        beta = log_decay if asked.beta is None else asked.beta.float()
+        output = torch.zeros_like(value, memory_format=torch.contiguous_format)
+        given = query, key, value, log_decay, beta
+        values = min(_VALUES, lanes(shape.value_dim))
+        grid = self._room.num_walks, shape.heads, -(-shape.value_dim // values)
+        if not self._room.num_walks:
+            return output
+        with torch.cuda.device_of(value):
+            recur[grid](
+                *given, output, self._store.states[op], self._store.rows[op], self._buffers,
+                self._walks, self._entries,
+                *(stride for each in given for stride in each.stride()[:2]),
+                shape.row_size, asked.scale,
+                KEY_HEADS=shape.key_heads, HEADS=shape.heads, KEY_DIM=shape.key_dim,
+                VALUE_DIM=shape.value_dim, KEY_LANES=lanes(shape.key_dim), VALUES=values,
+                PER_KEY=int(shape.num_decays > 1), HAS_BETA=asked.beta is not None,
+                NORMALISES=asked.normalises, **_LAUNCH,
+            )  # fmt: skip
+        return output
+
+
+def _lying_together(rows: Tensor) -> Tensor:
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
