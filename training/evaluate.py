@@ -11,7 +11,6 @@ import json
 import math
 import os
 import random
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from training.hybrid import load, tokens_a_step
 from training.samples import CHANGED_WEIGHT, answer_weights
 from training.tokenizer import encode
 
@@ -181,21 +179,6 @@ def compare(ev: Evaluator, target: Evaluator, data: Path, count: int) -> dict[st
     return result
 
 
-def evaluate_mtp(ev: Evaluator, folder: Path, data: Path, count: int) -> dict[str, Any]:
-    """Return how many tokens a model with an MTP layer writes a step, three drafted one by one."""
-    if not getattr(ev.model.config, "mtp_num_hidden_layers", 0):
-        return {}
-    whole, result = load(folder), {}
-    for name, case in (("code", ev.code_case), ("edit", ev.edit_case)):
-        found = []
-        for row in read_lines(data / f"heldout_{name}{'s' * (name == 'edit')}.jsonl", count):
-            prompt, _ = case(row)
-            written = ev.complete(prompt, LOOP_TOKENS)
-            found.append(tokens_a_step(whole, prompt + written, len(prompt)))
-        result[f"{name}_mtp"] = round(statistics.harmonic_mean(found), 3)
-    return result
-
-
 def evaluate(ev: Evaluator, data: Path, count: int) -> dict[str, Any]:
     """Return what both benchmark files say about a model."""
     return evaluate_code(ev, read_lines(data / "heldout_code.jsonl", count)) | evaluate_edits(
@@ -219,7 +202,6 @@ def main() -> None:
     random.seed(0)
     ev = Evaluator(args.model)
     result = evaluate(ev, args.data, args.count)
-    result |= evaluate_mtp(ev, args.model, args.data, args.count)
     if args.against:
         result |= compare(ev, Evaluator(args.against), args.data, args.count)
     print(json.dumps(result, indent=1))

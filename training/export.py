@@ -96,8 +96,6 @@ LABELS = {
     "loss per answer token, edits": "{edit_loss:.3f}",
     "next token right, edit answers": "{edit_token_accuracy:.1%}",
     "next token right, what an edit changes": "{edit_changed_accuracy:.0%}",
-    "tokens a step, three drafted by the MTP layer, code": "{code_mtp:.2f}",
-    "tokens a step, three drafted by the MTP layer, edits": "{edit_mtp:.2f}",
     "edits whose whole answer is exactly right": "{edits_exact} of {edits}",
     "same most likely token as the target, code": "{code_agree:.0%}",
     "same most likely token as the target, edit answers": "{edit_agree:.0%}",

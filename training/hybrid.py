@@ -94,30 +94,11 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-@torch.inference_mode()
-def tokens_a_step(model: Any, ids: list[int], start: int, gamma: int = 3) -> float:
-    """Return how many of the model's own greedy tokens `ids[start:]` a step writes, of which the MTP
-    layer drafts up to `gamma`."""
-    states = model.model(torch.tensor([ids])).last_hidden_state
-    place, num_steps = start, 0
-    while place < len(ids):
-        known, read = ids[1:place], states[:, : place - 1]
-        for right in ids[place : place + gamma]:
-            vectors = model.model.embed_tokens(torch.tensor([known]))
-            last = model.mtp.draft(vectors, read)[:, -1:]
-            if int(model.lm_head(last).argmax()) != right:
-                break
-            known, read = [*known, right], torch.cat([read, last], dim=1)
-        place, num_steps = len(known) + 2, num_steps + 1
-    return (len(ids) - start) / num_steps
-
-
 @torch.no_grad()
 def begin_from(teacher: Any, model: Any) -> None:
     """Give a model what fits of the teacher's embedding, which is its output head, too."""
-    left, scale, _ = torch.linalg.svd(
-        teacher.model.embed_tokens.weight.float(), full_matrices=False
-    )
+    theirs = teacher.model.embed_tokens.weight.float()
+    left, scale, _ = torch.linalg.svd(theirs, full_matrices=False)
     model.model.embed_tokens.weight.copy_((left * scale)[:, : model.config.hidden_size])
     for norm in (model.model.norm, model.mtp.norm):
         # A new model's states are mostly the last token's embedding, so that it is sure of that token
@@ -126,9 +107,7 @@ def begin_from(teacher: Any, model: Any) -> None:
 
 
 class HybridLearner(Learner):
-    """The hybrid; its MTP layer learns beside it, to draft `depths` tokens."""
-
-    depths = len(MTP_WEIGHTS)
+    """The hybrid; its MTP layer learns beside it."""
 
     def attend(self, implementation: str) -> None:
         super().attend(implementation)
@@ -139,7 +118,7 @@ class HybridLearner(Learner):
         states, vectors = self.states, self.model.model.embed_tokens(ids)
         told = log_probs.detach().view(*states.shape[:2], -1)
         total = torch.zeros(told.shape[:2])
-        for depth, weight in enumerate(MTP_WEIGHTS[: self.depths], 1):
+        for depth, weight in enumerate(MTP_WEIGHTS, 1):
             states = self.model.mtp.draft(vectors[:, depth:-1], states[:, :-1])
             drafted = functional.log_softmax(self.model.lm_head(states).float(), dim=-1)
             losses = soft_losses(drafted, told[:, depth:])
@@ -151,9 +130,6 @@ def main() -> None:
     """Train the hybrid for `--minutes`."""
     parser = make_parser(main.__doc__)
     parser.add_argument("--teacher", type=Path, default=Path("engine/bundled/target"))
-    parser.add_argument(
-        "--depths", type=int, default=2, help="how many tokens ahead the MTP layer drafts"
-    )
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     tok = AutoTokenizer.from_pretrained(args.tokenizer)
@@ -169,9 +145,7 @@ def main() -> None:
     teacher = LlamaForCausalLM.from_pretrained(args.teacher, dtype=torch.bfloat16)
     if not args.init:
         begin_from(teacher, model)
-    learner = HybridLearner("hybrid", model, args.lr)
-    learner.depths = args.depths
-    train(args, tok, [learner], Reader("target", teacher))
+    train(args, tok, [HybridLearner("hybrid", model, args.lr)], Reader("target", teacher))
 
 
 if __name__ == "__main__":

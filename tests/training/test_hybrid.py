@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from engine.drafting.published.mtp import read_mtp
-from training.hybrid import MTP_WEIGHTS, SHAPE, HybridLearner, build, load, tokens_a_step
+from training.hybrid import SHAPE, HybridLearner, build, load
 
 IDS = [5, 9, 3, 7, 7, 2, 11, 4]
 
@@ -41,24 +41,7 @@ def test_each_token_is_drafted_from_what_stands_before_it(folder: Path) -> None:
     losses = learner.further_losses(ids, learner.log_probs(ids)).view(2, -1)
     assert losses.shape == (2, len(IDS) - 1)
     assert (losses[:, 0] == 0).all()
-    learner.depths = 1
-    first = learner.further_losses(ids, learner.log_probs(ids)).view(2, -1)
-    torch.testing.assert_close(first[:, 1], losses[:, 1])
-    assert (losses[:, 2:] > first[:, 2:]).all()
-    assert len(MTP_WEIGHTS) == 2
-
-
-@torch.no_grad()
-def test_a_step_writes_the_drafts_that_are_right_and_one_more(folder: Path) -> None:
-    model, ids = load(folder), list(IDS)
-    states = model.model(torch.tensor([ids])).last_hidden_state[:, :-1]
-    known = ids[1:]
-    for _ in range(3):
-        vectors = model.model.embed_tokens(torch.tensor([known]))
-        last = model.mtp.draft(vectors, states)[:, -1:]
-        known.append(int(model.lm_head(last).argmax()))
-        states = torch.cat([states, last], dim=1)
-    right = [ids[0], *known, 1]
-    assert tokens_a_step(model, right, len(ids)) == 4
-    wrong = [*right[: len(ids)], (right[len(ids)] + 1) % 40]
-    assert tokens_a_step(model, wrong, len(ids)) == 1
+    ids[:, -2:] = 30  # the last is only to be said
+    again = learner.further_losses(ids, learner.log_probs(ids)).view(2, -1)
+    torch.testing.assert_close(again[:, :-1], losses[:, :-1])
+    assert (again[:, -1] != losses[:, -1]).all()
