@@ -405,13 +405,13 @@ def _size_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes | N
     ):
         if is_asked:
             raise UnsupportedModelError(f"{setting}: not for models whose layers keep a state")
-    num_bytes = None if config.num_blocks is not None else _kv_bytes(model, config, None)
-    # Draft models over the target's states keep inputs of more nodes than are granted.
-    shares = config.quantized_model == "target" and config.quantized is not None
+    # Drafts of a step; draft models over the target's states keep inputs of more nodes than are granted.
     num_drafted = config.max_num_seqs * config.max_num_nodes
-    num_rows = config.max_num_batched_tokens
-    num_rows += num_drafted if shares or config.prefix_layers is not None else 0
-    sizes = size_states(shapes, num_bytes, config.max_num_seqs, num_rows)
+    shares = config.quantized_model == "target" and config.quantized is not None
+    num_rows = num_drafted
+    if not shares and config.prefix_layers is None:
+        num_rows = min(num_drafted, config.max_num_batched_tokens)
+    sizes = size_states(shapes, _kv_bytes(model, config, None), config.max_num_seqs, num_rows)
     if sizes.num_seats < config.max_num_seqs:
         logger.warning(
             "%d requests may run at a time, not %d: memory has room for no more states",

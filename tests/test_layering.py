@@ -41,7 +41,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "kv_events": {"config", "request"},
         "sampling": {"grammar", "kernels", "noise_numbers", "request", "transfer"},
         "tokenizer": {"gguf", "logs", "names", "request"},
-        "states": {"batch", "request"},
         "capture": {"attention", "batch", "config", "kernels"},
         "schedule": {"batch", "request", "sampling"},
         "model": {

@@ -38,14 +38,11 @@ class StateSizes(NamedTuple):
 
 
 def size_states(
-    shapes: Sequence[StateShape], num_bytes: int | None, num_seqs: int, num_rows: int
+    shapes: Sequence[StateShape], num_bytes: int, num_seqs: int, num_rows: int
 ) -> StateSizes:
-    """Returns what a part of ``num_bytes`` has room for (None: what is of use), for at most ``num_seqs``
-    requests at a time and ``num_rows`` rows in a step. Draft rows of a step may wait beside those of the
-    step before."""
+    """Returns what a part of ``num_bytes`` has room for, for at most ``num_seqs`` requests at a time and
+    ``num_rows`` draft rows in a step, which may wait beside those of the step before."""
     num_places, most = 2 * num_rows, num_seqs * (1 + _SNAPSHOTS_PER_SEAT)
-    if num_bytes is None:
-        return StateSizes(num_seqs, most - num_seqs, num_places)
     left = _SHARE * num_bytes - num_places * StateStore.bytes_per_place(shapes)
     num_slots = max(2, min(most, int(left / StateStore.bytes_per_slot(shapes))))
     num_seats = min(num_seqs, num_slots // 2)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.kernels.triton.ops import lanes
 from engine.states.plan import Convolution, Recurrence, kept_states
-from engine.states.work import NOWHERE, Entry, StateWork, Walk
+from engine.states.work import Entry, StateWork, Walk
+from kvpool.state_slots import NOWHERE
 from kvpool.state_store import RecurrenceShape, StateStore
 
 _CHANNELS = 256
