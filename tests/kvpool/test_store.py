@@ -130,7 +130,6 @@ def test_a_head_s_slots_lie_together_and_storage_is_aligned() -> None:
 @pytest.mark.parametrize(
     ("shapes", "num_blocks", "block_size"),
     [
-        ([], 5, 4),
         (SHAPES, 0, 4),
         (SHAPES, 5, 0),
         ([(0, 6, 3)], 5, 4),
