@@ -129,7 +129,7 @@ def test_places_are_lent_until_a_step_ends_and_kept_for_what_it_accepts() -> Non
     states.check_integrity("ab")
     states.commit("a", 2, [1, 3])
     states.commit("b", 2, [])
-    again = states.peek("a", 3)
+    again = states.peek("a", base=4, num_known=0, num_nodes=2)
     assert again.replayed == [first.places[1], first.places[3]]
     assert (again.target, again.source) == (NOWHERE, first.target)
     assert not set(again.places) & set(again.replayed)

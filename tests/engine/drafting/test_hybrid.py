@@ -13,7 +13,6 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.names import BUNDLED_HYBRID
-from engine.request.errors import UnsupportedModelError
 from engine.request.params import PLAIN, SamplingParams
 from engine.request.stats import SpeculativeStats
 from worlds.engine_harness import Driver, drafting, request
@@ -44,7 +43,6 @@ def served() -> tuple[EngineCore, list[list[int]], list[list[int]]]:
     return engine.core, code, edits
 
 
-@pytest.mark.xfail(raises=UnsupportedModelError, reason="layers with states are not served yet")
 @pytest.mark.parametrize(
     ("kind", "wanted", "least"),
     [

@@ -484,7 +484,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("kinds", "told"),
     [
-        (["chunked_attention"], "layers of kind chunked_attention"),
+        (["indexed_attention"], "layers of kind indexed_attention"),
         (None, "of kind full_attention or sliding_attention: mtp_layer_types is not given"),
     ],
 )
