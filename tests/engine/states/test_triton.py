@@ -54,7 +54,7 @@ def test_steps_leave_what_plain_loops_leave(
 
 
 @pytest.mark.parametrize("steps", ["drafts", "trees"])
-@pytest.mark.parametrize("case", ["four taps", "delta rule", "decays of keys alone"])
+@pytest.mark.parametrize("case", ["four taps", "odd dimensions", "decays of keys alone"])
 def test_a_text_has_one_set_of_bits(case: str, steps: str) -> None:
     """However it is cut into steps and beside whom, also where launches are made for larger steps."""
     asked = CASES[case](torch.bfloat16, NUM_ROWS)
