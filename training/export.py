@@ -23,7 +23,7 @@ pipeline_tag: text-generation
 
 # Slipstream bundled {name} model
 
-This is a {kind} model of {params:.2f} M parameters, trained from scratch on two CPU cores
+This is a {kind} model of {params:.2f} M parameters, trained {origin} on two CPU cores
 for this project. It exists so that the server can be tried, tested and measured without a
 download. It is not a useful programming assistant.
 
@@ -73,8 +73,9 @@ in code of more than a few lines some tokens are copied wrongly. It knows no fac
 no questions.""",
     "draft": """It proposes tokens for the target of the same project and is of little use by
 itself: its Python is less coherent, and it copies less reliably.""",
-    "hybrid": """It does as the bundled target does, less well: its Python is less coherent, and it
-copies less reliably. It is there so that models with states and MTP layers can be tried and tested.""",
+    "hybrid": """It does as the bundled target does, less well: its Python is less coherent, most of
+its greedy continuations end in a loop, and it copies less reliably. It is there so that models with
+states and MTP layers can be tried and tested.""",
 }
 
 TOGETHER = {
@@ -146,6 +147,7 @@ def export(
     card = CARD.format(
         name=name,
         kind="Qwen3.5-architecture hybrid" if is_hybrid else "Llama-architecture",
+        origin="by the bundled target" if is_hybrid else "from scratch",
         together=TOGETHER["hybrid" if is_hybrid else ""],
         params=sum(p.numel() for p in model.parameters()) / 1e6,
         layers=config.num_hidden_layers,
