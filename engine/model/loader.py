@@ -217,6 +217,11 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
     layers = sorted(probe.shapes)
     if not layers and not states:
         raise UnsupportedModelError(outside)
+    if not states and "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its layers of kind linear_attention keep a state, and call no "
+            "function for it that is known"
+        )
     numbers = {layer: number for number, layer in enumerate(layers)}
     _number_layers(model, numbers)
     vars(model)["state_shapes"] = tuple(states)
