@@ -7,7 +7,7 @@ target's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.request.params import GenerationRequest, SamplingParams
-from worlds.engine_harness import drafting, request, tiny_llama
+from worlds.engine_harness import drafting, request, tiny_hybrid, tiny_llama
 from worlds.every_drafter import DRAFTERS, EveryDrafterTarget
 from worlds.lora_adapters import AdaptedDriver, adapters_of, save_adapter
 from worlds.situations import partly_right
@@ -31,20 +31,31 @@ _SCALE = 0.4
 """Changes most texts, and leaves the target's circles in some places."""
 
 
+Make = Callable[[], PreTrainedModel]
+
+
+@pytest.fixture(scope="module", params=[tiny_llama, tiny_hybrid], ids=["llama", "hybrid"])
+def make(request: pytest.FixtureRequest) -> Make:
+    found: Make = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def merged(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Path, PreTrainedModel]]:
+def merged(
+    make: Make, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, tuple[Path, PreTrainedModel]]:
     root = tmp_path_factory.mktemp("adapters")
     return {
-        name: (root / name, save_adapter(root / name, tiny_llama(), seed, _SCALE))
+        name: (root / name, save_adapter(root / name, make(), seed, _SCALE))
         for seed, name in enumerate(NAMES)
         if name is not None
     }
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
+def target(make: Make, tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
     torch.set_num_threads(1)
-    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
+    return EveryDrafterTarget(tmp_path_factory.mktemp("near"), make)
 
 
 def driver_of(
