@@ -402,6 +402,7 @@ def _size_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes | N
     for setting, is_asked in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1),
         ("kv_offload_bytes", config.kv_offload_bytes is not None),
+        ("cuda_graph_rows", bool(config.cuda_graph_rows)),
     ):
         if is_asked:
             raise UnsupportedModelError(f"{setting}: not for models whose layers keep a state")

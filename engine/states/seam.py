@@ -9,6 +9,7 @@ itself, before it runs.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ from transformers.activations import ACT2FN
 from engine.request.errors import UnsupportedModelError
 from engine.states.plan import Convolution, Recurrence, StatePlan, StateProbe
 from kvpool.state_store import StateShape
+
+# It says that functions are slow that the engine takes the place of.
+logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 _GATE_SHARE = 16
 _FIRST = "first_state_op"

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from engine.batch import ForwardOutput, InputBatch
-from engine.build import build_engine_for
+from engine.build import _size_states, build_engine_for
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.model.loader import attach_attention
+from engine.request.errors import UnsupportedModelError
 from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.info import StatesInfo
 from engine.request.params import GenerationRequest, SamplingParams
@@ -142,6 +144,18 @@ def test_a_step_that_breaks_leaves_no_state_behind(
     assert driver.finishes["d"].num_cached_tokens == 0
     check(driver, name, f=PROMPTS[0])
     assert driver.finishes["f"].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("tensor_parallel_size", 2), ("kv_offload_bytes", 1 << 20), ("cuda_graph_rows", 8)],
+)
+def test_what_states_are_not_served_with_is_refused_by_name(setting: str, value: int) -> None:
+    model = tiny_model("lfm2")
+    attach_attention(model)
+    config = EngineConfig(num_blocks=8, **{setting: value})
+    with pytest.raises(UnsupportedModelError, match=f"^{setting}: not for models whose layers"):
+        _size_states(model, config)
 
 
 def test_the_engine_says_what_room_states_have() -> None:
