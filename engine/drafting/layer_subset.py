@@ -72,5 +72,6 @@ def _twin(module: Any, config: Any) -> Any:
     twin.__dict__["_modules"] = dict(module._modules)
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         twin.__dict__[name] = OrderedDict()
+    twin.__dict__.pop("forward", None)  # it would run the other's children
     twin.config = config
     return twin

@@ -364,7 +364,7 @@ class _Noting(TorchFunctionMode):
 def _watch_first(model: nn.Module, failures: set[str]) -> None:
     """Has the first forward find the modules that compute with ``_WITH_TAILS``, or with weights of their
     layers: from then on these run in whole vectors, and in one order of sums."""
-    own = model.forward
+    own, before = model.forward, vars(model).get("forward")
     running = [model]
     noting = _Noting(running)
 
@@ -375,7 +375,10 @@ def _watch_first(model: nn.Module, failures: set[str]) -> None:
         running.pop()
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        vars(model)["forward"] = own
+        # A twin of the model's that is made later has a forward of its own.
+        vars(model).pop("forward", None)
+        if before is not None:
+            vars(model)["forward"] = before
         handles = [each.register_forward_pre_hook(begin) for each in model.modules()]
         handles += [each.register_forward_hook(end) for each in model.modules()]
         try:

@@ -152,7 +152,8 @@ _HYBRIDS: dict[str, dict[str, Any]] = {
 }
 """Models whose layers keep a state."""
 HYBRIDS = tuple(_HYBRIDS)
-ARCHITECTURES = (*_CONFIGS, *HYBRIDS)
+STATELESS = tuple(_CONFIGS)
+ARCHITECTURES = (*STATELESS, *HYBRIDS)
 
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:

@@ -41,8 +41,8 @@ from worlds.interpreted import ON_CPU, patching_once
 from worlds.lanes import examples
 from worlds.static_attention import StaticAttention
 from worlds.tiny_models import (
-    ARCHITECTURES,
     BLOCK_SIZE,
+    STATELESS,
     chunk,
     random_ids,
     reference_model,
@@ -95,7 +95,7 @@ def write(runner: ModelRunner) -> list[torch.Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", STATELESS)
 def test_replays_write_what_the_model_writes(name: str) -> None:
     maker = ReplayingMaker()
     runner = graph_runner(name, maker)
@@ -120,7 +120,7 @@ def test_replays_over_the_attention_of_gpus_write_the_same(name: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", STATELESS)
 def test_a_forward_is_traced_without_looking_into_a_tensor(name: str) -> None:
     """Under fake tensors, which hold nothing: branches on what they hold, and reads of it, raise."""
     runner = graph_runner(name, None, torch.bfloat16)  # experts' fake products know no other type
@@ -138,7 +138,7 @@ def test_a_forward_is_traced_without_looking_into_a_tensor(name: str) -> None:
 
 
 @settings(max_examples=examples(2))
-@given(st.sampled_from(ARCHITECTURES))
+@given(st.sampled_from(STATELESS))
 def test_a_forward_is_compiled_as_one_graph(name: str) -> None:
     """Without a break, which is what Python would have to do in between, hidden states included. In the
     fuzz lane every architecture."""
