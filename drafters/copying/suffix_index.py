@@ -140,7 +140,9 @@ class TenantHistory:
 
     def note_beginning(self, token_ids: Sequence[int], position: int) -> None:
         """Learns from a finished request: its output began as a copy of what stands at ``position`` in
-        its prompt, or, where that is 0, as no copy."""
+        its prompt, or, where that is 0 or beyond it, as none of that."""
+        if position > len(token_ids):  # a copy of what it had written itself
+            position = 0
         self._beginnings[_leading_there(token_ids, position)] += 1
         if self._beginnings.total() > _REMEMBERED_BEGINNINGS:
             kept = {each: count // 2 for each, count in self._beginnings.items() if count > 1}

@@ -177,6 +177,13 @@ def test_an_output_is_expected_to_begin_where_others_of_the_tenant_began():
     assert begin(drafter, *edit_of(4_000, 50), options={"use_history": False}) == []
 
 
+def test_an_output_that_copied_itself_says_nothing_of_where_others_begin() -> None:
+    history = TenantHistory()
+    for position in (4, 5, 9):  # behind a prompt of three tokens
+        history.note_beginning([1, 2, 3], position)
+    assert history.beginning([1, 2, 3]) == 0
+
+
 def test_where_most_outputs_begin_with_something_new_nothing_is_expected():
     history = TenantHistory()
     history.note_beginning([3, BLANK, 4], 2)
