@@ -26,7 +26,7 @@ from engine.attention.backend import (
 )
 from engine.attention.branches import branches_of
 from engine.batch import InputBatch, InputTensors, RequestRows, slot_of
-from engine.kernels import KINDS, LANES, STORED_KINDS, Renewal, find_kernel
+from engine.kernels import KINDS, LANES, STORED_KINDS, Renewal, Scratch, find_kernel
 from engine.request.info import Determinism
 from kvpool.store import KVStore
 
@@ -52,18 +52,10 @@ class PagedAttention(AttentionBackend):
         super().__init__(store, needs)
         self.kernel = find_kernel("paged_attention")
         self._layers: dict[int, _Layer] = {}
-        self._scratch = torch.zeros(0)
+        self.scratch = Scratch()
 
     def plan(self, batch: InputBatch, inputs: InputTensors) -> PagedPlan:
         return PagedPlan(self, batch, inputs)
-
-    def scratch_of(self, size: int) -> torch.Tensor:
-        """Returns at least so many floats, the first of which begins a line of a cache: sixteen that lie
-        in two lines take twice the time. Made anew only where more are wanted than ever before."""
-        if len(self._scratch) < size:
-            floats = torch.zeros(size + LANES)
-            self._scratch = floats[-floats.data_ptr() // 4 % LANES :][:size]
-        return self._scratch
 
     def layer(self, number: int, options: AttentionOptions, share: int) -> _Layer:
         """Returns what does not change from step to step. Another takes its place where a layer asks for
@@ -248,7 +240,7 @@ class _Step:
         most, num_sums = tiles.most_queries, tiles.num_parts * kv_heads
         worker_floats = _round_up(kernel.scratch_floats(most, key_dim, value_dim), LANES)
         part_floats = num_sums * kernel.sums_floats(most, value_dim)
-        scratch = backend.scratch_of(worker_floats * num_threads + part_floats)
+        scratch = backend.scratch.of(worker_floats * num_threads + part_floats)
         records = [
             torch.from_numpy(np.array(each, dtype=np.int64))
             for each in (tiles.tiles, tiles.rows, tiles.branches, tiles.groups, tiles.slots)

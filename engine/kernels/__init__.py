@@ -30,6 +30,21 @@ HOSTS = frozenset({"cpu"})
 and compiled kernels do; on others it is made of operations whose shapes the host knows."""
 
 
+class Scratch:
+    """Floats for what kernels compute on the way, the first of which begins a line of a cache: sixteen
+    that lie in two lines take twice the time."""
+
+    def __init__(self) -> None:
+        self._floats = torch.zeros(0)
+
+    def of(self, size: int) -> torch.Tensor:
+        """Returns at least so many. They are made anew only where more are wanted than ever before."""
+        if len(self._floats) < size:
+            floats = torch.zeros(size + LANES)
+            self._floats = floats[-floats.data_ptr() // 4 % LANES :][:size]
+        return self._floats
+
+
 @cache
 def find_kernel(name: str) -> Any:
     """Returns the module of this folder."""

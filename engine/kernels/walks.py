@@ -1,5 +1,4 @@
-"""What kernels of operations with a state are told of a step: its walks, as ``engine.states.work`` says
-what they are."""
+"""What kernels of operations with a state are told of a step: its walks."""
 
 from __future__ import annotations
 
@@ -11,28 +10,8 @@ from numba import njit
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.records import Float32s, Pointer
-
-
-class Walk(NamedTuple):
-    """As ``engine.states.work.Walk``."""
-
-    first: int
-    end: int
-    source: int
-    num_buffers: int
-
-
-class Entry(NamedTuple):
-    """As ``engine.states.work.Entry``."""
-
-    row: int
-    read: int
-    keep: int
-    parent: int
-    source: int
-    buffer: int
-    store: int
-    snapshot: int
+from engine.kernels.walk_layout import Entry as Entry
+from engine.kernels.walk_layout import Walk as Walk
 
 
 class Step(NamedTuple):

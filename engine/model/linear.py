@@ -18,6 +18,7 @@ Models also multiply by weights that are no layer: routers, and experts kept in 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -249,13 +250,12 @@ class Experts(Expert):
         return torch.stack(list(products))
 
 
-class OneOrderProducts(TorchFunctionMode):
-    """A mode for a ``module``, in which products of rows with a matrix add a row's features in one order.
-    ``failures`` names other products, which do not."""
+class _Mode(TorchFunctionMode, ABC):
+    """A mode that computes torch's functions in its own way."""
 
-    def __init__(self, module: nn.Module, failures: set[str]) -> None:
-        super().__init__()
-        self._module, self._failures = module, failures
+    @abstractmethod
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what the function returns."""
 
     def __torch_function__(
         self,
@@ -265,7 +265,18 @@ class OneOrderProducts(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        kwargs = kwargs or {}
+        return self.compute(func, args, kwargs or {})
+
+
+class OneOrderProducts(_Mode):
+    """A mode for a ``module``, in which products of rows with a matrix add a row's features in one order.
+    ``failures`` names other products, which do not."""
+
+    def __init__(self, module: nn.Module, failures: set[str]) -> None:
+        super().__init__()
+        self._module, self._failures = module, failures
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.linear:
             return _product(*args, **kwargs)
         if func in _MATMULS and isinstance(args[1], Expert):
@@ -318,18 +329,10 @@ _VECTORS = 64
 _OTHER_PRODUCTS = (*_MATMULS, torch.addmm, torch.bmm, torch.baddbmm, torch.einsum, F.grouped_mm)
 
 
-class WholeVectors(TorchFunctionMode):
+class WholeVectors(_Mode):
     """A mode in which elements are computed alike wherever in a call they stand."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _WITH_TAILS or not args:
             return func(*args, **kwargs)
         flat = args[0].contiguous().view(-1)
@@ -337,7 +340,7 @@ class WholeVectors(TorchFunctionMode):
         return padded[: len(flat)].view(args[0].shape)
 
 
-class _Noting(TorchFunctionMode):
+class _Noting(_Mode):
     """Notes which modules compute with ``_WITH_TAILS``, and which with small weights of their layers."""
 
     def __init__(self, running: list[nn.Module]) -> None:
@@ -346,19 +349,12 @@ class _Noting(TorchFunctionMode):
         self.tails: set[nn.Module] = set()
         self.products: set[nn.Module] = set()
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _WITH_TAILS:
             self.tails.add(self._running[-1])
         elif func is F.linear and args[1].numel() <= _LARGE_WEIGHT:
             self.products.add(self._running[-1])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _watch_first(model: nn.Module, failures: set[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels import LANES, Renewal, find_kernel
+from engine.kernels import LANES, Renewal, Scratch, find_kernel
 from engine.states.plan import Convolution, Recurrence, kept_states
 from engine.states.work import StateWork
 from kvpool.state_store import ConvolutionShape, StateShape, StateStore
@@ -35,18 +35,10 @@ class CompiledStates:
     def __init__(self, store: StateStore) -> None:
         self.store = store
         self._taps: dict[int, _Taps] = {}
-        self._scratch = torch.zeros(0)
+        self.scratch = Scratch()
 
     def plan(self, work: StateWork) -> CompiledPlan:
         return CompiledPlan(self, work)
-
-    def scratch_of(self, size: int) -> Tensor:
-        """Returns at least so many floats, the first of which begins a line of a cache. Made anew only
-        where more are wanted than ever before."""
-        if len(self._scratch) < size:
-            floats = torch.zeros(size + LANES)
-            self._scratch = floats[-floats.data_ptr() // 4 % LANES :][:size]
-        return self._scratch
 
     def taps(self, op: int, asked: Convolution) -> _Taps:
         """Returns an operation's weights as the kernel reads them. What is recorded holds those that it
@@ -207,7 +199,7 @@ class CompiledPlan:
             worth, size = _WORTH_A_TEAM, find_kernel("recurrence").scratch_floats(*dims)
             num_tasks = max(1, len(walks) * shape.heads)
             num_parts = -(-_TASKS_PER_THREAD * num_threads // num_tasks)
-        scratch = self._backend.scratch_of(size * num_threads)
+        scratch = self._backend.scratch.of(size * num_threads)
         told = find_kernel("walks").Step(
             walks,
             entries,

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.states.work import Entry, StateWork, Walk, state_work
+from engine.kernels.walk_layout import Entry, Walk
+from engine.states.work import StateWork, state_work
 from kvpool.state_store import ConvolutionShape, RecurrenceShape, StateShape, StateStore
 
 

@@ -155,8 +155,7 @@ def _served(function: Callable[..., Any], serve: Callable[..., Any]) -> Callable
 def attach_states(model: PreTrainedModel) -> None:
     """Leads the operations with a state of a model's layers here; once for a model. Raises
     UnsupportedModelError, naming layer and function, where there is one that is not known."""
-    for name, module in model.named_modules():
-        called = _state_functions(type(module))
+    for name, module, called in _stateful(model):
         unknown = sorted(called - _SERVED.keys() - _WITH_CACHE_ALONE)
         if unknown:
             raise UnsupportedModelError(
@@ -176,8 +175,7 @@ def gates_of(model: nn.Module) -> set[nn.Module]:
     off by adds up over a text, and they are a thousandth of the weights."""
     return {
         each
-        for module in model.modules()
-        if _state_functions(type(module))
+        for _, module, _ in _stateful(model)
         for each in module.children()
         if isinstance(each, nn.Linear) and each.out_features * _GATE_SHARE <= each.in_features
     }
@@ -198,6 +196,14 @@ def finding_states() -> Iterator[list[StateShape]]:
     probe = StateProbe()
     with answering(probe):
         yield probe.shapes
+
+
+def _stateful(model: nn.Module) -> Iterator[tuple[str, nn.Module, set[str]]]:
+    """Yields the layers that keep a state: name, module, and the functions of its file that it calls."""
+    called = {kind: _state_functions(kind) for kind in {type(each) for each in model.modules()}}
+    for name, module in model.named_modules():
+        if called[type(module)]:
+            yield name, module, called[type(module)]
 
 
 def _state_functions(kind: type) -> set[str]:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.triton.ops import lanes
+from engine.kernels.walk_layout import Entry, Walk
 from engine.states.plan import Convolution, Recurrence, kept_states
-from engine.states.work import Entry, StateWork, Walk
+from engine.states.work import StateWork
 from kvpool.state_slots import NOWHERE
 from kvpool.state_store import RecurrenceShape, StateStore
 

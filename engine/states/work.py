@@ -14,33 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import RequestRows
+from engine.kernels.walk_layout import Entry, Walk
 from kvpool.state_slots import NOWHERE, StateRows
-
-
-class Entry(NamedTuple):
-    """One step of a walk. ``row``: of the batch; NOWHERE: its inputs lie at the place ``read``.
-    ``keep``: the place that its inputs are copied to. ``parent``: the entry that it follows; NOWHERE:
-    the walk's start. ``source``, ``buffer``: where the state before it lies, and where it leaves its
-    own; they may be the same. ``store``, ``snapshot``: slots that take its state."""
-
-    row: int
-    read: int
-    keep: int
-    parent: int
-    source: int
-    buffer: int
-    store: int
-    snapshot: int
-
-
-class Walk(NamedTuple):
-    """Entries ``first`` to ``end - 1``, from the state in the slot ``source`` (NOWHERE: zeros), which is
-    put into buffer 0. ``num_buffers`` that it uses."""
-
-    first: int
-    end: int
-    source: int
-    num_buffers: int
 
 
 class StateWork(NamedTuple):

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from engine.batch import ForwardOutput
 from engine.capture.recording import CapturedForward, KernelCall, Recorder
-from engine.kernels import walks
 from engine.states.compiled import CompiledPlan, CompiledStates
 from engine.states.plan import StatePlan
-from engine.states.work import Entry, StateWork, Walk, state_work
+from engine.states.work import StateWork, state_work
 from kvpool.state_store import StateStore
 from worlds.lanes import examples
 from worlds.state_cases import CASES, LENGTH, NUM_ROWS, STEPS, check_step
@@ -24,11 +23,6 @@ from worlds.threads import threads
 
 def compiled(store: StateStore, work: StateWork) -> StatePlan:
     return CompiledStates(store).plan(work)
-
-
-def test_walks_are_told_as_they_are_made() -> None:
-    assert walks.Walk._fields == Walk._fields
-    assert walks.Entry._fields == Entry._fields
 
 
 @pytest.mark.parametrize("case", CASES)
