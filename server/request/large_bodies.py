@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
+from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -145,7 +146,7 @@ class BodyReader:
         self._num_processes = num_processes
         self._logs = logs or LogOptions()
         self._pool: ProcessPoolExecutor | None = None
-        self._processes: list[BaseProcess] = []
+        self._pool_processes = _Processes()
         self._one_at_a_time = asyncio.Lock()
         self._is_closed = False
 
@@ -177,7 +178,7 @@ class BodyReader:
         pool = self._begin_pool(1)
         if pool is None:
             return _read(self.translator, body, work)
-        own, has_begun = self._processes[-1], False
+        own, has_begun = self._pool_processes.begun[-1], False
         try:
             await asyncio.get_running_loop().run_in_executor(pool, os.getpid)
             has_begun = True
@@ -214,9 +215,8 @@ class BodyReader:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
-        for each in self._processes:
+        for each in self._pool_processes.begun:
             each.kill()
-        self._processes = []
 
     def _get_pool(self) -> ProcessPoolExecutor | None:
         if self._pool is None and self._num_processes > 0:
@@ -234,16 +234,28 @@ class BodyReader:
         _begin_tracker()
         pool = ProcessPoolExecutor(
             num_processes,
-            # A copy of this process would copy its threads' locks.
-            multiprocessing.get_context("spawn"),
+            self._pool_processes,
             _begin,
             (translator, self._logs, LIMIT.most_seconds),
         )
-        before = multiprocessing.active_children()
-        pool.submit(os.getpid)  # starts all its processes
-        begun = [each for each in multiprocessing.active_children() if each not in before]
-        self._processes = [each for each in self._processes if each.is_alive()] + begun
+        pool.submit(os.getpid)  # starts its first process
         return pool
+
+
+class _Processes(SpawnContext):
+    """Begins processes and remembers them. A pool begins one whenever all others are busy, and waits for
+    ever for one that is left when another was killed while it held the queue's lock. They are spawned: a
+    copy of this process would copy its threads' locks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[BaseProcess] = []
+
+    def Process(self, **options: Any) -> BaseProcess:  # type: ignore[override] # noqa: N802
+        """Returns a process that has not started yet."""
+        self.begun = [each for each in self.begun if each.is_alive()]
+        self.begun.append(process := SpawnProcess(**options))
+        return process
 
 
 _TRACKER_FILTER = "ignore:resource_tracker:UserWarning"
