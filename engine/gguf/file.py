@@ -36,8 +36,6 @@ _FIXED = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Types of metadata values by their numbers, as ``struct`` calls them."""
 _STRING, _ARRAY = 8, 9
 _LEAST_VALUE_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
-_MOST_OUTLINED_BYTES = 1 << 14
-"""Of a metadata value: more than any list of a number for each layer has, less than vocabularies."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -98,27 +96,6 @@ def needing_gguf() -> Iterator[None]:
         raise UnsupportedModelError(
             f"GGUF files need {error.name or error}: pip install -e '.[gguf]'"
         ) from error
-
-
-def write_outline(path: Path, header: GgufHeader, target: Path) -> None:
-    """Writes a GGUF file that says what ``path`` says, except for long values such as vocabularies, and
-    that has a tensor of one value for each: parsers in Python take seconds and hundreds of megabytes for
-    the rest."""
-    short = [
-        (first, end)
-        for key, (first, end) in header.spans.items()
-        if end - first <= _MOST_OUTLINED_BYTES and key != _ALIGNMENT
-    ]
-    names = [tensor.name.encode() for tensor in header.tensors]
-    with path.open("rb") as source, target.open("wb") as outline:
-        outline.write(b"GGUF" + struct.pack("<IQQ", _VERSIONS[-1], len(names), len(short)))
-        for first, end in short:
-            source.seek(first)
-            outline.write(source.read(end - first))
-        for number, name in enumerate(names):
-            info = struct.pack("<IQIQ", 1, 1, 0, number * _USUAL_ALIGNMENT)
-            outline.write(struct.pack("<Q", len(name)) + name + info)
-        outline.write(bytes(-outline.tell() % _USUAL_ALIGNMENT + len(names) * _USUAL_ALIGNMENT))
 
 
 def read_header(path: Path) -> GgufHeader:
