@@ -55,8 +55,7 @@ class _Rows(StoredWeight):
 
     def block_scales(self) -> torch.Tensor:
         """Returns the float16 numbers of all blocks: weights are finite where these are."""
-        blocks = self._blocks(self.weight)
-        return torch.stack([_half(blocks, start) for start in self._type.halves])
+        return block_scales(self.weight.detach(), self._type)
 
     def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.detach().view(len(rows), -1, self._type.num_bytes)
@@ -79,6 +78,12 @@ class GgufEmbedding(_Rows):
         super().__init__(embedding_dim, num_embeddings)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self._hold(kind)
+
+
+def block_scales(rows: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    """Returns the float16 numbers of all blocks of ``rows`` ``[rows, bytes]``."""
+    blocks = rows.view(len(rows), -1, kind.num_bytes)
+    return torch.cat([_half(blocks, start).flatten() for start in kind.halves])
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
