@@ -20,16 +20,21 @@ from engine.request.errors import UnsupportedModelError
 
 class ExpertWeights(NamedTuple):
     """One product of all experts. ``parts``: yields an expert's weights, some output channels at a time;
-    ``bias``: ``[num_experts, out_features]``, or None; ``scheme``: what users are told."""
+    ``bias``: ``[num_experts, out_features]``, or None; ``scheme``: what users are told. ``packs``: if
+    not, ``floats`` says what an expert's weights are, given it and a type."""
 
     out_features: int
     in_features: int
     parts: Callable[[int], Iterator[GroupedWeight]]
     bias: torch.Tensor | None
     scheme: str
+    packs: bool = True
+    floats: Callable[[int, torch.dtype], torch.Tensor] | None = None
 
-    def floats(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns ``[out_features, in_features]``."""
+        if self.floats is not None:
+            return self.floats(expert, dtype)
         return torch.cat([part.dequantized().to(dtype) for part in self.parts(expert)])
 
 
@@ -122,6 +127,10 @@ class GgufExperts(StoredExperts):
 
 # --- a module for each expert ---
 
+Has = Callable[[str], bool]
+"""Whether the checkpoint has tensors of a layer, named as within the module of experts."""
+LayerPlace = Callable[[str, nn.Linear], nn.Module | None]
+"""Makes a layer's place, of such a name and a plain layer; None: it stays as it is."""
 _NAMES = {
     "gate_proj": ("gate_proj", "w1"),
     "up_proj": ("up_proj", "w3"),
@@ -134,14 +143,8 @@ class ExpertLayers(StoredExperts):
     """Experts of a checkpoint that has layers for each: ``<expert>.gate_proj`` and so on, each a
     ``StoredLinear``."""
 
-    def __init__(
-        self,
-        own: Any,
-        has: Callable[[str], bool],
-        place: Callable[[str, nn.Linear], nn.Module | None],
-    ) -> None:
-        """``has``: whether the checkpoint has tensors under a name, as seen from here. ``place``: makes a
-        layer's place, of a name and a plain layer. Raises UnsupportedModelError where one has none."""
+    def __init__(self, own: Any, has: Has, place: LayerPlace) -> None:
+        """Raises UnsupportedModelError where a layer has no place."""
         super().__init__(own)
         first = ("gate_proj", "up_proj") if own.has_gate else ("up_proj",)
         self.names = {
@@ -151,9 +154,7 @@ class ExpertLayers(StoredExperts):
         for expert in range(self.num_experts):
             layers = nn.Module()
             for name, stored in self.names.items():
-                channels, features = _halves(self.sizes, name)
-                plain = nn.Linear(features, channels, bias=own.has_bias, device="meta")
-                found = place(f"{expert}.{stored}", plain)
+                found = place(f"{expert}.{stored}", _plain(own, *_halves(self.sizes, name)))
                 if not isinstance(found, StoredLinear):
                     raise UnsupportedModelError(
                         f"{type(own).__name__}: experts in floats beside others in few bits"
@@ -179,4 +180,20 @@ class ExpertLayers(StoredExperts):
             lambda expert: layers[expert].parts(),
             torch.stack(biases) if len(biases) == len(layers) else None,
             layers[0].scheme,
+            all(each.packs and each.order is None for each in layers),
+            lambda expert, dtype: layers[expert].dequantized(dtype),
         )
+
+
+def _plain(own: Any, channels: int, features: int) -> nn.Linear:
+    return nn.Linear(features, channels, bias=own.has_bias, device="meta")
+
+
+def place_experts(own: nn.Module, has: Has, place: LayerPlace) -> ExpertLayers | None:
+    """Returns the place of a model's module; None: it is none of experts, or the checkpoint has no layers
+    in few bits for them."""
+    sizes = expert_sizes(own)
+    down = next((each for each in _NAMES["down_proj"] if has(f"0.{each}")), None)
+    if not sizes or down is None or place(f"0.{down}", _plain(own, *sizes["down_proj"])) is None:
+        return None
+    return ExpertLayers(own, has, place)
