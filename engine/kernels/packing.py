@@ -16,6 +16,8 @@ _FORMATS_BITS = (4, 5, 6, 8)
 _LARGEST_EXPONENT = 14
 """Scales are made float16 by a power of two for each channel, which leaves the largest below 2**15."""
 _MOST_SHIFT = 62
+_NUMBERS = {"minima": torch.uint8, "none": torch.int8}
+"""Types of the whole numbers that multiply scales, with and without minima."""
 
 
 class UnpackableError(ValueError):
@@ -133,20 +135,18 @@ def format_of(weight: GroupedWeight) -> Format:
     elif weight.zeros is not None:
         offset = "zeros"
     inner = weight.inner_span if weight.inner_scales is not None else 0
-    kind = Format(weight.bits, weight.zero, inner, offset, weight.scales is not None)
+    has_scales = weight.scales is not None
+    kind = Format(weight.bits, weight.zero, inner, offset, has_scales, table=weight.table)
     is_known = (
         weight.bits in _FORMATS_BITS
-        and inner in ((0, 32) if offset == "minima" else (0, 16) if offset == "none" else (0,))
+        and inner in {"minima": (0, 32), "none": (0, 16, 32), "zeros": (0,)}[offset]
         and (weight.minima is None or (weight.inner_minima is not None) == bool(inner))
-        and (not inner or (weight.inner_scales is not None and _fits(weight.inner_scales, inner)))
+        and (weight.inner_scales is None or weight.inner_scales.dtype == _NUMBERS[offset])
+        and (not weight.table or weight.bits == 4)
     )
     if not is_known:
         raise UnpackableError(f"no kernel multiplies weights of {kind}")
     return kind
-
-
-def _fits(numbers: torch.Tensor, inner: int) -> bool:
-    return numbers.dtype == (torch.int8 if inner == 16 else torch.uint8)
 
 
 def normalized(weight: GroupedWeight) -> GroupedWeight:

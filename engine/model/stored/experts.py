@@ -70,6 +70,9 @@ class StoredExperts(nn.Module):
         own._parameters.clear()
         vars(self)["own"] = own
 
+    def loaded(self, name: str) -> None:
+        """Is called once, as a ``StoredWeight``'s."""
+
     def weights(self) -> dict[str, ExpertWeights]:
         """Returns products by their names: ``gate_up_proj``, ``gate_proj`` and ``up_proj``, or
         ``up_proj`` alone; and ``down_proj``. The channels of a ``gate_up_proj`` are the gate's, then the
@@ -110,7 +113,7 @@ class GgufExperts(StoredExperts):
         return {name: self._product(name) for name in self.kinds}
 
     def block_scales(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the float16 numbers of all blocks, by parameters."""
+        """Yields numbers that are finite where weights are, by parameters."""
         for name, kind in self.kinds.items():
             yield name, block_scales(getattr(self, name).detach().flatten(0, 1), BLOCK_TYPES[kind])
 

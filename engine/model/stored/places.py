@@ -21,7 +21,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from engine.model.stored.experts import place_experts
+from engine.model.stored.experts import StoredExperts, place_experts
 from engine.model.stored.layer import StoredWeight, fixed
 from engine.request.errors import UnsupportedModelError
 
@@ -187,7 +187,7 @@ class StoredQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         for name, module in model.named_modules():
-            if isinstance(module, StoredWeight):
+            if isinstance(module, StoredWeight | StoredExperts):
                 module.loaded(name)
         # It is a model of ours, whose layers will be replaced.
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
@@ -227,7 +227,8 @@ def _refuse_experts(model: PreTrainedModel, tensors: StoredTensors) -> None:
 
 def _refuse_codes(model: PreTrainedModel, tensors: StoredTensors) -> None:
     """Raises UnsupportedModelError where a layer that stayed would take codes for values."""
-    stored = {name for name, each in model.named_modules() if isinstance(each, StoredWeight)}
+    kinds = StoredWeight | StoredExperts
+    stored = {name for name, each in model.named_modules() if isinstance(each, kinds)}
     for name, _ in model.named_parameters():
         found = tensors.get(name)
         if found and found.dtype not in _FLOATS and name.rpartition(".")[0] not in stored:
