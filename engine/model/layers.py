@@ -133,7 +133,7 @@ class GroupedEmbedding(nn.Module):
     of what it returns."""
 
     def __init__(self, packed: Any, dtype: torch.dtype, scheme: str, method: str) -> None:
-        from engine.kernels.grouped_product import look_up
+        from engine.kernels.look_up import look_up
 
         super().__init__()
         self.num_embeddings, self.embedding_dim = packed.out_features, packed.in_features
