@@ -27,6 +27,7 @@ from engine.gguf.conversion import DECAY, SOURCES, Array, Undo
 from engine.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header
 from engine.gguf.tokenizer import end_token_ids
 from engine.model.checkpoint import load_weights, not_finite
+from engine.model.stored.experts import GgufExperts, expert_sizes
 from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.model.stored.places import Place, StoredConfig
 from engine.request.errors import UnsupportedModelError
@@ -94,8 +95,8 @@ def load_gguf(
     packed: bool = True,
 ) -> PreTrainedModel:
     """Returns the causal LM of a file. ``dtype`` "auto": its values' own, bf16 where they are blocks.
-    ``packed``: linear layers and embeddings of the types in ``BLOCK_TYPES`` are ``StoredWeight``s, which
-    hold the file's blocks; else everything is dequantised.
+    ``packed``: linear layers, embeddings and experts of the types in ``BLOCK_TYPES`` are places that hold
+    the file's blocks; else everything is dequantised.
 
     Raises UnsupportedModelError where the file's tensors are not those of its configuration, and as
     ``load_weights``.
@@ -233,12 +234,18 @@ class _Reading:
         """The types of modules that keep their blocks, by names of modules."""
         self._packed: dict[str, list[str]] = {}
         """By names of parameters, those that get their blocks."""
+        self._experts: dict[str, dict[str, int]] = {}
+        """The types of experts that keep their blocks, by names of modules and of products."""
+        self._products: dict[str, list[tuple[str, tuple[StoredTensor, ...]]]] = {}
+        """By names of experts' parameters, what stands in their place, and the tensors that it has."""
         self._said: dict[str, torch.Tensor] = {}
         """Parameters that the metadata says."""
         tied: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", None) or {}
         self._makings = self._plan(skeleton.state_dict(), tied)
         if packed:
             self._pack(tied)
+            for name, module in self._modules.items():
+                self._pack_experts(name, module)
 
     def _plan(
         self, wanted: Mapping[str, torch.Tensor], tied: Mapping[str, str]
@@ -284,9 +291,11 @@ class _Reading:
     def placing(self) -> Place:
         """Returns what makes a place for the blocks of a module, if it keeps them. It holds no tensors:
         transformers copies configurations, with all that they refer to, several times."""
-        kinds, dtype = self._kinds, self._dtype
+        kinds, experts, dtype = self._kinds, self._experts, self._dtype
 
         def place(name: str, module: nn.Module) -> nn.Module | None:
+            if name in experts:
+                return GgufExperts(module, experts[name], dtype)
             kind = kinds.get(name)
             if kind is None:
                 return None
@@ -303,6 +312,9 @@ class _Reading:
         Raises UnsupportedModelError for those of other shapes than the model's."""
         found, wrong = dict(self._said), []
         for name, making in self._makings.items():
+            if name in self._products:
+                found |= {each: self._product(parts, file) for each, parts in self._products[name]}
+                continue
             data = [_bytes_of(part, file) for part in making.parts]
             names = self._packed.get(name, [])
             if names:
@@ -352,6 +364,41 @@ class _Reading:
             self._kinds |= {_module_of(each): making.parts[0].kind for each in names}
             if names:
                 self._packed[name] = [name] if has_all else names
+
+    def _pack_experts(self, name: str, module: nn.Module) -> None:
+        """Decides whether a layer's experts keep their blocks: all of their products have to."""
+        kinds: dict[str, int] = {}
+        products = {}
+        for own, (channels, features) in expert_sizes(module).items():
+            making = self._makings[f"{name}.{own}"]
+            parts, count = making.parts, len(making.parts)
+            wanted = (making.shape[0], channels // count, features)
+            if any(each.shape[::-1] != wanted or each.kind not in BLOCK_TYPES for each in parts):
+                return
+            # One product, where both are of one type.
+            are_apart = len({each.kind for each in parts}) > 1
+            names = [own] if not are_apart else ["gate_proj", "up_proj"]
+            for end in ("", "_bias"):
+                if (whole := self._makings.get(f"{name}.{own}{end}")) is not None:
+                    own_parts = [(part,) for part in whole.parts] if are_apart else [whole.parts]
+                    products[f"{name}.{own}{end}"] = [
+                        (f"{name}.{each}{end}", several)
+                        for each, several in zip(names, own_parts, strict=True)
+                    ]
+            kinds |= {each: part.kind for each, part in zip(names, parts, strict=False)}
+        if kinds:
+            self._experts[name] = kinds
+            self._products |= products
+
+    def _product(self, parts: Sequence[StoredTensor], file: BinaryIO) -> torch.Tensor:
+        """Returns blocks, or biases, of all experts."""
+        read = []
+        for part in parts:
+            data, shape = _bytes_of(part, file), part.shape[:0:-1]
+            is_packed = part.kind in BLOCK_TYPES
+            read.append(data.reshape(*shape, -1) if is_packed else _values(part, data))
+        whole = torch.from_numpy(read[0] if len(read) == 1 else np.concatenate(read, axis=1))
+        return whole if whole.dtype == torch.uint8 else whole.to(self._dtype)
 
     def _takes_blocks(self, name: str, making: _Making) -> bool:
         module = self._modules.get(_module_of(name))
@@ -453,11 +500,12 @@ def _check_rotary(model: PreTrainedModel, header: GgufHeader) -> None:
 
 def _check_blocks(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError for blocks with scales that are no finite numbers."""
-    places = (
-        (f"{name}.weight", each.block_scales())
-        for name, each in model.named_modules()
-        if isinstance(each, GgufWeight | GgufEmbedding)
-    )
+    places = []
+    for name, each in model.named_modules():
+        if isinstance(each, GgufWeight | GgufEmbedding):
+            places.append((f"{name}.weight", each.block_scales()))
+        elif isinstance(each, GgufExperts):
+            places += [(f"{name}.{own}", scales) for own, scales in each.block_scales()]
     faults = not_finite(places)
     if faults:
         raise UnsupportedModelError(faults[0])

@@ -526,7 +526,7 @@ def _activations(model: PreTrainedModel) -> Values:
     }
 
 
-_SMALL = re.compile(r"norm|conv|ssm_[ad]\b|gate_inp|altup|ssm_(alpha|beta|ba)|rope_")
+_SMALL = re.compile(r"bias|norm|conv|ssm_[ad]\b|gate_inp|altup|ssm_(alpha|beta|ba)|rope_")
 
 
 def write_converted(

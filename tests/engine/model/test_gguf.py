@@ -89,7 +89,11 @@ def test_blocks_are_dequantised_into_bf16(tmp_path: Path) -> None:
     assert {each.dtype for each in loaded.parameters()} == {torch.bfloat16}
 
 
-BLOCKS = [GGMLQuantizationType[each.name] for each in BLOCK_TYPES.values()]
+BLOCKS = [
+    GGMLQuantizationType[each.name]
+    for each in BLOCK_TYPES.values()
+    if not each.name.startswith("IQ4")  # which nothing here writes
+]
 
 
 def wide_llama(tied: bool) -> LlamaForCausalLM:
@@ -170,8 +174,6 @@ def test_blocks_stay_packed_and_mean_what_transformers_reads(
         ("qwen2", "qwen2", {}, 7 * NUM_LAYERS + 2),  # with biases
         ("qwen3", "qwen3", {"head_dim": 128}, 7 * NUM_LAYERS + 2),
         ("nemotron", "nemotron", {}, 6 * NUM_LAYERS + 2),  # norms are stored less one
-        # Experts are made of several tensors.
-        ("qwen3moe", "qwen3_moe", {"num_experts": 4}, 4 * NUM_LAYERS + 2),
         # Its embedding scales what it looks up, and has no place; a head that shares it does.
         ("gemma3", "gemma3_text", {}, 7 * NUM_LAYERS + 1),
     ],

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from engine.gguf.architectures import ARCHITECTURES
 from engine.model.gguf_weights import load_gguf, read_config
 from engine.model.loader import load_model
+from engine.model.stored.experts import GgufExperts
 from engine.model.stored.gguf import GgufEmbedding, GgufWeight
 from engine.request.errors import UnsupportedModelError
 from worlds.gguf_conversion import random_model, write_converted
@@ -159,16 +160,49 @@ def plain(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, GgufWeight | GgufEmbedding):
             found[f"{name}.weight"] = module.dequantized(torch.float32)
+        if isinstance(module, GgufExperts):
+            found |= {f"{name}.{own}": values for own, values in products(module).items()}
     return {name: each.detach() for name, each in found.items()}
 
 
+def products(module: GgufExperts) -> dict[str, torch.Tensor]:
+    """The parameters that the model's own module would have."""
+    own: Any = vars(module)["own"]
+    weights = module.weights()
+    found = {
+        name: torch.stack(
+            [product.dequantized(each, torch.float32) for each in range(module.num_experts)]
+        )
+        for name, product in weights.items()
+    }
+    biases = {name: product.bias for name, product in weights.items() if product.bias is not None}
+    for several in (found, biases):
+        if "gate_proj" in several:
+            several["gate_up_proj"] = torch.cat(
+                [several.pop("gate_proj"), several.pop("up_proj")], 1
+            )
+        if own.has_gate and not own.is_concatenated:
+            several["gate_up_proj"] = interleaved(several["gate_up_proj"])
+    if own.is_transposed:
+        found = {name: values.mT for name, values in found.items()}
+    return found | {f"{name}_bias": values for name, values in biases.items()}
+
+
+def interleaved(values: torch.Tensor) -> torch.Tensor:
+    return values.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+_HYBRIDS = ("granitehybrid",)
 PACKED = {
     "llama": 30,  # queries and keys in another order
     "glm4": 26,
     "granitehybrid": 22,  # a projection of two tensors
-    "qwen3next": 26,
+    "qwen3next": 26 + 4,
     "qwen35": 26,  # value heads in another order
     "falcon-h1": 38,
+    "gpt-oss": 18 + 4,  # gates in turn, with biases
+    "qwen3moe": 18 + 4,
+    "nemotron_h_moe": 12 + 1,  # without gates
 }
 
 
@@ -181,15 +215,17 @@ def test_blocks_are_in_the_order_of_the_model(tmp_path: Path, case: Case) -> Non
     model = random_model(case.model_type, **case.changes)
     path = write_converted(tmp_path / "tiny.gguf", case.architecture, model, Kind.Q8_0)
     packed, whole = read(path), plain(read(path, packed=False))
-    held = plain(packed)
+    held = {name: each for name, each in plain(packed).items() if name in whole}
     assert held.keys() == whole.keys()
     assert all(torch.equal(held[name], whole[name]) for name in whole)
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, values in whole.items():
         bound = float(own[name].detach().abs().max()) / 100 + 1e-6
         assert float((values - own[name].detach()).abs().max()) < bound, name
-    places = [each for each in packed.modules() if isinstance(each, GgufWeight | GgufEmbedding)]
-    assert len(places) == PACKED[case.architecture]
+    kinds = GgufWeight | GgufEmbedding | GgufExperts
+    places = [each for each in packed.modules() if isinstance(each, kinds)]
+    has_more = getattr(model.config, "num_local_experts", None) and case.architecture in _HYBRIDS
+    assert len(places) == PACKED[case.architecture] + (4 if has_more else 0)
 
 
 def test_experts_of_any_width_are_read(tmp_path: Path) -> None:
