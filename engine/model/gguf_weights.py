@@ -11,6 +11,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -33,6 +34,9 @@ from engine.model.stored.places import Place, StoredConfig
 from engine.request.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
+
+Files = Sequence[BinaryIO]
+"""The parts of a file, by their numbers."""
 
 _F32, _F16, _BF16 = 0, 1, 30
 _FLOATS = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
@@ -58,7 +62,7 @@ def read_config(path: Path) -> tuple[GgufHeader, Any]:
     whatever transformers raises for sizes that do not fit together."""
     header = read_header(path)
     architecture = _architecture(header)
-    said = Said(header, lambda name: _read_floats(path, header, name).tolist())
+    said = Said(header, lambda name: _read_floats(header, name).tolist())
     says = {**architecture.says(said)}
     kind: Any = CONFIG_MAPPING[says.pop("model_type", architecture.model_type)]
     more = says.pop("rope_parameters", {})
@@ -107,8 +111,8 @@ def load_gguf(
         skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     _check_rotary(skeleton, header)
     reading = _Reading(header, config, skeleton, wanted, packed)
-    with path.open("rb") as file:
-        tensors = reading.tensors(file)
+    with _opened(header) as files:
+        tensors = reading.tensors(files)
     loaded = load_weights(
         None,
         config,
@@ -120,7 +124,7 @@ def load_gguf(
     forget_quantization(loaded)
     loaded.config.name_or_path = str(path.parent)
     _check_blocks(loaded)
-    _divide_frequencies(loaded, path, header)
+    _divide_frequencies(loaded, header)
     generation = loaded.generation_config or GenerationConfig()
     generation.eos_token_id = list(end_token_ids(header)) or None
     for key, name in _SAMPLING.items():
@@ -307,15 +311,15 @@ class _Reading:
 
         return place
 
-    def tensors(self, file: BinaryIO) -> dict[str, torch.Tensor]:
+    def tensors(self, files: Files) -> dict[str, torch.Tensor]:
         """Returns the model's parameters by name: blocks as they are, everything else in its type.
         Raises UnsupportedModelError for those of other shapes than the model's."""
         found, wrong = dict(self._said), []
         for name, making in self._makings.items():
             if name in self._products:
-                found |= {each: self._product(parts, file) for each, parts in self._products[name]}
+                found |= {each: self._product(parts, files) for each, parts in self._products[name]}
                 continue
-            data = [_bytes_of(part, file) for part in making.parts]
+            data = [_bytes_of(part, files) for part in making.parts]
             names = self._packed.get(name, [])
             if names:
                 rows = [
@@ -390,11 +394,11 @@ class _Reading:
             self._experts[name] = kinds
             self._products |= products
 
-    def _product(self, parts: Sequence[StoredTensor], file: BinaryIO) -> torch.Tensor:
+    def _product(self, parts: Sequence[StoredTensor], files: Files) -> torch.Tensor:
         """Returns blocks, or biases, of all experts."""
         read = []
         for part in parts:
-            data, shape = _bytes_of(part, file), part.shape[:0:-1]
+            data, shape = _bytes_of(part, files), part.shape[:0:-1]
             is_packed = part.kind in BLOCK_TYPES
             read.append(data.reshape(*shape, -1) if is_packed else _values(part, data))
         whole = torch.from_numpy(read[0] if len(read) == 1 else np.concatenate(read, axis=1))
@@ -439,8 +443,15 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _bytes_of(tensor: StoredTensor, file: BinaryIO) -> np.ndarray[Any, Any]:
+@contextmanager
+def _opened(header: GgufHeader) -> Iterator[Files]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(path.open("rb")) for path in header.paths]
+
+
+def _bytes_of(tensor: StoredTensor, files: Files) -> np.ndarray[Any, Any]:
     data = np.empty(tensor.num_bytes, dtype=np.uint8)
+    file = files[tensor.part]
     file.seek(tensor.start)
     if file.readinto(data) != tensor.num_bytes:  # type: ignore[attr-defined]  # BinaryIO lacks it
         raise UnsupportedModelError(
@@ -519,13 +530,13 @@ def forget_quantization(model: Any) -> None:
     model.is_quantized = False
 
 
-def _divide_frequencies(model: PreTrainedModel, path: Path, header: GgufHeader) -> None:
+def _divide_frequencies(model: PreTrainedModel, header: GgufHeader) -> None:
     """Divides the rotary embedding's frequencies by what the file says for long contexts (Llama 3.1 and
     later). Raises UnsupportedModelError where it does not fit."""
     names = {each.name for each in header.tensors}
     if _ROPE_FACTORS not in names or model.config.model_type == _PROPORTIONAL:
         return
-    factors = _read_floats(path, header, _ROPE_FACTORS)
+    factors = _read_floats(header, _ROPE_FACTORS)
     rotary: list[Any] = [each for each in model.modules() if hasattr(each, "inv_freq")]
     if not rotary or any(each.inv_freq.shape != factors.shape for each in rotary):
         raise UnsupportedModelError(f"its {_ROPE_FACTORS} does not fit the rotary embedding")
@@ -536,10 +547,10 @@ def _divide_frequencies(model: PreTrainedModel, path: Path, header: GgufHeader) 
                 frequencies.copy_(frequencies / factors)
 
 
-def _read_floats(path: Path, header: GgufHeader, name: str) -> torch.Tensor:
+def _read_floats(header: GgufHeader, name: str) -> torch.Tensor:
     """Returns a small tensor of the file. Raises UnsupportedModelError where it has none."""
     tensor = next((each for each in header.tensors if each.name == name), None)
     if tensor is None or tensor.kind != _F32:
         raise UnsupportedModelError(f"{name} is not stored in float32")
-    with path.open("rb") as file:
-        return torch.from_numpy(_bytes_of(tensor, file).view(np.float32))
+    with _opened(header) as files:
+        return torch.from_numpy(_bytes_of(tensor, files).view(np.float32))
