@@ -146,10 +146,15 @@ class _Making(NamedTuple):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether it has the parts' rows, in any order."""
-        return self.at is None and not any(
-            each.values or each.join or each.columns for each in self.undo
-        )
+        """Whether it has the parts' rows, in any order, and columns in another at most."""
+        return self.at is None and not any(each.values or each.join for each in self.undo)
+
+    def features(self, config: Any) -> torch.Tensor | None:
+        """Returns which feature each of the file's columns is for, None where they are in order."""
+        columns = next((each.columns for each in self.undo if each.columns), None)
+        if columns is None:
+            return None
+        return torch.from_numpy(np.argsort(columns(config, self.shape[1])))
 
     def joined(self, config: Any, parts: Sequence[Array]) -> Array:
         """Returns the parameter of its parts, as they are in the file."""
@@ -236,6 +241,8 @@ class _Reading:
         self._num_dequantised: Counter[int] = Counter()
         self._kinds: dict[str, int] = {}
         """The types of modules that keep their blocks, by names of modules."""
+        self._orders: dict[str, torch.Tensor] = {}
+        """Which features their columns are for, where these are in another order."""
         self._packed: dict[str, list[str]] = {}
         """By names of parameters, those that get their blocks."""
         self._experts: dict[str, dict[str, int]] = {}
@@ -296,6 +303,7 @@ class _Reading:
         """Returns what makes a place for the blocks of a module, if it keeps them. It holds no tensors:
         transformers copies configurations, with all that they refer to, several times."""
         kinds, experts, dtype = self._kinds, self._experts, self._dtype
+        orders = self._orders
 
         def place(name: str, module: nn.Module) -> nn.Module | None:
             if name in experts:
@@ -307,7 +315,9 @@ class _Reading:
                 return GgufEmbedding(kind, module.num_embeddings, module.embedding_dim)
             assert isinstance(module, nn.Linear)
             has_bias = module.bias is not None
-            return GgufWeight(kind, module.in_features, module.out_features, has_bias, dtype)
+            found = GgufWeight(kind, module.in_features, module.out_features, has_bias, dtype)
+            found.order = orders.get(name)
+            return found
 
         return place
 
@@ -368,6 +378,8 @@ class _Reading:
             self._kinds |= {_module_of(each): making.parts[0].kind for each in names}
             if names:
                 self._packed[name] = [name] if has_all else names
+            if names and (order := making.features(self._config)) is not None:
+                self._orders[_module_of(name)] = order
 
     def _pack_experts(self, name: str, module: nn.Module) -> None:
         """Decides whether a layer's experts keep their blocks: all of their products have to."""

@@ -198,7 +198,7 @@ PACKED = {
     "glm4": 26,
     "granitehybrid": 22,  # a projection of two tensors
     "qwen3next": 26 + 4,
-    "qwen35": 26,  # value heads in another order
+    "qwen35": 28,  # value heads in another order
     "falcon-h1": 38,
     "gpt-oss": 18 + 4,  # gates in turn, with biases
     "qwen3moe": 18 + 4,
