@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -203,6 +203,30 @@ def _split(
             assert made is not None
             tensors.update({f"{key}.{expert}.{name}.{k}": each for k, each in made[0].items()})
             weight.copy_(made[1])
+
+
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def write_mxfp4(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Writes a gpt-oss whose experts are random blocks; returns it in floats."""
+    expected = write_folder(
+        folder, {"quant_method": "mxfp4"}, lambda *_: None, "gpt_oss", dtype, ()
+    )
+    path = folder / "model.safetensors"
+    tensors, values = load_file(path), torch.tensor([*_NUMBERS, *(-each for each in _NUMBERS)])
+    generator = torch.Generator().manual_seed(0)
+    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, features, channels = tensors.pop(key).shape
+        shape = experts, channels, features // 32
+        octets = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 125, shape, dtype=torch.uint8, generator=generator)
+        tensors |= {f"{key}_blocks": octets, f"{key}_scales": scales}
+        codes = torch.stack((octets % 16, octets // 16), -1).flatten(-2).long()
+        weight = values[codes] * torch.exp2(scales[..., None].float() - 127)
+        expected.get_parameter(key).data = weight.flatten(2).transpose(1, 2).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    return expected
 
 
 def load(folder: Path) -> PreTrainedModel:

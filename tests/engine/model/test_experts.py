@@ -39,6 +39,7 @@ from worlds.packed_checkpoints import (
     signed,
     with_inputs,
     write_folder,
+    write_mxfp4,
 )
 from worlds.tiny_models import CPU, tiny_model
 
@@ -230,33 +231,10 @@ def test_an_expert_that_lacks_its_codes_is_named_in_one_line(tmp_path: Path) -> 
 
 # --- MXFP4 as gpt-oss is published ---
 
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def write_mxfp4(folder: Path) -> Any:
-    """Writes a gpt-oss whose experts are random blocks; returns it in floats."""
-    expected = write_folder(
-        folder, {"quant_method": "mxfp4"}, lambda *_: None, "gpt_oss", torch.float32, ()
-    )
-    path = folder / "model.safetensors"
-    tensors, values = load_file(path), torch.tensor([*_NUMBERS, *(-each for each in _NUMBERS)])
-    generator = torch.Generator().manual_seed(0)
-    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
-        experts, features, channels = tensors.pop(key).shape
-        shape = experts, channels, features // 32
-        octets = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(120, 125, shape, dtype=torch.uint8, generator=generator)
-        tensors |= {f"{key}_blocks": octets, f"{key}_scales": scales}
-        codes = torch.stack((octets % 16, octets // 16), -1).flatten(-2).long()
-        weight = values[codes] * torch.exp2(scales[..., None].float() - 127)
-        expected.get_parameter(key).data = weight.flatten(2).transpose(1, 2).contiguous()
-    save_file(tensors, path, {"format": "pt"})
-    return expected
-
 
 @torch.inference_mode()
 def test_mxfp4_is_kept_as_it_is_published(tmp_path: Path) -> None:
-    expected, ids = write_mxfp4(tmp_path), torch.arange(12)[None] + 20
+    expected, ids = write_mxfp4(tmp_path, torch.float32), torch.arange(12)[None] + 20
     model = load_model(str(tmp_path), CPU)
     found = dict(packed_experts(model))
     assert [each.scheme for each in found.values()] == ["MXFP4", "MXFP4"]
