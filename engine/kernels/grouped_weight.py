@@ -50,7 +50,8 @@ class GroupedWeight(NamedTuple):
         """Returns the codes, or what they stand for, ``[out_features, in_features]`` uint8."""
         if not self.table:
             return self.codes
-        return torch.tensor(self.table, dtype=torch.uint8)[self.codes.long()]
+        table = torch.tensor(self.table, dtype=torch.uint8, device=self.codes.device)
+        return table[self.codes.long()]
 
     def dequantized(self) -> torch.Tensor:
         """Returns the weights ``[out_features, in_features]`` in float32, in the order of the sum above;

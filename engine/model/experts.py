@@ -280,17 +280,17 @@ def _gate_between(own: Any, name: str, channels: torch.Tensor) -> torch.Tensor:
 
 def rounded_experts(
     own: Any,
-    rounding: Callable[[str, int, torch.Tensor], GroupedWeight],
+    rounding: Callable[[torch.Tensor], GroupedWeight],
     method: str,
     scheme: str,
     dtype: torch.dtype,
 ) -> PackedExperts:
-    """Returns a module's experts in few bits, rounded one by one by ``rounding``, which takes a product's
-    name, the expert and its weight. The module loses its floats."""
+    """Returns a module's experts in few bits, rounded one by one by ``rounding``. The module loses its
+    floats."""
 
     def weights(name: str, sizes: tuple[int, int]) -> ExpertWeights:
         def parts(expert: int) -> Iterator[GroupedWeight]:
-            yield rounding(name, expert, own_weight(own, name, expert))
+            yield rounding(own_weight(own, name, expert))
 
         return ExpertWeights(*sizes, parts, own_bias(own, name), scheme)
 

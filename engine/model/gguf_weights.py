@@ -28,6 +28,7 @@ from engine.gguf.conversion import DECAY, SOURCES, Array, Undo
 from engine.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header
 from engine.gguf.tokenizer import end_token_ids
 from engine.model.checkpoint import load_weights, not_finite
+from engine.model.layers import embed_scale
 from engine.model.stored.experts import GgufExperts, expert_sizes
 from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.model.stored.places import Place, StoredConfig
@@ -312,7 +313,9 @@ class _Reading:
             if kind is None:
                 return None
             if isinstance(module, nn.Embedding):
-                return GgufEmbedding(kind, module.num_embeddings, module.embedding_dim)
+                scale = embed_scale(module)
+                assert scale is not None
+                return GgufEmbedding(kind, module.num_embeddings, module.embedding_dim, scale)
             assert isinstance(module, nn.Linear)
             has_bias = module.bias is not None
             found = GgufWeight(kind, module.in_features, module.out_features, has_bias, dtype)
@@ -447,8 +450,8 @@ def _is_of_shape(values: torch.Tensor, shape: Sequence[int]) -> bool:
 
 
 def _is_plain(module: nn.Module | None) -> bool:
-    """Whether its weight is all that it is: subclasses may scale what they look up."""
-    return type(module) in (nn.Linear, nn.Embedding)
+    """Whether its weight is all that it is, and a scale of what it looks up."""
+    return type(module) is nn.Linear or (module is not None and embed_scale(module) is not None)
 
 
 def _module_of(name: str) -> str:

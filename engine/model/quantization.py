@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +31,13 @@ from engine.model.int8 import GROUP, computes_whole_numbers, quantize_weight
 from engine.model.layers import (
     GroupedEmbedding,
     GroupedLinear,
+    ScaledEmbedding,
     as_linear,
     is_plain,
     names_by_input,
 )
 from engine.model.product import GroupedProduct, can_join, join_products
+from engine.model.rounding.gptq import BITS, round_to_nearest
 from engine.model.stored.experts import StoredExperts
 from engine.model.stored.layer import StoredLinear, StoredWeight
 from engine.request.errors import UnsupportedModelError
@@ -136,11 +138,13 @@ def _layer(module: StoredWeight, made: GroupedProduct | None, dtype: torch.dtype
     if made is not None and isinstance(module, StoredLinear):
         return GroupedLinear(made, module.out_features, module.scheme, module.method)
     if made is not None:
-        return GroupedEmbedding(made.packed, dtype, module.scheme, module.method)
+        return GroupedEmbedding(
+            made.packed, dtype, module.scheme, module.method, module.embed_scale
+        )
     weight = nn.Parameter(module.dequantized(dtype), requires_grad=False)
     if not isinstance(module, StoredLinear):
-        embedding = nn.Embedding(module.out_features, module.in_features, device="meta")
-        embedding.weight = weight
+        embedding = ScaledEmbedding(module.out_features, module.in_features, device="meta")
+        embedding.weight, embedding.embed_scale = weight, module.embed_scale
         return embedding
     linear = nn.Linear(module.in_features, module.out_features, device="meta")
     linear.weight = weight
@@ -185,15 +189,23 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
     if not names:
         raise _nothing_to_quantise(model, "int8")
     quantize_linears(model, names, model.dtype)
+    round_experts(model, "int8")
+    share_inputs(model)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def round_experts(model: PreTrainedModel, method: str) -> None:
+    """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone.
+    Only where ``refusal`` has no reason."""
+    rounding: Callable[[torch.Tensor], GroupedWeight]
+    rounding = quantize_weight if method == "int8" else round_to_nearest
+    scheme = _said(8 if method == "int8" else BITS, GROUP)
     for name in [name for name, module in model.named_modules() if is_experts(module)]:
         own = model.get_submodule(name)
-        rounded = rounded_experts(
-            own, lambda *it: quantize_weight(it[-1]), "int8", _said(8, GROUP), model.dtype
-        )
-        model.set_submodule(name, rounded)
+        model.set_submodule(name, rounded_experts(own, rounding, method, scheme, model.dtype))
         del own
         release_memory()
-    share_inputs(model)
 
 
 def quantize_linears(module: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:

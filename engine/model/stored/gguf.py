@@ -72,10 +72,14 @@ class GgufWeight(_Rows, StoredLinear):
 
 
 class GgufEmbedding(_Rows):
-    """An embedding, whose rows are its vectors. ``kind``: as for ``GgufWeight``."""
+    """An embedding, whose rows are its vectors. ``kind``: as for ``GgufWeight``; ``scale``: what the
+    model multiplies with them (``engine.model.layers.embed_scale``)."""
 
-    def __init__(self, kind: int, num_embeddings: int, embedding_dim: int) -> None:
+    def __init__(
+        self, kind: int, num_embeddings: int, embedding_dim: int, scale: float = 1.0
+    ) -> None:
         super().__init__(embedding_dim, num_embeddings)
+        self.embed_scale = scale
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self._hold(kind)
 

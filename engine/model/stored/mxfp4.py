@@ -64,7 +64,7 @@ class Mxfp4Experts(StoredExperts):
         )
         bias = getattr(self, f"{name}_bias").detach() if own.has_bias else None
         # Channels of gates and others in turn.
-        order = torch.arange(self.sizes[name][0])
+        order = torch.arange(self.sizes[name][0], device=blocks.device)
         if name == "gate_up_proj" and not own.is_concatenated:
             order = order.view(-1, 2).T.flatten()
 

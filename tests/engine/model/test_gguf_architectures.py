@@ -12,6 +12,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
+from bench.census import asked
 from engine.gguf.architectures import ARCHITECTURES
 from engine.model.gguf_weights import load_gguf, read_config
 from engine.model.loader import load_model
@@ -226,6 +227,23 @@ def test_blocks_are_in_the_order_of_the_model(tmp_path: Path, case: Case) -> Non
     places = [each for each in packed.modules() if isinstance(each, kinds)]
     has_more = getattr(model.config, "num_local_experts", None) and case.architecture in _HYBRIDS
     assert len(places) == PACKED[case.architecture] + (4 if has_more else 0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("qwen35", Kind.Q8_0), ("lfm2moe", Kind.Q4_0), ("granitehybrid", Kind.Q8_0)],
+)
+def test_drafts_on_hybrids_change_no_text(tmp_path: Path, architecture: str, kind: Kind) -> None:
+    case = next(case for case in CASES if case.architecture == architecture)
+    model = random_model(case.model_type, **case.changes)
+    path = write_converted(tmp_path / "tiny.gguf", architecture, model, kind)
+    loaded = load_model(str(path), torch.device("cpu"), "float32")
+    assert loaded.generation_config is not None
+    loaded.generation_config.eos_token_id = loaded.config.eos_token_id = None
+    found = asked(case.model_type, loaded)
+    assert (found.is_served, found.exact, found.reason) == (True, True, "")
+    assert found.sampled
+    assert found.greedy in (True, None)
 
 
 def test_experts_of_any_width_are_read(tmp_path: Path) -> None:
