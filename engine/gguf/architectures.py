@@ -37,17 +37,9 @@ def _always(**values: Any) -> Callable[[Said], Mapping[str, Any]]:
     return lambda _: values
 
 
-def _llama(said: Said) -> Mapping[str, Any]:
-    return {"model_type": "mixtral"} if said.count("expert_count") else {}
-
-
-def _olmo2(said: Said) -> Mapping[str, Any]:
-    return {"model_type": "olmo3"} if said.count("attention.sliding_window") else {}
-
-
-def _granite_moe(said: Said) -> Mapping[str, Any]:
-    has_shared = said.count("expert_shared_feed_forward_length")
-    return {"model_type": "granitemoeshared"} if has_shared else {}
+def _where(key: str, model_type: str) -> Callable[[Said], Mapping[str, Any]]:
+    """Another type where the key says any."""
+    return lambda said: {"model_type": model_type} if said.count(key) else {}
 
 
 def _mistral3(said: Said) -> Mapping[str, Any]:
@@ -251,14 +243,16 @@ ARCHITECTURES = {
     "gptneox": Architecture("gpt_neox", (GROUPED_QKV,)),
     "granite": Architecture("granite", PERMUTED),
     "granitehybrid": Architecture("granitemoehybrid", PERMUTED, _granite_hybrid),
-    "granitemoe": Architecture("granitemoe", PERMUTED, _granite_moe),
+    "granitemoe": Architecture(
+        "granitemoe", PERMUTED, _where("expert_shared_feed_forward_length", "granitemoeshared")
+    ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", (), _hunyuan_moe),
     "jais2": Architecture("jais2"),
     "kimi-linear": Architecture("kimi_linear", (LATENT,), _kimi_linear),
     "lfm2": Architecture("lfm2", (), _lfm2),
     "lfm2moe": Architecture("lfm2_moe", (), _lfm2),
-    "llama": Architecture("llama", PERMUTED, _llama),
+    "llama": Architecture("llama", PERMUTED, _where("expert_count", "mixtral")),
     "mamba2": Architecture("mamba2", (), _mamba2),
     "minicpm3": Architecture("minicpm3", (LATENT,), latent),
     "minimax-m2": Architecture("minimax_m2", (), _always(use_routing_bias=True)),
@@ -267,7 +261,7 @@ ARCHITECTURES = {
     "nemotron_h": Architecture("nemotron_h", (), _nemotron_h),
     "nemotron_h_moe": Architecture("nemotron_h", (), _nemotron_h),
     "olmo": Architecture("olmo", PERMUTED),
-    "olmo2": Architecture("olmo2", (), _olmo2),
+    "olmo2": Architecture("olmo2", (), _where("attention.sliding_window", "olmo3")),
     "olmoe": Architecture("olmoe"),
     "phi2": Architecture("phi"),
     "phi3": Architecture("phi3"),
@@ -279,6 +273,10 @@ ARCHITECTURES = {
     "qwen35moe": Architecture("qwen3_5_moe_text", (_OWN_NORMS, *TILED_VALUES), _qwen35),
     # llama.cpp's graph has the weights of chosen experts sum up to one.
     "qwen3moe": Architecture("qwen3_moe", (), _always(norm_topk_prob=True)),
+    # Of text the positions in all three dimensions are one.
+    "qwen2vl": Architecture("qwen2"),
+    "qwen3vl": Architecture("qwen3"),
+    "qwen3vlmoe": Architecture("qwen3_moe", (), _always(norm_topk_prob=True)),
     "qwen3next": Architecture("qwen3_next", (_OWN_NORMS, MIXED_HEADS), _gated_delta),
     "seed_oss": Architecture("seed_oss"),
     "smollm3": Architecture("smollm3", PERMUTED),

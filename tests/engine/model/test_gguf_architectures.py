@@ -3,6 +3,7 @@ is read as the model that it was written from."""
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,6 +125,9 @@ CASES = [
     Case("qwen35", "qwen3_5_text"),
     Case("qwen35moe", "qwen3_5_moe_text"),
     Case("qwen3moe", "qwen3_moe", {"norm_topk_prob": True}),
+    Case("qwen2vl", "qwen2"),
+    Case("qwen3vl", "qwen3"),
+    Case("qwen3vlmoe", "qwen3_moe", {"norm_topk_prob": True}),
     Case("qwen3next", "qwen3_next"),
     Case("seed_oss", "seed_oss"),
     Case("smollm3", "smollm3"),
@@ -144,6 +148,12 @@ def read(path: Path, packed: bool = True) -> PreTrainedModel:
 
 def test_every_architecture_has_a_case() -> None:
     assert {case.architecture for case in CASES} == ARCHITECTURES.keys()
+
+
+def test_the_page_lists_every_architecture() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "gguf.md").read_text("utf-8")
+    listed = dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", page, re.MULTILINE))
+    assert listed == {name: each.model_type for name, each in ARCHITECTURES.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
