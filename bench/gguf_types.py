@@ -259,6 +259,8 @@ def _random_metadata(source: Path, header: GgufHeader, shape: Shape) -> dict[str
         "feed_forward_length": shape.ffn,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_width,
+        "attention.value_length": shape.head_width,
         "rope.dimension_count": shape.head_width,
         "vocab_size": shape.vocabulary,
     }

@@ -241,7 +241,11 @@ def test_blocks_are_in_the_order_of_the_model(tmp_path: Path, case: Case) -> Non
 
 @pytest.mark.parametrize(
     ("architecture", "kind"),
-    [("qwen35", Kind.Q8_0), ("lfm2moe", Kind.Q4_0), ("granitehybrid", Kind.Q8_0)],
+    [
+        ("granitehybrid", Kind.Q8_0),
+        pytest.param("qwen35", Kind.Q8_0, marks=pytest.mark.slow),
+        pytest.param("lfm2moe", Kind.Q4_0, marks=pytest.mark.slow),
+    ],
 )
 def test_drafts_on_hybrids_change_no_text(tmp_path: Path, architecture: str, kind: Kind) -> None:
     case = next(case for case in CASES if case.architecture == architecture)
