@@ -130,14 +130,10 @@ def _deepseek2(said: Said) -> Mapping[str, Any]:
 
 def _mamba_sizes(said: Said) -> Mapping[str, Any]:
     inner, heads = said.needed("ssm.inner_size"), said.needed("ssm.time_step_rank")
-    expand = inner / said.needed("embedding_length")
-    return {
-        "mamba_d_ssm": inner,
-        "mamba_d_head": inner // heads,
-        "mamba_head_dim": inner // heads,
-        "mamba_expand": int(expand) if expand.is_integer() else expand,
-        "expand": int(expand) if expand.is_integer() else expand,
-    }
+    found = {"mamba_d_ssm": inner, "mamba_d_head": inner // heads, "mamba_head_dim": inner // heads}
+    if not inner % (width := said.needed("embedding_length")):
+        found |= {"mamba_expand": inner // width, "expand": inner // width}
+    return found
 
 
 def _mamba2(said: Said) -> Mapping[str, Any]:

@@ -18,14 +18,15 @@ class Undo(NamedTuple):
     """What is undone for parameters whose names match ``pattern``. Of the tensors that a parameter is
     made of, ``rows`` says which of their rows each row of the parameter is, ``columns`` the same of
     columns (both are given the configuration and how many there are), and ``values`` makes values of
-    values. ``join``: makes the parameter of the tensors, where laying them one below the other does
-    not."""
+    values. ``join``: makes the parameter of the tensors, where laying them one below the other does not.
+    ``num_parts``: of how many tensors it has to be made for that; 0: of any number."""
 
     pattern: str
     rows: Callable[[Any, int], Array] | None = None
     columns: Callable[[Any, int], Array] | None = None
     values: Callable[[Array], Array] | None = None
     join: Callable[[Any, Sequence[Array]], Array] | None = None
+    num_parts: int = 0
 
 
 def _halves(num_heads: int, num_rows: int) -> Array:
@@ -86,7 +87,8 @@ def _by_key_heads(config: Any, count: int) -> Array:
     return np.concatenate(parts, axis=1).reshape(-1)
 
 
-MIXED_HEADS = Undo(r"linear_attn\.in_proj_qkvz\.weight$", rows=_by_key_heads)
+MIXED_HEADS = Undo(r"linear_attn\.in_proj_qkvz\.weight$", rows=_by_key_heads, num_parts=2)
+"""Older files have one tensor for both, as the model has it."""
 
 
 def _by_groups(config: Any, count: int) -> Array:

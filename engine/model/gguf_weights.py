@@ -268,7 +268,11 @@ class _Reading:
         for name, parameter in wanted.items():
             sources = names.of(name)
             if sources is not None:
-                own = tuple(each for each in undo if re.search(each.pattern, name))
+                own = tuple(
+                    each
+                    for each in undo
+                    if re.search(each.pattern, name) and each.num_parts in (0, len(sources[0]))
+                )
                 found[name] = _Making(sources[0], own, tuple(parameter.shape), sources[1])
             elif (value := self._in_metadata(name)) is not None:
                 self._said[name] = torch.tensor(value).reshape(parameter.shape).to(self._dtype)

@@ -535,14 +535,16 @@ def write_converted(
     model: PreTrainedModel,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     values: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Array] | None = None,
+    change_tensors: Callable[[Tensors], object] = lambda _: None,
 ) -> Path:
-    """``kind``: of matrices of linear layers and experts. ``values``, ``tensors``: besides."""
+    """``kind``: of matrices of linear layers and experts. ``values``: besides."""
     said = metadata_of(architecture, model.config) | _activations(model) | {**(values or {})}
     writer = gguf.GGUFWriter(path, said.pop("general.architecture"))
     for key, value in said.items():
         add_value(writer, key, value)
-    for name, weight in (tensors_of(architecture, model) | {**(tensors or {})}).items():
+    tensors = tensors_of(architecture, model)
+    change_tensors(tensors)
+    for name, weight in tensors.items():
         is_small = weight.ndim == 1 or _SMALL.search(name)
         own = GGMLQuantizationType.F32 if is_small else fitting(kind, weight.shape[-1])
         if own == GGMLQuantizationType.F32:

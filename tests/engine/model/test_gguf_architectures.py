@@ -165,6 +165,45 @@ def test_a_file_is_the_model_that_it_was_written_from(tmp_path: Path, case: Case
     assert float(expected.std()) > 0.01
 
 
+def test_older_files_have_a_projection_as_the_model_has_it(tmp_path: Path) -> None:
+    """Qwen3-Next's was cut into two tensors later."""
+    model = random_model("qwen3_next")
+
+    def as_before(tensors: dict[str, Any]) -> None:
+        for layer, each in enumerate(model.base_model.layers):
+            if tensors.pop(f"blk.{layer}.attn_gate.weight", None) is not None:
+                del tensors[f"blk.{layer}.attn_qkv.weight"]
+                own = each.linear_attn.in_proj_qkvz.weight
+                tensors[f"blk.{layer}.ssm_in.weight"] = own.detach().numpy()
+
+    path = write_converted(tmp_path / "tiny.gguf", "qwen3next", model, change_tensors=as_before)
+    torch.testing.assert_close(logits(read(path)), logits(model), rtol=1e-4, atol=2e-5)
+
+
+def test_latent_keys_are_read_from_older_files(tmp_path: Path) -> None:
+    """One tensor for keys and values, and sizes of heads alone."""
+    model = random_model("deepseek_v2")
+
+    def as_before(tensors: dict[str, Any]) -> None:
+        for layer, each in enumerate(model.base_model.layers):
+            own = each.self_attn.kv_b_proj.weight
+            tensors[f"blk.{layer}.attn_kv_b.weight"] = own.detach().numpy()
+            for which in "kv":
+                del tensors[f"blk.{layer}.attn_{which}_b.weight"]
+
+    config = model.config
+    sizes = {
+        "key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "value_length": config.v_head_dim,
+        "key_length_mla": 0,
+    }
+    values = {f"deepseek2.attention.{name}": size for name, size in sizes.items()}
+    path = write_converted(
+        tmp_path / "tiny.gguf", "deepseek2", model, values=values, change_tensors=as_before
+    )
+    torch.testing.assert_close(logits(read(path)), logits(model), rtol=1e-4, atol=2e-5)
+
+
 def plain(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Parameters as values, whatever their places hold."""
     found = dict(model.named_parameters(remove_duplicate=False))
