@@ -234,8 +234,10 @@ def build_engine_for(
     hidden_layers = tuple(sorted(wanted))
     runner.prepare(hidden_layers)
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
-    tier = begin_offload(config, runner, drafters, weights, determinism, found)
-    core = _build_core(runner, config, limits, drafters, hidden_layers, tier, slots)
+    offload = begin_offload(config, runner, drafters, weights, determinism, found)
+    if slots is not None:
+        slots.tier = offload.states
+    core = _build_core(runner, config, limits, drafters, hidden_layers, offload.blocks, slots)
     text_config = model.config.get_text_config()
     info = EngineInfo(
         model=name,
@@ -401,7 +403,6 @@ def _size_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes | N
         return None
     for setting, is_asked in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1),
-        ("kv_offload_bytes", config.kv_offload_bytes is not None),
         ("cuda_graph_rows", bool(config.cuda_graph_rows)),
     ):
         if is_asked:

@@ -10,6 +10,8 @@ import pytest
 
 from kvpool.block_pool import BlockPool
 from kvpool.state_slots import NOWHERE, StateSlots
+from kvpool.tier import BlockTier
+from worlds.tier_world import ModelBytes, ModelSlots
 
 SIZE, INTERVAL = 4, 16
 TEXT = list(range(100))
@@ -162,7 +164,7 @@ def _evict_all(pool: BlockPool) -> None:
     """The blocks that it holds itself keep their names: this is what ``_take`` does."""
     assert pool.states is not None
     for digest in [*pool.states._snapshots]:
-        pool.states.forget(digest)
+        pool.states.evict(digest)
 
 
 def _overwrite(pool: BlockPool) -> None:
@@ -242,3 +244,33 @@ def test_damage_is_found(damage: Callable[[StateSlots], object], message: str) -
     damage(states)
     with pytest.raises(AssertionError, match=message):
         pool.check_integrity()
+
+
+def test_snapshots_that_make_room_come_back_from_the_tier() -> None:
+    """A damaged one is a miss: the request begins where the one before it lies."""
+    pool, states = make(snapshots=2)
+    slots = ModelSlots(8)
+    states.tier = BlockTier(ModelBytes(dict.fromkeys(range(5), "state"), 1), slots)
+    serve(pool, "a", TEXT[:12])
+    serve(pool, "b", TEXT[50:62])
+    assert len(states.tier) == 2
+    assert begin(pool, "c", TEXT[:13]) == 12
+    pool.free("c")
+    serve(pool, "d", TEXT[70:82])
+    slots.damaged |= {slot for slot, entry in slots.entries() if entry.marks == 0}
+    assert begin(pool, "e", TEXT[:13]) == 0
+    assert states.tier.num_damaged >= 1
+    pool.check_integrity()
+
+
+def test_a_full_tier_loses_what_was_used_least() -> None:
+    pool, states = make(snapshots=1)
+    slots = ModelSlots(1)
+    states.tier = BlockTier(ModelBytes(dict.fromkeys(range(4), "state"), 1), slots)
+    serve(pool, "a", TEXT[:5])
+    serve(pool, "b", TEXT[50:55])
+    # What makes room for it takes its place there.
+    assert begin(pool, "c", TEXT[:6]) == 0
+    pool.check_integrity()
+    assert not states.save(1)
+    assert len(states.tier) == 1
