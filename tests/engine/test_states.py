@@ -148,7 +148,7 @@ def test_a_step_that_breaks_leaves_no_state_behind(
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("tensor_parallel_size", 2), ("kv_offload_bytes", 1 << 20), ("cuda_graph_rows", 8)],
+    [("tensor_parallel_size", 2), ("cuda_graph_rows", 8)],
 )
 def test_what_states_are_not_served_with_is_refused_by_name(setting: str, value: int) -> None:
     model = tiny_model("lfm2")
