@@ -49,16 +49,17 @@ class _Table:
     or nothing, where it begins anew. ``accepted``: places of the tokens after these. ``lent``: places of
     the step's draft nodes. ``branch``: others have this many tokens in common with it.
 
-    ``num_prompt``: tokens of its prompt. ``has_names``: its blocks get some, so that snapshots are of
-    use. ``planned``: slots that the step writes, by the tokens before them, the best first. ``names``:
-    digests of blocks by where they end, for ends that are still to be passed. ``newest``: of the last
-    snapshot of its answer."""
+    ``num_prompt``: tokens of its prompt, ``interval``: between its snapshots. ``has_names``: its blocks
+    get some, so that snapshots are of use. ``planned``: slots that the step writes, by the tokens before
+    them, the best first. ``names``: digests of blocks by where they end, for ends that are still to be
+    passed. ``newest``: of the last snapshot of its answer."""
 
     seat: int
     source: int
     num_tokens: int
     branch: int
     num_prompt: int
+    interval: int
     has_names: bool
     accepted: list[int] = field(default_factory=list)
     lent: list[int] = field(default_factory=list)
@@ -74,8 +75,8 @@ class _Table:
 class StateSlots:
     """``num_seats`` requests may be open at a time, and ``num_snapshots`` be kept beside. ``num_places``:
     of twice as many draft rows as a step may have. ``interval``: prompts leave a snapshot every so many
-    tokens, a multiple of the block's size. ``tier`` keeps snapshots that are evicted, by the digests of
-    their blocks.
+    tokens, a multiple of the block's size; long ones at a multiple of it, so that each leaves no more
+    than its share. ``tier`` keeps snapshots that are evicted, by the digests of their blocks.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class StateSlots:
         self._free = list(range(self.num_slots - 1, num_seats - 1, -1))
         self._places = list(range(num_places - 1, -1, -1))
         self.num_seats = num_seats
+        self._share = max(1, num_snapshots // max(1, num_seats))
         self.tier: BlockTier | None = None
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()
         self._passed: set[bytes] = set()
@@ -116,7 +118,13 @@ class StateSlots:
             self._num_hits += 1
         size, seat = self._size, self._seats.pop()
         self._tables[request_id] = _Table(
-            seat, source, count * size, num_found * size, num_prompt, has_names=bool(digests)
+            seat,
+            source,
+            count * size,
+            num_found * size,
+            num_prompt,
+            interval=self._interval * (1 + num_prompt // (self._interval * (self._share + 1))),
+            has_names=bool(digests),
         )
         return count
 
@@ -173,7 +181,7 @@ class StateSlots:
         wanted = [last] if end == num_tokens else []  # where the next turn will begin
         before = (num_tokens - 1) // size * size  # where the same prompt would
         wanted += [at for at in (before, table.branch) if at in passed]
-        wanted += [at for at in passed if at % self._interval == 0]
+        wanted += [at for at in passed if at % table.interval == 0]
         return list(dict.fromkeys(wanted))
 
     def commit(self, request_id: str, num_known: int, accepted: Sequence[int]) -> None:

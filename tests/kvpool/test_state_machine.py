@@ -190,7 +190,7 @@ TestTieredStateMachine.settings = settings(max_examples=examples(100), stateful_
 
 def test_nothing_is_lost_over_thousands_of_requests() -> None:
     """All slots are free or hold a snapshot in the end, and so many of the requests began from one."""
-    dice = random.Random(5)
+    dice = random.Random(6)
     machine = StateMachine()
     machine.start(40, 2, True)
     while machine.num_opened < 2000 or machine.model:

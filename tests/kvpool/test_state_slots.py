@@ -71,6 +71,15 @@ def test_a_prompt_leaves_snapshots_where_others_may_begin() -> None:
     assert begin(pool, "longer", [*TEXT[:35], *TEXT[:9]]) == 32
 
 
+def test_a_long_prompt_leaves_no_more_than_its_share() -> None:
+    """Of eight snapshots for three requests, two: further apart, the longer it is."""
+    for length, expected in ((47, [16, 32]), (48, [32]), (95, [32, 64]), (96, [48])):
+        pool, _ = make()
+        begin(pool, "long", TEXT[:length])
+        last = (length - 1) // SIZE * SIZE
+        assert [at for at in step(pool, "long", TEXT[:length]) if at < last] == expected
+
+
 def test_where_others_branch_off_there_is_a_snapshot_from_the_second_on() -> None:
     pool, states = make()
     assert serve(pool, "first", TEXT[:15]) == 0
@@ -111,7 +120,7 @@ def test_of_two_ends_in_one_step_the_later_is_the_answer_s_newest() -> None:
 
 
 def test_the_best_of_a_prompt_is_evicted_last() -> None:
-    pool, states = make(snapshots=4)
+    pool, states = make(seats=2, snapshots=4)
     serve(pool, "r", TEXT[:40])
     names = pool._match(TEXT, "", 40)[0]
     assert [names.index(each) * SIZE for each in states._snapshots] == [32, 16, 36, 40]
