@@ -30,6 +30,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from engine.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header, write_outline
 from engine.gguf.tokenizer import end_token_ids
 from engine.model.checkpoint import load_config, load_weights, not_finite
+from engine.model.layers import embed_scale
 from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.model.stored.places import Place, StoredConfig
 from engine.request.errors import UnsupportedModelError
@@ -166,7 +167,9 @@ class _Reading:
             if kind is None:
                 return None
             if isinstance(module, nn.Embedding):
-                return GgufEmbedding(kind, module.num_embeddings, module.embedding_dim)
+                scale = embed_scale(module)
+                assert scale is not None
+                return GgufEmbedding(kind, module.num_embeddings, module.embedding_dim, scale)
             assert isinstance(module, nn.Linear)
             has_bias = module.bias is not None
             return GgufWeight(kind, module.in_features, module.out_features, has_bias, dtype)
@@ -275,8 +278,8 @@ class _Outermost:
 
 
 def _is_plain(module: nn.Module | None) -> bool:
-    """Whether its weight is all that it is: subclasses may scale what they look up."""
-    return type(module) in (nn.Linear, nn.Embedding)
+    """Whether its weight is all that it is, and a scale of what it looks up."""
+    return type(module) is nn.Linear or (module is not None and embed_scale(module) is not None)
 
 
 def _module_of(name: str) -> str:
