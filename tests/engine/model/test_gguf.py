@@ -90,7 +90,11 @@ def test_blocks_are_dequantised_into_bf16(tmp_path: Path) -> None:
     assert {each.dtype for each in loaded.parameters()} == {torch.bfloat16}
 
 
-BLOCKS = [GGMLQuantizationType[each.name] for each in BLOCK_TYPES.values()]
+BLOCKS = [
+    GGMLQuantizationType[each.name]
+    for each in BLOCK_TYPES.values()
+    if not each.name.startswith("IQ4")  # which nothing here writes
+]
 
 
 def wide_llama(tied: bool) -> LlamaForCausalLM:
@@ -174,7 +178,7 @@ def test_blocks_stay_packed_and_mean_what_transformers_reads(
         # Experts are made of several tensors.
         ("qwen3moe", "qwen3_moe", {"num_experts": 4}, 4 * NUM_LAYERS + 2),
         # Its embedding scales what it looks up, and has no place; a head that shares it does.
-        ("gemma3", "gemma3_text", {}, 7 * NUM_LAYERS + 1),
+        ("gemma3", "gemma3_text", {}, 7 * NUM_LAYERS + 2),  # its embedding scales what it looks up
     ],
 )
 def test_architectures_are_read_as_transformers_reads_them(
