@@ -130,3 +130,17 @@ def test_a_token_without_finite_numbers_harms_only_the_request_that_has_it(exact
     run_chunks(runner, text, (15,), [0, 1, 7, 8, 9])
     after = run_together(runner, [chunk(text, 15, 5, [0, 1, 7, 8, 9])])[0]
     torch.testing.assert_close(torch.cat([first, beside, after]), expected, rtol=0.0, atol=2e-4)
+
+
+def test_steps_are_measured_with_rows_that_reach_other_experts() -> None:
+    """Rows of one token, which used to be measured, have the same experts each: a step of eight rows cost
+    hardly more than of one, and drafts were granted for nothing."""
+    runner = make_runner(tiny_model("qwen3_moe"), exact=False)
+    chosen: list[torch.Tensor] = []
+    routers = [each for name, each in runner.model.named_modules() if name.endswith("mlp.gate")]
+    routers[0].register_forward_hook(lambda _module, _rows, routed: chosen.append(routed[2]))
+    runner.time_step(16, 0, 2)
+    experts = chosen[0].sort(1).values
+    for request in experts.split(8):
+        assert len(request.unique(dim=0)) > 1
+    assert not torch.equal(*experts.split(8))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from torch import nn
 
+from engine.model.layers import GroupedEmbedding, embed_scale
+from engine.model.quantization import pack_stored
 from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
+from worlds.tiny_models import tiny_model
 
 KINDS = sorted(BLOCK_TYPES)
 NAMES = [BLOCK_TYPES[kind].name for kind in KINDS]
@@ -91,3 +97,42 @@ def test_scales_are_all_that_may_not_be_finite(kind: int) -> None:
         weight = held(kind, broken)
         assert not bool(weight.block_scales().isfinite().all())
         assert not bool(weight.dequantized(torch.float32).isfinite().all())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", [8, 20], ids=["Q8_0", "IQ4_NL"])
+def test_a_scaled_embedding_keeps_its_blocks_and_the_models_bits(kind: int, packed: bool) -> None:
+    model: Any = tiny_model("gemma3", torch.bfloat16)
+    own = model.get_input_embeddings()
+    scale = embed_scale(own)
+    assert scale == 64**0.5  # the hidden size's root
+    rows, ids = any_rows(kind, own.num_embeddings, 64), torch.arange(own.num_embeddings)[None]
+    values = torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType(kind)))
+    own.weight.data = values.bfloat16()
+    expected = own(ids)
+    embedding = GgufEmbedding(kind, own.num_embeddings, 64, scale)
+    embedding.weight.data = rows
+    model.set_input_embeddings(embedding)
+    pack_stored(model, packed)
+    found = model.get_input_embeddings()
+    assert isinstance(found, GroupedEmbedding) == packed
+    assert torch.equal(found(ids), expected)
+
+
+def test_what_else_embeddings_do_is_no_scale() -> None:
+    class Doubled(nn.Embedding):
+        scalar_embed_scale = 0.5
+
+        def __init__(self, *sizes: Any) -> None:
+            super().__init__(*sizes[:2])
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(ids)
+
+    assert embed_scale(Doubled(3, 2)) is None
+    assert embed_scale(nn.Linear(3, 2)) is None
+    assert embed_scale(nn.Embedding(3, 2)) == 1
+    kind: Any = type(tiny_model("gemma3").get_input_embeddings())
+    with torch.device("meta"):  # as models are while places are made
+        assert embed_scale(kind(3, 2, None, 8.0)) == 8
