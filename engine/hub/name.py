@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
+_ADDRESS = re.compile(r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
 _REPO = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/:?]+)(?:/(?P<file>[^:?]+))?)?"
@@ -36,22 +36,23 @@ class HubName:
 
 def parse_name(model: str) -> HubName | None:
     """Returns what a model's name means on the hub; None: it is a path, or can only be meant as one.
-    Raises ValueError for an address that names no model, or a revision."""
-    bare = _ADDRESS.sub("", model, count=1)
-    has_address = bare != model
-    if not has_address and (
-        model.startswith(("/", ".", "~")) or model.endswith(".gguf") or Path(model).exists()
-    ):
+    Raises ValueError as ``read_name`` for addresses."""
+    if "://" in model or _ADDRESS.match(model):
+        return read_name(model)
+    found = _REPO.fullmatch(model)
+    if found and not found["quant"] and (model.endswith(".gguf") or Path(model).exists()):
         return None
-    found = _REPO.fullmatch(bare)
+    return read_name(model) if found is not None and _is_repo(found["repo"]) else None
+
+
+def read_name(text: str) -> HubName:
+    """Returns the model that a name on the hub, or an address there, means. Raises ValueError for what
+    names none, or a revision."""
+    found = _REPO.fullmatch(_ADDRESS.sub("", text, count=1))
     if found is None or not _is_repo(found["repo"]):
-        if has_address or "://" in model:
-            raise ValueError(
-                f"{model!r} is not org/repo[:QUANT], hf.co/.. or https://huggingface.co/.."
-            )
-        return None
+        raise ValueError(f"{text[:200]!r} is not org/repo[:QUANT], nor its address on the hub")
     if found["revision"] not in (None, "main"):
-        raise ValueError(f"{model!r}: say the revision by its own flag, --revision")
+        raise ValueError(f"{text!r}: say the revision by its own flag, --revision")
     file = found["file"] and PurePosixPath(found["file"]).name
     return HubName(found["repo"], found["quant"] or file)
 

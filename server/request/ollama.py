@@ -250,6 +250,17 @@ class OllamaShowRequest(Body):
     model: str | None = optional("The served model's name, with ':latest' or without.")
 
 
+class OllamaPullRequest(Body):
+    """``POST /api/pull``."""
+
+    without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT | {"insecure": (False,)}
+
+    synonyms: ClassVar[dict[str, str]] = {"name": "model"}
+
+    model: str = Field(min_length=1, description="org/repo[:QUANT] or hf.co/org/repo[:QUANT].")
+    stream: bool = optional("How far it is, as lines of JSON.", default=True)
+
+
 class _EmbedFields(Body):
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 

@@ -37,8 +37,7 @@ def test_a_repository_is_meant_by_its_name_and_by_its_address(spelled: str) -> N
     ],
 )
 def test_a_type_or_a_file_may_be_named(spelled: str, quant: str) -> None:
-    if not spelled.endswith(".gguf") or "://" in spelled:
-        assert parse_name(spelled) == HubName("org/repo", quant)
+    assert parse_name(spelled) == HubName("org/repo", quant)
 
 
 @pytest.mark.parametrize(

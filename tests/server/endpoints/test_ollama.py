@@ -400,7 +400,6 @@ async def test_a_name_with_a_tag_is_listed_as_it_is() -> None:
 async def test_what_would_change_the_model_is_refused() -> None:
     async with ollama_client(ScriptedEngine()) as client:
         for change in (
-            client.pull("test/scripted"),
             client.push("test/scripted"),
             client.create("mine", from_="test/scripted"),
             client.copy("test/scripted", "mine"),
