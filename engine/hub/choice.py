@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -11,8 +12,8 @@ from engine.hub.name import HubName, bits_of, label_of, num_parts, without_part
 _USUAL = "Q4_K_M"
 _LEAST_BITS = 4
 """Below them models write noticeably other texts: nobody gets them unasked."""
-_NO_MODELS = ("mmproj", "imatrix")
-"""In names of GGUF files that hold parts for images, or what was measured while rounding."""
+_MODEL = re.compile(r"(?!.*(mmproj|imatrix)[^/]*$).*\.gguf", re.IGNORECASE)
+"""Other GGUF files hold parts for images, or what was measured while rounding."""
 _BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 _TEMPLATES = "additional_chat_templates"
 _DUPLICATE = "consolidated"
@@ -72,9 +73,7 @@ def gguf_choices(files: Iterable[HubFile]) -> list[Choice]:
     for images. Where two have weights of one type, the second is called as its file."""
     sets: dict[str, list[HubFile]] = {}
     for file in sorted(files, key=lambda each: (each.path.count("/"), each.path)):
-        if file.path.lower().endswith(".gguf") and not any(
-            part in PurePosixPath(file.path).name.lower() for part in _NO_MODELS
-        ):
+        if _MODEL.fullmatch(file.path):
             sets.setdefault(without_part(file.path), []).append(file)
     found: dict[str, Choice] = {}
     for whole, parts in sets.items():
@@ -96,26 +95,17 @@ def size(num_bytes: float) -> str:
 
 
 def _named(name: HubName, quant: str, found: Sequence[Choice]) -> Choice:
-    wanted = quant.lower()
+    wanted = quant.lower().removesuffix(".gguf")
     if not found:
         raise HubError(f"{name}: there are no GGUF files in it")
-    for names in (_label, _plain_label, _stem):
-        for each in found:
-            if names(each) == wanted.removesuffix(".gguf"):
-                return each
+    for each in found:
+        if str(each.label).lower() == wanted:
+            return each
+    for each in found:
+        file = PurePosixPath(each.files[0].path).stem
+        if wanted in (file.lower(), str(each.label).lower().removeprefix("ud-")):
+            return each
     raise HubError(f"{name}: there is no {quant} in it; there are {shown(found)}")
-
-
-def _label(choice: Choice) -> str:
-    return (choice.label or "").lower()
-
-
-def _plain_label(choice: Choice) -> str:
-    return _label(choice).removeprefix("ud-")
-
-
-def _stem(choice: Choice) -> str:
-    return PurePosixPath(choice.files[0].path).stem.lower()
 
 
 def _checkpoint(files: Sequence[HubFile]) -> Choice | None:

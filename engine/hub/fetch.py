@@ -6,18 +6,17 @@ fetched.
 
 from __future__ import annotations
 
-import glob
 import hashlib
+import io
 import logging
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -38,6 +37,12 @@ logger = logging.getLogger(__name__)
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 """Of the HTTP client that this version of the library uses: its errors of transport, too."""
 _LOG_SECONDS = 10.0
+_REFUSALS = {
+    GatedRepoError: "it is gated: accept its terms on its page on the hub, and set HF_TOKEN",
+    RepositoryNotFoundError: "there is no such model on the hub, or HF_TOKEN does not open it",
+    RevisionNotFoundError: "there is no such revision of it on the hub",
+}
+"""The first that an error is one of says what it means."""
 Told = Callable[[HubFile, int], None]
 """Is called with a file and how many of its bytes are there. What it raises ends the download, which can
 be gone on with."""
@@ -53,7 +58,7 @@ def fetch(
     """Returns where a model lies in the cache: its GGUF file, the first of several, or a folder. Fetches
     what is not there; where the hub cannot be reached, what is there is all there is. ``memory``: bytes
     in which what is yet to be fetched has to fit. ``told``: of each piece that comes; default: bars on a
-    terminal, lines of a log elsewhere.
+    terminal, a line every ten seconds elsewhere.
 
     Raises HubError: none such, no access, no such type, too little disk or memory, broken off.
     """
@@ -64,51 +69,40 @@ def fetch(
             raise
         except (OSError, _HTTP_ERROR) as error:
             return _cached(name, revision, error)
-        files = [
-            HubFile(each.rfilename, each.size or 0, each.lfs.sha256, True)
-            if each.lfs is not None
-            else HubFile(each.rfilename, each.size or 0, each.blob_id or "")
-            for each in info.siblings or ()
-        ]
-        choice = choose(name, files)
-        folder = _folder(name.repo)
-        missing = [each for each in choice.files if not _is_there(folder, str(info.sha), each)]
+        files = [_file(each) for each in info.siblings or ()]
+        choice, sha, folder = choose(name, files), str(info.sha), _folder(name.repo)
+        missing = [each for each in choice.files if not _is_there(folder, sha, each)]
         if missing:
-            _check_room(name, choice, missing, memory, gguf_choices(files))
-            label = "" if choice.label is None else f"{choice.label}, "
+            _check_room(name, choice, missing, memory, files)
             total = size(sum(each.size for each in missing))
-            logger.info("%s: fetching %s%s into %s", name.repo, label, total, folder)
-        if told is None and not sys.stderr.isatty():
-            told = LogLines(name, missing)
+            logger.info("%s: fetching %s into %s", name, total, folder)
         for each in missing:
             if each.is_large and each.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-                _go_on(name, str(info.sha), folder, each, told)
-        snapshot = snapshot_download(
-            name.repo,
-            revision=revision,
-            allow_patterns=[glob.escape(each.path) for each in choice.files],
-            tqdm_class=None if told is None else _NoBar,
-        )
-        return _place(choice, snapshot)
+                _go_on(name, sha, folder, each, told)
+        places = [hf_hub_download(name.repo, each.path, revision=revision) for each in choice.files]
+        return _place(choice, Path(places[0].removesuffix(choice.files[0].path)))
 
 
-class LogLines:
-    """Writes how far a download is, a line every ten seconds. ``clock``: in seconds."""
+class _Log(io.StringIO):
+    def write(self, text: str) -> int:
+        if text.strip():
+            logger.info("%s", text.strip())
+        return len(text)
 
-    def __init__(
-        self, name: HubName, files: list[HubFile], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._name, self._clock, self._last = name, clock, clock()
-        self._total = sum(each.size for each in files)
-        self._done: dict[str, int] = {}
 
-    def __call__(self, file: HubFile, done: int) -> None:
-        self._done[file.path] = done
-        if self._clock() - self._last >= _LOG_SECONDS:
-            self._last = self._clock()
-            done, total = sum(self._done.values()), self._total
-            share = f"{size(done)} of {size(total)}"
-            logger.info("%s: %s, %d %%", self._name, share, 100 * done // total)
+class LogLine(tqdm):
+    """Writes how far a download is to the log, every ten seconds, in place of a bar."""
+
+    def __init__(self, **options: Any) -> None:
+        options |= dict.fromkeys(("mininterval", "maxinterval", "delay"), _LOG_SECONDS)
+        form = "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
+        options |= {"disable": False, "file": _Log(), "bar_format": form}
+        super().__init__(**options)  # type: ignore[no-untyped-call]
+
+
+def _file(found: Any) -> HubFile:
+    blob = found.blob_id if found.lfs is None else found.lfs.sha256
+    return HubFile(found.rfilename, found.size or 0, blob or "", found.lfs is not None)
 
 
 def _cached(name: HubName, revision: str | None, reason: Exception) -> Path:
@@ -116,20 +110,13 @@ def _cached(name: HubName, revision: str | None, reason: Exception) -> Path:
     is_offline = isinstance(reason, OfflineModeIsEnabled)
     why = "HF_HUB_OFFLINE is set" if is_offline else f"the hub does not answer: {_said(reason)}"
     try:
-        snapshot = Path(
-            snapshot_download(
-                name.repo, revision=revision, local_files_only=True, allow_patterns=""
-            )
-        )
+        options: Any = {"local_files_only": True, "allow_patterns": ""}  # whatever is there
+        snapshot = Path(snapshot_download(name.repo, revision=revision, **options))
+        files = [each for each in snapshot.rglob("*") if each.is_file()]
+        named = [HubFile(str(each.relative_to(snapshot)), each.stat().st_size) for each in files]
+        choice = choose(name, named)
     except LocalEntryNotFoundError:
         raise HubError(f"{name}: it is not in the cache, and {why}") from reason
-    files = [
-        HubFile(str(each.relative_to(snapshot)), each.stat().st_size)
-        for each in snapshot.rglob("*")
-        if each.is_file()
-    ]
-    try:
-        choice = choose(name, files)
     except HubError as error:
         raise HubError(f"{error} (what the cache has; {why})") from reason
     if not is_offline:
@@ -140,14 +127,13 @@ def _cached(name: HubName, revision: str | None, reason: Exception) -> Path:
 def _check_room(
     name: HubName,
     choice: Choice,
-    missing: list[HubFile],
+    missing: Sequence[HubFile],
     memory: int | None,
-    others: list[Choice],
+    files: Sequence[HubFile],
 ) -> None:
     """Raises HubError where the disk or the memory has no room for a model."""
     folder = _folder(name.repo)
-    begun = sum(_size(_part(folder, each)) for each in missing)
-    needed = sum(each.size for each in missing) - begun
+    needed = sum(each.size - _size(_part(folder, each)) for each in missing)
     disk = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(disk).free
     if needed > free:
@@ -155,15 +141,11 @@ def _check_room(
             f"{name}: {size(needed)} are to be fetched, and {disk} has {size(free)} left"
         )
     if memory is not None and choice.num_bytes > memory:
-        fitting = [each for each in others if each.num_bytes < memory]
+        fitting = shown(each for each in gguf_choices(files) if each.num_bytes < memory)
         raise HubError(
-            f"{name}: {_called(choice)} needs {size(choice.num_bytes)} of memory, and "
-            f"{size(memory)} are left" + (f"; {shown(fitting)} would fit" if fitting else "")
+            f"{name}: {choice.label or 'it'} needs {size(choice.num_bytes)} of memory, and "
+            f"{size(memory)} are left" + (f"; {fitting} would fit" if fitting else "")
         )
-
-
-def _called(choice: Choice) -> str:
-    return choice.label or "it"
 
 
 def _go_on(name: HubName, sha: str, folder: Path, file: HubFile, told: Told | None) -> None:
@@ -178,9 +160,7 @@ def _go_on(name: HubName, sha: str, folder: Path, file: HubFile, told: Told | No
         if _size(part) > file.size:
             part.unlink()
         begun = _size(part)
-        if begun:
-            logger.info("%s: going on at %s of %s", name, size(begun), size(file.size))
-        options: dict[str, Any] = {} if told is None else {"tqdm_class": _watched(file, told)}
+        bar: Any = None if sys.stderr.isatty() else LogLine
         try:
             with part.open("ab") as target:
                 http_get(
@@ -190,7 +170,7 @@ def _go_on(name: HubName, sha: str, folder: Path, file: HubFile, told: Told | No
                     headers=build_hf_headers(),
                     expected_size=file.size,
                     displayed_filename=file.path,
-                    **options,
+                    tqdm_class=bar if told is None else _watched(file, told),
                 )
         except (OSError, _HTTP_ERROR) as error:
             if isinstance(error, HfHubHTTPError) and not _size(part):
@@ -205,28 +185,18 @@ def _go_on(name: HubName, sha: str, folder: Path, file: HubFile, told: Told | No
         part.replace(blob)
 
 
-class _NoBar(tqdm):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options | {"disable": True})  # type: ignore[no-untyped-call]
-
-
 def _watched(file: HubFile, told: Told) -> type:
     """Returns what the library takes for a bar's class."""
 
-    class Watched:
-        def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
-            self._done = initial
-            told(file, initial)
+    class Watched(tqdm):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options | {"disable": True})  # type: ignore[no-untyped-call]
+            told(file, self.n)
 
-        def update(self, n: float | None = 1) -> None:
-            self._done += int(n or 0)
-            told(file, self._done)
-
-        def __enter__(self) -> Watched:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            told(file, self._done)
+        def update(self, n: float | None = 1) -> bool | None:
+            self.n += int(n or 0)
+            told(file, self.n)
+            return None
 
     return Watched
 
@@ -237,18 +207,9 @@ def _one_line(name: HubName) -> Iterator[None]:
         yield
     except HubError:
         raise
-    except GatedRepoError as error:
-        raise HubError(
-            f"{name}: it is gated: accept its terms on its page on the hub, and set HF_TOKEN"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise HubError(
-            f"{name}: there is no such model on the hub, or HF_TOKEN does not open it"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise HubError(f"{name}: there is no such revision of it on the hub") from error
     except (OSError, HFValidationError, _HTTP_ERROR) as error:
-        raise HubError(f"{name}: {_said(error)}") from error
+        meant = (said for kind, said in _REFUSALS.items() if isinstance(error, kind))
+        raise HubError(f"{name}: {next(meant, _said(error))}") from error
 
 
 def _said(error: Exception) -> str:
@@ -260,15 +221,13 @@ def _folder(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
-def _place(choice: Choice, snapshot: str | Path) -> Path:
-    folder = Path(snapshot)
-    return folder if choice.label is None else folder / choice.files[0].path
+def _place(choice: Choice, snapshot: Path) -> Path:
+    return snapshot if choice.label is None else snapshot / choice.files[0].path
 
 
 def _is_there(folder: Path, sha: str, file: HubFile) -> bool:
-    return (folder / "snapshots" / sha / file.path).exists() or (
-        bool(file.blob) and (folder / "blobs" / file.blob).exists()
-    )
+    places = folder / "snapshots" / sha / file.path, folder / "blobs" / file.blob
+    return any(each.is_file() for each in places)
 
 
 def _part(folder: Path, file: HubFile) -> Path:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -41,7 +41,8 @@ async def ollama_pull(body: OllamaPullRequest, request: Request, served: Served)
     await served.charge(request)
     lines = _pull(name, served.pulls)
     if wanted.stream:
-        return StreamingResponse(_as_lines(lines), 200, headers, "application/x-ndjson")
+        written = (to_json(line) + b"\n" async for line in lines)
+        return StreamingResponse(written, 200, headers, "application/x-ndjson")
     async for line in lines:
         if "error" in line:
             raise ApiError(500, line["error"], code="pull_failed")
@@ -62,15 +63,7 @@ def _as_it_is(translator: Translator, body: OllamaPullRequest) -> OllamaPullRequ
     return body
 
 
-async def _as_lines(lines: AsyncGenerator[Line, None]) -> AsyncIterator[bytes]:
-    try:
-        async for line in lines:
-            yield to_json(line) + b"\n"
-    finally:
-        await lines.aclose()
-
-
-async def _pull(name: HubName, pulls: asyncio.Semaphore) -> AsyncGenerator[Line, None]:
+async def _pull(name: HubName, pulls: asyncio.Semaphore) -> AsyncIterator[Line]:
     """Yields Ollama's lines of how far it is, of which the last says success, or why there is none. One
     that is closed ends the download, which the next goes on with."""
     yield {"status": "pulling manifest"}
@@ -98,6 +91,4 @@ async def _pull(name: HubName, pulls: asyncio.Semaphore) -> AsyncGenerator[Line,
         finally:
             is_gone.set()
             fetching.add_done_callback(lambda done: done.cancelled() or done.exception())
-    for status in ("verifying sha256 digest", "writing manifest"):
-        yield {"status": status}
     yield _SUCCESS

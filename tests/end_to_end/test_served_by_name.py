@@ -11,10 +11,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from huggingface_hub import constants
 
 from engine.process.launch import child_environment
+from slipstream.cli import main
 from worlds.gguf_files import tiny_llama, write_gguf
-from worlds.hub import Hub, environment, running
+from worlds.hub import Hub, environment, pointed_at, running
 from worlds.served_command import HANG, serving
 
 REPO = "org/tiny-GGUF"
@@ -84,19 +86,31 @@ def test_a_name_serves_with_a_draft_by_name(hub: Hub, tmp_path: Path) -> None:
     assert all(len(times) == 1 for times in hub.served.values()), "fetched more than once"
 
 
-@pytest.mark.slow
-def test_refusals_are_a_line_each_and_fetch_nothing(hub: Hub) -> None:
-    said = refused(f"{REPO}:Q4_K_M")
+def test_refusals_are_a_line_each_and_fetch_nothing(
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pointed_at(monkeypatch, hub, tmp_path)
+
+    def said(*arguments: str) -> str:
+        assert main(["serve", *arguments, "--log-level", "error"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
     there = "there is no Q4_K_M in it; there are F32 ("
-    assert said.startswith(f"slipstream: {REPO}:Q4_K_M: {there}")
-    assert "F16 (" in said
-    assert refused("org/none").startswith("slipstream: org/none: there is no such model on the hub")
-    assert refused("org/gated:F16").startswith("slipstream: org/gated:F16: it is gated: accept its")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        said = refused("org/other")
-    assert said == "slipstream: org/other: it is not in the cache, and HF_HUB_OFFLINE is set"
-    assert "none_such" in refused(f"{REPO}:F16", "--speculative.draft-strategy", "none_such")
+    assert said(f"{REPO}:Q4_K_M").startswith(f"slipstream: {REPO}:Q4_K_M: {there}")
+    assert said("org/none").startswith("slipstream: org/none: there is no such model on the hub")
+    assert said("org/gated:F16").startswith("slipstream: org/gated:F16: it is gated: accept its")
+    assert said("bundled", "--draft", "org/none").startswith("slipstream: org/none: there is no")
+    assert said("bundled", "--lora", "a=org/none").startswith("slipstream: org/none: there is no")
+    assert "none_such" in said(f"{REPO}:F16", "--speculative.draft-strategy", "none_such")
+    monkeypatch.setattr("engine.drafting.located.available_bytes", lambda: 1000)
+    assert "needs 0.321 MB of memory, and 0.001 MB are left" in said(f"{REPO}:F16")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    offline = "org/other: it is not in the cache, and HF_HUB_OFFLINE is set"
+    assert said("org/other") == f"slipstream: {offline}"
     assert not hub.served
 
 

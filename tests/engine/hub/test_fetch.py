@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from engine.hub import fetch as fetching
 from engine.hub.choice import HubError, HubFile
-from engine.hub.fetch import LogLines, Told, fetch
+from engine.hub.fetch import LogLine, Told, fetch
 from engine.hub.name import HubName, called
 from worlds.hub import Hub, pointed_at, running
 
@@ -179,16 +179,28 @@ def test_too_little_memory_is_said_with_what_would_fit(hub: Hub) -> None:
     assert fetch(NAME, memory=150_000).name == FILE
 
 
-def test_a_log_has_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_has_a_line_every_ten_seconds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO)
-    now = 0.0
-    files = [HubFile("a", 3_000_000_000), HubFile("b", 1_000_000_000)]
-    lines = LogLines(NAME, files, lambda: now)
-    for now in (1.0, 9.9, 10.0, 15.0):  # noqa: B007
-        lines(files[0], 2_000_000_000)
-    now = 20.0
-    lines(files[1], 500_000_000)
+    now = 100.0
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    line = LogLine(desc="a.gguf", total=4_000_000_000, initial=0, unit="B", unit_scale=True)
+    assert not caplog.messages
+    for now in (101.0, 109.0, 111.0, 115.0, 120.0, 122.0):  # noqa: B007
+        line.update(500_000_000)
     assert caplog.messages == [
-        f"{REPO}: 2.0 GB of 4.0 GB, 50 %",
-        f"{REPO}: 2.5 GB of 4.0 GB, 62 %",
+        "a.gguf: 1.50G of 4.00G, 136MB/s, 00:18 left",
+        "a.gguf: 3.00G of 4.00G, 136MB/s, 00:07 left",
     ]
+    line.close()
+
+
+@pytest.mark.usefixtures("hub")
+def test_where_nobody_watches_a_bar_a_download_writes_to_the_log(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    fetch(NAME)
+    assert [each for each in caplog.messages if FILE in each or "fetching 0.102 MB" in each]
+    assert "%|" not in capfd.readouterr().err
