@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from engine.hub.fetch import fetch
 from engine.hub.name import parse_name
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,12 @@ def locate(model: str, revision: str | None = None, memory: int | None = None) -
             )
         return str(folder)
     name = parse_name(model)
-    return model if name is None else str(fetch(name, revision, memory=memory))
+    if name is None:
+        return model
+    # Imported late: most commands ask no hub.
+    from engine.hub.fetch import fetch
+
+    return str(fetch(name, revision, memory=memory))
 
 
 def own_chat_template(model: str) -> str | None:

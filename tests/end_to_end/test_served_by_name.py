@@ -80,6 +80,8 @@ def test_a_name_serves_with_a_draft_by_name(hub: Hub, tmp_path: Path) -> None:
         assert texts[1].usage is not None
         account = texts[1].usage.model_extra["speculative"]  # type: ignore[index]
         assert account["num_draft_tokens"] > 0
+        drafters = httpx.get(f"{server.url}/v1/drafters", timeout=HANG).json()
+        assert "tiny-GGUF:F32" in str(drafters), "a draft is called by its name"
         tags = httpx.get(f"{server.url}/api/tags", timeout=HANG).json()["models"]
         assert [each["name"] for each in tags] == [f"{REPO}:F16"]
     assert sorted(hub.served) == ["draft-F32.gguf", "tiny-F16.gguf"]
