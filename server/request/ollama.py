@@ -309,11 +309,12 @@ def plan_ollama_embeddings(
 
 
 def known_name(name: str | None, served: Iterable[str]) -> str | None:
-    """The one of the names served that is meant: a name without a tag has the tag ``latest``. What is
-    none of them stays as it is."""
+    """The one of the names served that is meant: a name without a tag has the tag ``latest``, and one on
+    the hub may have its host before it. What is none of them stays as it is."""
     if name is None:
         return None
-    return next((each for each in served if tagged(each) == tagged(name)), name)
+    wanted = tagged(name.removeprefix("hf.co/"))
+    return next((each for each in served if tagged(each) in (wanted, tagged(name))), name)
 
 
 def tagged(name: str) -> str:
