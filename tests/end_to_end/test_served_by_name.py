@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from engine.process.launch import child_environment
 from slipstream.cli import main
-from worlds.gguf_files import tiny_llama, write_gguf
+from worlds.gguf_files import split_in_three, tiny_llama, write_gguf
 from worlds.hub import Hub, environment, pointed_at, running
 from worlds.served_command import HANG, serving
 
@@ -26,8 +26,9 @@ REPO = "org/tiny-GGUF"
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("files")
     small = tiny_llama(num_hidden_layers=1)
+    parts = split_in_three(write_gguf(folder / "target.gguf"), folder)
     return {
-        "tiny-F16.gguf": write_gguf(folder / "target.gguf").read_bytes(),
+        **{f"F16/{part.name.replace('tiny', 'tiny-F16')}": part.read_bytes() for part in parts},
         "draft-F32.gguf": write_gguf(folder / "draft.gguf", model=small).read_bytes(),
     }
 
@@ -59,7 +60,9 @@ def refused(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_name_serves_with_a_draft_by_name(hub: Hub, tmp_path: Path) -> None:
+def test_a_name_serves_with_a_draft_by_name(
+    hub: Hub, files: dict[str, bytes], tmp_path: Path
+) -> None:
     draft = f"small_model={REPO}:draft-F32.gguf"
     flags = ("--draft", draft, "--num-threads", "1", "--max-num-seqs", "2")
     with serving(tmp_path, *flags, model=f"hf.co/{REPO}:f16") as server:
@@ -84,7 +87,7 @@ def test_a_name_serves_with_a_draft_by_name(hub: Hub, tmp_path: Path) -> None:
         assert "tiny-GGUF:F32" in str(drafters), "a draft is called by its name"
         tags = httpx.get(f"{server.url}/api/tags", timeout=HANG).json()["models"]
         assert [each["name"] for each in tags] == [f"{REPO}:F16"]
-    assert sorted(hub.served) == ["draft-F32.gguf", "tiny-F16.gguf"]
+    assert sorted(hub.served) == sorted(files), "the target in three parts, and the draft"
     assert all(len(times) == 1 for times in hub.served.values()), "fetched more than once"
 
 
@@ -109,7 +112,7 @@ def test_refusals_are_a_line_each_and_fetch_nothing(
     assert said("bundled", "--lora", "a=org/none").startswith("slipstream: org/none: there is no")
     assert "none_such" in said(f"{REPO}:F16", "--speculative.draft-strategy", "none_such")
     monkeypatch.setattr("engine.drafting.located.available_bytes", lambda: 1000)
-    assert "needs 0.321 MB of memory, and 0.001 MB are left" in said(f"{REPO}:F16")
+    assert "F16 needs 0.322 MB of memory, and 0.001 MB are left" in said(f"{REPO}:F16")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     offline = "org/other: it is not in the cache, and HF_HUB_OFFLINE is set"
     assert said("org/other") == f"slipstream: {offline}"
