@@ -44,6 +44,7 @@ from server.request.responses import ResponsesRequest
 from server.setting_names import all_settings, flag_name
 from server.settings import with_drafters
 from server.tenants.keys import TenantEntry
+from slipstream.tools.models.recommended import RECOMMENDED, table
 
 DOCS = Path(__file__).resolve().parent
 ExportedMetric: TypeAlias = tuple[str, str, tuple[str, ...], str]
@@ -294,6 +295,23 @@ def tenants_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def recommended_table() -> str:
+    """Without its column of drafts, which have a table."""
+    rows = [{**row, "name": f"`{row['name']}`"} for row in table(memory_speed=50)]
+    names = [name for name in rows[0] if name != "drafts"]
+    lines = [[each.replace("_", " ") for each in names], ["---"] * len(names)]
+    lines += [[str(row[name]) for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def recommended_drafts_table() -> str:
+    lines = ["| model | drafts |", "| --- | --- |"]
+    for each in RECOMMENDED:
+        drafts = ", ".join(f"`{draft}`" for draft in each.drafts) or "-"
+        lines.append(f"| `{each.name}` | {drafts} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
     "settings": settings_table,
     "metrics": metrics_table,
@@ -304,6 +322,8 @@ TABLES = {
     "tenants": tenants_table,
     "hints": hints_table,
     "without_effect": without_effect_table,
+    "recommended": recommended_table,
+    "recommended_drafts": recommended_drafts_table,
 }
 
 

@@ -37,8 +37,10 @@ from engine.drafting.drafts import (
     with_bundled_drafts,
 )
 from engine.drafting.heads import DraftHeads, prepare_heads
+from engine.drafting.located import located
 from engine.drafting.models import DraftModels, prepare_drafts
 from engine.grammar.compiler import Constrain, GrammarCompiler
+from engine.hub.name import called
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
 from engine.lora.adapters import Adapters, load_all
@@ -106,15 +108,15 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     Raises UnsupportedModelError with the reason if the model cannot be served, OSError if there is
     none, DrafterPluginError if an installed drafter plugin is at fault.
     """
-    # Wrong names are refused before a model is loaded.
+    # Wrong names are refused before a model is fetched and loaded.
     check_names(config)
     check_device(config.device)
     check_backend_name(config.attention_backend)
     check_kv_events(config)
-    parse_adapters(config.lora)
+    config = located(config)
     completed = with_bundled_drafts(with_fastest_weights(config))
     ranks = join_ranks(config)
-    name = BUNDLED_NAME if config.is_bundled else config.served_model
+    name = BUNDLED_NAME if config.is_bundled else called(config.served_model)
     model = _load(completed, ranks)
     tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
     return build_engine_for(model, tokenizer, completed, name, ranks), tokenizer

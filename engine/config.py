@@ -165,8 +165,10 @@ class EngineConfig:
     num_threads: int | None = described(
         None, "CPU threads of the model; default: torch's choice.", ge=1
     )
-    trust_remote_code: bool = described(False, "Run Python code that comes with a hub model.")
-    revision: str | None = described(None, "Branch, tag or commit on the hub.")
+    trust_remote_code: bool = described(
+        False, "Run Python code that comes with a model on the hub."
+    )
+    revision: str | None = described(None, "Branch, tag or commit of the model on the hub.")
     check_integrity: bool = False
 
     def __post_init__(self) -> None:

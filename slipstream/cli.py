@@ -22,6 +22,7 @@ from server.setting_names import all_settings, unknown_flag
 from server.settings import Flags, Settings, add_flags, load_settings
 from server.version import server_version
 from slipstream.client.commands import add_client_commands
+from slipstream.tools.models.command import add_model_commands
 from slipstream.tools.quantize.command import add_quantize
 from slipstream.tools.replay.command import add_replay
 from slipstream.tools.template.command import add_template_command
@@ -86,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
     )
     serve.set_defaults(run=partial(_serve, add_flags(serve)))
+    add_model_commands(commands)
     add_client_commands(commands)
     add_replay(commands)
     add_quantize(commands)

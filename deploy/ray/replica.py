@@ -16,6 +16,7 @@ from deploy.ray.adoption import SharedSpeculation, Speculation
 from deploy.ray.exchange import Forwarded, Whole, answers, whole_answer
 from deploy.ray.scaling import OpenTokens
 from deploy.ray.settings import read_settings
+from engine.drafting.located import located
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.process.streams import Take
@@ -59,6 +60,7 @@ class Replica:
         config = settings.engine_config()
         check(settings, config)
         settings.log_options().begin()
+        config = await asyncio.to_thread(located, config)
         self._process = EngineProcess(
             config, logs=settings.log_options(), environment=preloads(settings, config)
         )

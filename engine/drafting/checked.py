@@ -22,6 +22,7 @@ from engine.drafting.drafts import SMALL_MODEL, Draft
 from engine.drafting.head_model import HeadModel
 from engine.drafting.heads import DraftHeads
 from engine.drafting.models import DraftModels
+from engine.hub.name import called
 from engine.model.rounding.texts import beginnings
 from engine.model.runner import ModelRunner
 from engine.request.errors import UnsupportedModelError
@@ -62,7 +63,7 @@ def check_drafts(
         is_model = draft.method == SMALL_MODEL
         size = models.num_parameters(name) if is_model else heads.sizes[name]
         layers, share, note = _fit(model, texts)
-        info = DraftInfo(name, draft.method, draft.path, size, layers, share, note)
+        info = DraftInfo(name, draft.method, called(draft.path), size, layers, share, note)
         _judge(info, config.min_draft_agreement)
         found[name] = info
     return found

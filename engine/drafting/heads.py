@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from drafters.base import DrafterUnavailableError
 from engine.attention.backend import AttentionNeeds, build_attention, choose_backend
@@ -29,7 +28,7 @@ from engine.drafting.drafts import MTP, SMALL_MODEL, Draft
 from engine.drafting.facts import TargetFacts, target_facts
 from engine.drafting.head_model import ChainHead, HeadModel
 from engine.drafting.medusa import MedusaHeads
-from engine.drafting.published.folder import CONFIG, DraftRefusedError
+from engine.drafting.published.folder import DraftRefusedError
 from engine.drafting.published.methods import read_network
 from engine.drafting.published.networks import place
 from engine.gguf.file import find_gguf
@@ -180,14 +179,12 @@ def _quantize(network: nn.Module, dtype: torch.dtype, rounds: bool) -> None:
 
 
 def checkpoint_folder(config: EngineConfig) -> Path:
-    """Returns the folder that the target was loaded from; of one from the hub where its files are kept.
-    Raises DraftRefusedError where it is no such checkpoint: a GGUF file."""
-    path = locate(config.served_model)
+    """Returns the folder that the target was loaded from. Raises DraftRefusedError where it is no such
+    checkpoint: a GGUF file."""
+    path = locate(config.served_model, config.revision)
     if find_gguf(path) is not None:
         raise DraftRefusedError(Path(path), "MTP modules are not read from GGUF files")
-    found = cached_file(path, CONFIG, revision=config.revision)
-    assert found is not None
-    return Path(found).parent
+    return Path(path)
 
 
 def _ends(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:

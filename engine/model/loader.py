@@ -76,10 +76,10 @@ def load_model(
     length that it has to be made for.
 
     Raises UnsupportedModelError for what the configuration already rules out and for weights that are
-    not those that it asks for, OSError if there is no such folder or hub id, or no model in it.
+    not those that it asks for, OSError if there is no such folder or name, or no model in it.
     """
+    path = locate(model, revision)
     with naming(model):
-        path = locate(model)
         wanted = resolve_dtype(dtype, device)
         gguf = find_gguf(path)
         if gguf is not None:
@@ -91,11 +91,11 @@ def load_model(
             loaded = load_gguf(gguf, header, config, wanted, packed)
             return prepare_model(loaded, device, packed)
         check_folder(path, "config.json")
-        config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+        config = load_config(path, trust_remote_code=trust_remote_code)
         refuse_unservable(text_of(config))
         check_length(text_of(config), max_model_len)
-        half = find_text_half(path, config, revision)
-        options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        half = find_text_half(path, config)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if half is not None:
             config = half.config
             options |= {"kind": half.kind, "key_mapping": half.key_mapping}

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils.hub import cached_file
 
 from engine.model.patterns import Patterns
 from engine.request.errors import UnsupportedModelError
@@ -153,8 +153,8 @@ def _other_parts(config: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def find_text_half(model: str, config: Any, revision: str | None = None) -> TextHalf | None:
-    """Returns how the text half of a folder or hub id is loaded; None where the model is no more than
+def find_text_half(model: str, config: Any) -> TextHalf | None:
+    """Returns how the text half of a folder is loaded; None where the model is no more than
     that. Reads names of weights, and no weight.
 
     Raises UnsupportedModelError where there is no causal LM in it, or no weights of one.
@@ -167,7 +167,7 @@ def find_text_half(model: str, config: Any, revision: str | None = None) -> Text
         )
     text = _text_config(config)
     kind = _class_of_half(config, text)
-    names = _names(model, revision)
+    names = _names(Path(model))
     own = _without_memory(kind, text)
     prefix, head = _places(own, names, config.model_type)
     text.tie_word_embeddings = head is None and _is_tied(config, text)
@@ -273,19 +273,12 @@ def _without_memory(kind: Any, config: Any) -> Any:
         return kind._from_config(copy.deepcopy(config))
 
 
-def _names(model: str, revision: str | None) -> list[str]:
+def _names(folder: Path) -> list[str]:
     """Returns the names of a checkpoint's tensors, from the file that transformers would read."""
     for file in ("model.safetensors", "pytorch_model.bin"):
         for name in (file, f"{file}.index.json"):
-            path = cached_file(
-                model,
-                name,
-                revision=revision,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_gated_repo=False,
-            )
-            if path is not None:
-                return _names_in(path)
+            if (folder / name).is_file():
+                return _names_in(str(folder / name))
     raise UnsupportedModelError("there are no weights in model.safetensors or pytorch_model.bin")
 
 

@@ -55,11 +55,11 @@ def without_torch() -> Iterator[None]:
 
 
 def _needs_torchao(config: EngineConfig) -> bool:
-    """Whether torchao quantizes this model, or may: what a hub holds is not known yet."""
-    path, text = Path(locate(config.served_model)), ""
+    """Whether torchao quantizes this model."""
+    path, text = Path(locate(config.served_model, config.revision)), ""
     with suppress(OSError):
         text = (path / "config.json").read_text(encoding="utf-8", errors="replace")
-    return config.quantized not in (None, "int8") or "torchao" in text or not path.exists()
+    return config.quantized not in (None, "int8") or "torchao" in text
 
 
 class _AbsentCompiler(ModuleType):

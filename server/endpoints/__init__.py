@@ -3,6 +3,7 @@ OpenAPI schema and the table in docs/api.md. What a handler works with comes as 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Services:
     """The parts of one application. ``fingerprint``: equal for servers that write the same tokens
     for the same seed. ``step_timeout``: seconds without progress after which the engine counts as hung.
     ``drops_unknown``: whether unknown fields of bodies are left out and listed, instead of refused.
+    ``pulls``: lets one fetch a model at a time; None: nobody may.
     ``state``: "serving" between the app's start and the first word of its end.
     """
 
@@ -54,6 +56,7 @@ class Services:
     step_timeout: float
     drain_seconds: float
     drops_unknown: bool
+    pulls: asyncio.Semaphore | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     state: Literal["starting", "serving", "draining"] = "starting"
 

@@ -119,7 +119,6 @@ def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[s
 @router.post("/api/copy", include_in_schema=False)
 @router.post("/api/create", include_in_schema=False)
 @router.post("/api/push", include_in_schema=False)
-@router.post("/api/pull", include_in_schema=False)
 async def ollama_refused(request: Request, served: Served) -> Response:
     """Ollama's: refused, since the model is chosen at start."""
     what = request.url.path.split("/")[2]

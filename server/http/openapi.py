@@ -19,6 +19,7 @@ _REFS = "#/components/schemas/{model}"
 _MEANINGS = {
     400: "The request is at fault; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "The server's settings do not allow it.",
     404: "There is no such model, or nothing at this path.",
     408: "The request did not come whole in time; the connection is closed.",
     413: "The body is larger than the server accepts.",

@@ -250,6 +250,17 @@ class OllamaShowRequest(Body):
     model: str | None = optional("The served model's name, with ':latest' or without.")
 
 
+class OllamaPullRequest(Body):
+    """``POST /api/pull``."""
+
+    without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT | {"insecure": (False,)}
+
+    synonyms: ClassVar[dict[str, str]] = {"name": "model"}
+
+    model: str = Field(min_length=1, description="org/repo[:QUANT] or hf.co/org/repo[:QUANT].")
+    stream: bool = optional("How far it is, as lines of JSON.", default=True)
+
+
 class _EmbedFields(Body):
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
@@ -298,11 +309,12 @@ def plan_ollama_embeddings(
 
 
 def known_name(name: str | None, served: Iterable[str]) -> str | None:
-    """The one of the names served that is meant: a name without a tag has the tag ``latest``. What is
-    none of them stays as it is."""
+    """The one of the names served that is meant: a name without a tag has the tag ``latest``, and one on
+    the hub may have its host before it. What is none of them stays as it is."""
     if name is None:
         return None
-    return next((each for each in served if tagged(each) == tagged(name)), name)
+    wanted = tagged(name.removeprefix("hf.co/"))
+    return next((each for each in served if tagged(each) in (wanted, tagged(name))), name)
 
 
 def tagged(name: str) -> str:

@@ -52,8 +52,8 @@ def served(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     return found[0].served_model
 
 
-def test_other_names_are_their_own() -> None:
-    assert locate("some/model") == "some/model"
+def test_paths_are_their_own(tmp_path: Path) -> None:
+    assert locate(str(tmp_path)) == str(tmp_path)
     assert locate("./smollm2") == "./smollm2"
 
 

@@ -219,6 +219,29 @@ def write_any(
     return path
 
 
+def split_in_three(written: Path, folder: Path) -> list[Path]:
+    """As llama.cpp's gguf-split does: metadata in the first part alone."""
+    reader = gguf.GGUFReader(written)
+    paths = [folder / f"tiny-{number + 1:05d}-of-00003.gguf" for number in range(3)]
+    values = values_of(tiny_llama())
+    for number, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, values["general.architecture"])
+        if number:
+            writer.kv_data = [{}]
+        for key, value in values.items() if not number else ():
+            if key != "general.architecture":
+                add_value(writer, key, value)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 3)
+        for tensor in reader.tensors[number::3]:
+            writer.add_tensor(tensor.name, tensor.data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     _ADD[type(value)](writer, key, value)
 

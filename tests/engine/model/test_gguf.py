@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -44,11 +43,10 @@ from worlds.gguf_files import (
     TEMPLATE,
     TOKENS,
     Tensors,
-    add_value,
     any_model,
     gemma_vocabulary,
+    split_in_three,
     tiny_llama,
-    values_of,
     write_any,
     write_gguf,
 )
@@ -257,29 +255,6 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path, written: Path) -> N
     assert load_tokenizer(str(tmp_path)).get_vocab() == load_tokenizer(str(written)).get_vocab()
     (tmp_path / "model.safetensors").touch()
     assert find_gguf(str(tmp_path)) is None
-
-
-def split_in_three(written: Path, folder: Path) -> list[Path]:
-    """As llama.cpp's gguf-split does: metadata in the first part alone."""
-    reader = gguf.GGUFReader(written)
-    paths = [folder / f"tiny-{number + 1:05d}-of-00003.gguf" for number in range(3)]
-    values = values_of(tiny_llama())
-    for number, path in enumerate(paths):
-        writer = gguf.GGUFWriter(path, values["general.architecture"])
-        if number:
-            writer.kv_data = [{}]
-        for key, value in values.items() if not number else ():
-            if key != "general.architecture":
-                add_value(writer, key, value)
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", 3)
-        for tensor in reader.tensors[number::3]:
-            writer.add_tensor(tensor.name, tensor.data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return paths
 
 
 def test_parts_of_a_file_are_one_model(tmp_path: Path, written: Path) -> None:

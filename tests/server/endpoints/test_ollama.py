@@ -397,10 +397,17 @@ async def test_a_name_with_a_tag_is_listed_as_it_is() -> None:
             await client.chat("qwen", MESSAGES)
 
 
+async def test_a_model_of_the_hub_is_meant_with_the_hubs_host_as_well() -> None:
+    async with ollama_client(ScriptedEngine(TEXT), served_model_name="org/a:Q8_0") as client:
+        for name in ("org/a:Q8_0", "hf.co/org/a:Q8_0"):
+            assert (await client.chat(name, MESSAGES)).message.content == TEXT
+        with pytest.raises(ollama.ResponseError):
+            await client.chat("hf.co/org/a", MESSAGES)
+
+
 async def test_what_would_change_the_model_is_refused() -> None:
     async with ollama_client(ScriptedEngine()) as client:
         for change in (
-            client.pull("test/scripted"),
             client.push("test/scripted"),
             client.create("mine", from_="test/scripted"),
             client.copy("test/scripted", "mine"),
