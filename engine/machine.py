@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from engine.host.memory import available_bytes
+
 
 def free_bytes(device: torch.device) -> int:
     """Returns the bytes free now. On a CPU: what the kernel calls available, within the container's
@@ -16,7 +18,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return min(_available(), _cgroup_left())
+    return available_bytes()
 
 
 def check_device(device: str) -> None:
@@ -64,23 +66,6 @@ def device_memory(device: str) -> dict[str, float]:
         "free": float(free),
         "allocated": float(torch.cuda.memory_allocated(device)),
     }
-
-
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 30
-
-
-def _cgroup_left() -> int:
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-    except OSError:
-        return 1 << 62
-    return 1 << 62 if limit == "max" else max(0, int(limit) - used)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

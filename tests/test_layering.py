@@ -27,7 +27,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "engine": {
         "batch": set(),
         "logs": set(),
-        "machine": set(),
+        "host": set(),
+        "machine": {"host"},
         "names": set(),
         "noise_numbers": set(),
         "request": set(),
@@ -169,7 +170,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "request": {"errors", "formats", "plan"},
         "reply": {"errors", "formats", "http", "metrics", "plan"},
         "settings": {"documents", "formats", "request", "setting_names"},
-        "endpoints": {
+        "models": {
             "errors",
             "http",
             "metrics",
@@ -178,6 +179,16 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "request",
             "response_store",
             "tenants",
+        },
+        "endpoints": {
+            "errors",
+            "http",
+            "metrics",
+            "models",
+            "plan",
+            "reply",
+            "request",
+            "tenants",
             "version",
         },
         "app": {
@@ -185,6 +196,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "errors",
             "http",
             "metrics",
+            "models",
             "plan",
             "reply",
             "request",
@@ -195,10 +207,10 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         },
         "workers": {
             "app",
-            "endpoints",
             "errors",
             "http",
             "metrics",
+            "models",
             "request",
             "response_store",
             "settings",
@@ -207,6 +219,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "app",
             "http",
             "metrics",
+            "models",
             "request",
             "response_store",
             "settings",

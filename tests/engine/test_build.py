@@ -19,6 +19,7 @@ from drafters.tree import DraftTree, chain
 from engine import build, machine
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
+from engine.host import memory
 from engine.machine import can_pack
 from engine.model.layers import PackedLinear
 from engine.model.linear import OneDnnWeight
@@ -99,8 +100,8 @@ def test_free_memory_is_what_the_machine_and_the_container_leave(
 ) -> None:
     assert 0 < machine.free_bytes(CPU) < 1 << 50
     for available, left in ((5, 9), (9, 5)):
-        monkeypatch.setattr(machine, "_available", lambda available=available: available)
-        monkeypatch.setattr(machine, "_cgroup_left", lambda left=left: left)
+        monkeypatch.setattr(memory, "_available", lambda available=available: available)
+        monkeypatch.setattr(memory, "_cgroup_left", lambda left=left: left)
         assert machine.free_bytes(CPU) == 5
 
 
