@@ -29,7 +29,7 @@ from server.metrics.finished import FinishedMiddleware
 from server.metrics.prometheus import Metrics, RequestMetrics
 from server.metrics.telemetry.begin import begin_telemetry
 from server.models.services import Services
-from server.models.table import Bounds, Model, Models
+from server.models.table import Model, Models
 from server.plan import IGNORED_HEADER
 from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
@@ -73,7 +73,7 @@ def build_app(
     services = services_of(engine, tokenizer, settings, shared)
     models = Models(
         [Model(name, services=services)],
-        Bounds(settings.drain_seconds, settings.unknown_fields == "tell"),
+        settings,
         shared.metrics,
         shared.ask_store,
     )

@@ -15,7 +15,6 @@ from fastapi import FastAPI
 
 from engine.config import EngineConfig
 from engine.drafting.drafts import check_name, check_names
-from engine.host.memory import available_bytes
 from engine.lora.names import parse_adapters
 from engine.names import locate
 from engine.process.client import RemoteEngine
@@ -44,7 +43,7 @@ from server.metrics.several import SeveralMetrics
 from server.metrics.telemetry.begin import check_telemetry
 from server.models.launcher import EngineLauncher
 from server.models.services import Services
-from server.models.table import Bounds, Model, Models
+from server.models.table import Model, Models
 from server.request.speculative import SpeculativeResolver
 from server.response_store import ResponseStore
 from server.settings import Settings
@@ -103,7 +102,13 @@ def serve_several(settings: Settings, models: Sequence[OneModel]) -> None:
     ``serve``."""
     _check_several(settings, models)
     with _listening(settings) as listener:
-        _speak_http(_several_app(settings, models), settings, listener)
+        app = _several_app(settings, models)
+        try:
+            _speak_http(app, settings, listener)
+        finally:
+            # Where a second signal ended all at once, or a thread would wait for one that loads.
+            for each in app.state.models.all:
+                each.launcher.end_process()
 
 
 def _several_app(settings: Settings, models: Sequence[OneModel]) -> FastAPI:
@@ -138,18 +143,11 @@ def _several_app(settings: Settings, models: Sequence[OneModel]) -> FastAPI:
         keep_alive = _KEEP_ALIVE if own.keep_alive is None else own.keep_alive
         return Model(name, launcher=launcher, keep_alive=keep_alive)
 
-    bounds = Bounds(
-        settings.drain_seconds,
-        settings.unknown_fields == "tell",
-        settings.load_timeout,
-        settings.max_loaded_models,
-        available_bytes,
-    )
     found = [
         launched(*each, tokenizer, name)
         for each, tokenizer, name in zip(models, tokenizers, names, strict=True)
     ]
-    table = Models(found, bounds, metrics, ask_store)
+    table = Models(found, settings, metrics, ask_store)
     drafters = dict.fromkeys(name for _, config in models for name in check_names(config))
     return application(table, settings, tuple(drafters), _BODY_BYTES)
 

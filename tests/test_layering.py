@@ -178,6 +178,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "reply",
             "request",
             "response_store",
+            "settings",
             "tenants",
         },
         "endpoints": {

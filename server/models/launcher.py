@@ -58,14 +58,17 @@ class EngineLauncher:
 
     @property
     def adapters(self) -> Sequence[str]:
+        """Returns the names of adapters that the model has once it is loaded."""
         return tuple(parse_adapters(self._config.lora))
 
     @property
     def file_bytes(self) -> int:
+        """Returns those of the model's weights, as far as they are here."""
         return _weights_bytes(self._config.served_model)
 
     @property
     def needed_bytes(self) -> int:
+        """Returns what of the host's memory it takes at least; 0: it is not known, or lies elsewhere."""
         if self._config.device != "cpu":
             return 0
         drafts = (_weights_bytes(each.path) for each in parse_drafts(self._config.draft))
@@ -75,12 +78,15 @@ class EngineLauncher:
 
     @property
     def promised_bytes(self) -> int:
+        """Returns what it will take yet of the memory that is free now."""
         pid = None if self._process is None else self._process.pid
         if pid is None or self._config.device != "cpu":
             return 0
         return max(0, (self._full_bytes or self.needed_bytes) - own_bytes(pid))
 
     async def launch(self, promised_bytes: int) -> Services:
+        """Load it, where others will take ``promised_bytes`` yet. Raises EngineError, OSError,
+        ValueError; nothing is left of it then, nor where this is cancelled."""
         config = replace(self._config, promised_bytes=promised_bytes)
         process = self._process = EngineProcess(
             config, build=self._build, logs=self._logs, environment=self._environment
@@ -105,6 +111,7 @@ class EngineLauncher:
         return self._services
 
     async def stop(self) -> None:
+        """End its process, also while it loads; harmless where there is none."""
         process, services = self._process, self._services
         self._process = self._services = None
         self._full_bytes = 0
@@ -115,6 +122,11 @@ class EngineLauncher:
         if process is not None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._threads, process.stop)
+
+    def end_process(self) -> None:
+        """What is left of it where there is no event loop any more."""
+        if self._process is not None:
+            self._process.stop()
 
     def _keep_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
         self._config = with_adapters(self._config, adapters)

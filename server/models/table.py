@@ -14,54 +14,29 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from engine.host.memory import available_bytes
 from engine.request.errors import EngineDeadError, EngineError
 from server.errors import ApiError, bad_request, shutting_down, unknown_model
 from server.metrics.prometheus import AnswerMetrics
+from server.models.launcher import EngineLauncher
 from server.models.services import ARRIVAL, Services
 from server.reply.streaming import ClientGoneError, unless_client_leaves
 from server.request.ollama import known_name
 from server.request.wish import Wish
 from server.response_store import AskStore
+from server.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 State = Literal["loaded", "loading", "not loaded"]
 _RETRY_SECONDS = 5
 _GIB = 1 << 30
-
-
-class Launcher(Protocol):
-    """Has one model's engine run in a process of its own, or not."""
-
-    @property
-    def adapters(self) -> Sequence[str]:
-        """The names of adapters that the model has once it is loaded."""
-
-    @property
-    def file_bytes(self) -> int:
-        """Of its weights, as far as they are here."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """What of the host's memory it takes at least; 0: it is not known, or lies elsewhere."""
-
-    @property
-    def promised_bytes(self) -> int:
-        """What it will take yet of the memory that is free now."""
-
-    async def launch(self, promised_bytes: int) -> Services:
-        """Load it, where others will take ``promised_bytes`` yet. Raises EngineError, OSError,
-        ValueError; nothing is left of it then, nor where this is cancelled."""
-
-    async def stop(self) -> None:
-        """End its process, also while it loads; harmless where there is none."""
 
 
 class Model:
@@ -71,7 +46,7 @@ class Model:
         self,
         name: str,
         *,
-        launcher: Launcher | None = None,
+        launcher: EngineLauncher | None = None,
         services: Services | None = None,
         keep_alive: float = math.inf,
     ) -> None:
@@ -139,29 +114,23 @@ class Model:
             self._timer = asyncio.get_running_loop().call_later(self.keep_alive, expire)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """``drops_unknown``: unknown fields of bodies are left out and listed, instead of refused.
-    ``load_timeout``: seconds that a model may take to load; ``max_loaded``: models at a time.
-    ``free_bytes``: of the host's memory."""
-
-    drain_seconds: float = 0.0
-    drops_unknown: bool = False
-    load_timeout: float = math.inf
-    max_loaded: int | None = None
-    free_bytes: Callable[[], int] = lambda: 1 << 62
-
-
 class Models:
     """The models of one application. ``state``: "serving" between the application's start and the first
-    word of its end. ``metrics``: of all models, and of what belongs to none."""
+    word of its end. ``metrics``: of all models, and of what belongs to none. ``free_bytes``: of the
+    host's memory."""
 
     def __init__(
-        self, models: Sequence[Model], bounds: Bounds, metrics: AnswerMetrics, ask_store: AskStore
+        self,
+        models: Sequence[Model],
+        settings: Settings,
+        metrics: AnswerMetrics,
+        ask_store: AskStore,
+        free_bytes: Callable[[], int] = available_bytes,
     ) -> None:
         self.all = models
-        self.bounds = bounds
+        self.settings = settings
         self.metrics = metrics
+        self._free_bytes = free_bytes
         self.ask_store = ask_store
         self.created = int(time.time())
         self.state: Literal["starting", "serving", "draining"] = "starting"
@@ -170,9 +139,8 @@ class Models:
     @property
     def only(self) -> Services:
         """Returns what answers in a server of one model that is there from start to end."""
-        (model,) = self.all
-        assert model.services is not None
-        return model.services
+        (services,) = self.kept
+        return services
 
     @property
     def kept(self) -> list[Services]:
@@ -220,7 +188,7 @@ class Models:
         try:
             model.hold()
             services = model.ready
-            if services is None and not wanted.only_unloads:
+            if services is None and (model.is_loading or not wanted.only_unloads):
                 services = await self._loaded(model, request)
             if services is not None and wanted.keep_alive is not None:
                 model.keep_alive = wanted.keep_alive
@@ -248,7 +216,7 @@ class Models:
         if model.change is not None:
             await asyncio.wait({model.change})
         if model.services is not None:
-            await model.services.engine.stop(self.bounds.drain_seconds)
+            await model.services.engine.stop(self.settings.drain_seconds)
 
     async def _loaded(self, model: Model, request: Request) -> Services:
         """Raises ApiError, EngineDeadError, ClientDisconnect."""
@@ -315,7 +283,7 @@ class Models:
         logger.info("loading %s", model.name)
         outcome = "failed"
         try:
-            async with asyncio.timeout(self.bounds.load_timeout):
+            async with asyncio.timeout(self.settings.load_timeout):
                 services = await model.launcher.launch(promised)
             if not services.engine.is_alive:
                 raise EngineDeadError("the engine ended when it was loaded")
@@ -353,11 +321,11 @@ class Models:
 
     def _fits(self, model: Model, num_others: int, promised_bytes: int) -> bool:
         assert model.launcher is not None
-        most = self.bounds.max_loaded
+        most = self.settings.max_loaded_models
         if most is not None and num_others >= most:
             return False
         needed = model.launcher.needed_bytes
-        return not needed or self.bounds.free_bytes() - promised_bytes >= needed
+        return not needed or self._free_bytes() - promised_bytes >= needed
 
 
 def _not_loaded(model: Model, reason: str) -> ApiError:

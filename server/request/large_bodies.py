@@ -45,7 +45,7 @@ from server.request.parsing import check_content_type, parse
 from server.request.render_limit import LIMIT, SlowTemplateError
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
-from server.request.wish import Wish, wish_in
+from server.request.wish import Wish
 
 logger = logging.getLogger(__name__)
 
@@ -84,20 +84,20 @@ class LargeBody:
 def wish_of(body: Body | LargeBody, named: str | None) -> Wish:
     """Returns what is asked of the model. ``named``: in the query, for bodies that have no such field.
     Raises ApiError where a large body cannot be read."""
-    kind = body.kind if isinstance(body, LargeBody) else type(body)
-    fields = kind.model_fields
-    if "model" not in fields:
+    known = (body.kind if isinstance(body, LargeBody) else type(body)).model_fields
+    if "model" not in known:
         return Wish(named)
-    if not isinstance(body, LargeBody) or isinstance(body.content, Body):
-        return wish_in(body)
-    try:
-        # Some milliseconds for a megabyte, which nothing is done with yet.
-        found = from_json(body.content)
-    except ValueError:
-        return wish_in(body.parse())
-    if not isinstance(found, dict):
-        return Wish(None)
-    return wish_in({name: found.get(name) for name in ("model", "keep_alive") if name in fields})
+    fields: Any = None
+    if isinstance(body, LargeBody) and isinstance(body.content, bytes):
+        try:
+            # Some milliseconds for a megabyte.
+            fields = from_json(body.content)
+        except ValueError:
+            body = body.parse()
+    if not isinstance(fields, dict):
+        fields = {name: getattr(body, name, None) for name in ("model", "keep_alive")}
+    keep_alive = fields.get("keep_alive") if "keep_alive" in known else None
+    return Wish.of(fields.get("model"), keep_alive, getattr(body, "only_unloads", False))
 
 
 class BodyRoute(APIRoute):
@@ -123,7 +123,9 @@ class BodyRoute(APIRoute):
                 check_content_type(request.headers.get("content-type", ""))
             models = request.app.state.models
             # Who operates the server is told of a wrong name in any case.
-            drops_unknown = models.bounds.drops_unknown and not self.path.startswith("/admin")
+            drops_unknown = models.settings.unknown_fields == "tell" and not self.path.startswith(
+                "/admin"
+            )
             unread = LargeBody(kind, content, drops_unknown)
             body = unread if len(content) > LARGE else unread.parse()
             wish = partial(wish_of, body, request.query_params.get("model"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 DURATION = r"^[+-]?(0|(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+)$"
@@ -20,21 +21,13 @@ class Wish(NamedTuple):
     keep_alive: float | None = None
     only_unloads: bool = False
 
-
-def wish_in(body: Any) -> Wish:
-    """Returns what a body says that was checked, or that will be: a mapping of its fields."""
-    fields: dict[str, Any] = body if isinstance(body, dict) else {}
-    if not isinstance(body, dict):
-        names = ("model", "keep_alive", "only_unloads")
-        fields = {name: getattr(body, name, None) for name in names}
-    model, keep_alive = fields.get("model"), fields.get("keep_alive")
-    try:
-        seconds = None if keep_alive is None else seconds_of(keep_alive)
-    except (TypeError, ValueError):  # a later look at it refuses it
+    @staticmethod
+    def of(model: Any, keep_alive: Any, only_unloads: bool) -> Wish:
+        """Returns the wish of fields that nobody has checked: what is wrong is refused later."""
         seconds = None
-    return Wish(
-        model if isinstance(model, str) else None, seconds, bool(fields.get("only_unloads"))
-    )
+        with suppress(TypeError, ValueError):
+            seconds = None if keep_alive is None else seconds_of(keep_alive)
+        return Wish(model if isinstance(model, str) else None, seconds, only_unloads)
 
 
 def seconds_of(duration: float | str) -> float:

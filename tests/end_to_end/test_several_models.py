@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from worlds.engine_apart import wait_until_gone
 from worlds.served_command import HANG, serving, until
 
 pytestmark = pytest.mark.slow
@@ -75,3 +77,30 @@ def test_two_models_answer_as_each_does_alone_and_come_and_go(tmp_path: Path) ->
         assert server.process.wait(HANG) == 0
         assert len(pids) == 2
         assert server.children(ENGINE) == []
+
+
+def test_who_waits_for_a_model_is_told_when_the_server_ends(tmp_path: Path) -> None:
+    with serving(tmp_path, "--keep-alive", "5m") as server, ThreadPoolExecutor(1) as threads:
+        url, body = f"{server.url}/v1/completions", {"model": CODE, "prompt": "x"}
+        waiting = threads.submit(httpx.post, url, json=body, timeout=HANG)
+        until(lambda: len(server.children(ENGINE)) == 1)
+        server.process.terminate()
+        assert waiting.result().json()["error"]["code"] == "shutting_down"
+        assert server.process.wait(HANG) == 0
+        assert server.children(ENGINE) == []
+
+
+def test_a_second_signal_ends_what_loads(tmp_path: Path) -> None:
+    with serving(tmp_path, "--keep-alive", "5m") as server, ThreadPoolExecutor(1) as threads:
+        url, body = f"{server.url}/v1/completions", {"model": CODE, "prompt": "x"}
+        waiting = threads.submit(httpx.post, url, json=body, timeout=HANG)
+        until(lambda: len(server.children(ENGINE)) == 1)
+        (pid,) = server.children(ENGINE)
+        os.kill(pid, signal.SIGSTOP)  # it does not end by itself
+        server.process.terminate()
+        until(lambda: "draining" in server.log.read_text())
+        server.process.terminate()
+        os.kill(pid, signal.SIGCONT)
+        assert server.process.wait(HANG) == 128 + signal.SIGTERM
+        wait_until_gone(pid)
+        waiting.exception()

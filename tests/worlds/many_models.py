@@ -16,7 +16,7 @@ from engine.request.params import GenerationRequest
 from server.app import Shared, application, services_of
 from server.metrics.several import SeveralMetrics
 from server.models.services import Services
-from server.models.table import Bounds, Model, Models
+from server.models.table import Model, Models
 from server.response_store import ResponseStore
 from server.settings import Settings
 from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer
@@ -87,6 +87,10 @@ class FakeLauncher:
             self.events.append(f"{self.name} has ended")
 
 
+def _as_one(launcher: FakeLauncher) -> Any:
+    return launcher
+
+
 @dataclass
 class Several:
     client: httpx.AsyncClient
@@ -108,7 +112,7 @@ class Several:
 
 @asynccontextmanager
 async def several(
-    *names: str, keep_alive: float = 1e6, bounds: Mapping[str, Any] | None = None, **settings: Any
+    *names: str, keep_alive: float = 1e6, free: Callable[[], int] = lambda: 1 << 62, **settings: Any
 ) -> AsyncIterator[Several]:
     """Serves models of these names for a block's length."""
     metrics = SeveralMetrics(
@@ -119,9 +123,11 @@ async def several(
     events: list[str] = []
     ask_store = ResponseStore(1 << 20).ask
     launchers = {name: FakeLauncher(name, events, metrics.of, ask_store) for name in names}
-    models = [Model(name, launcher=launchers[name], keep_alive=keep_alive) for name in names]
+    models = [
+        Model(name, launcher=_as_one(launchers[name]), keep_alive=keep_alive) for name in names
+    ]
     chosen = Settings(**({"allowed_hosts": ["test"], "drain_seconds": 1} | settings))
-    table = Models(models, Bounds(**(bounds or {})), metrics, ask_store)
+    table = Models(models, chosen, metrics, ask_store, free)
     app = application(table, chosen, ("none", "ngram"), BODY_BYTES)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

@@ -182,7 +182,7 @@ async def test_an_engine_that_dies_is_told_and_loaded_again() -> None:
 async def test_the_least_recently_used_that_is_idle_goes_for_another() -> None:
     """Of free memory others have been promised a part, which is not to be had."""
     names = ("one", "two", "three", "four")
-    async with several(*names, bounds={"free_bytes": lambda: free()}) as served:
+    async with several(*names, free=lambda: free()) as served:
 
         def free() -> int:
             return 8 * GIB - sum(3 * GIB for each in served.launchers.values() if each.engine)
@@ -204,7 +204,7 @@ async def test_the_least_recently_used_that_is_idle_goes_for_another() -> None:
 
 
 async def test_what_holds_the_memory_is_said_where_nothing_can_go() -> None:
-    async with several("one", "two", bounds={"free_bytes": lambda: GIB}) as served:
+    async with several("one", "two", free=lambda: GIB) as served:
         served.launchers["two"].needed_bytes = 3 * GIB
         await served.complete("one")
         engine = served.launchers["one"].engine
@@ -225,13 +225,13 @@ async def test_what_holds_the_memory_is_said_where_nothing_can_go() -> None:
 
 
 async def test_a_model_too_large_for_an_estimate_is_tried_where_nothing_else_is_loaded() -> None:
-    async with several("one", "two", bounds={"free_bytes": lambda: GIB}) as served:
+    async with several("one", "two", free=lambda: GIB) as served:
         served.launchers["one"].needed_bytes = 3 * GIB
         assert (await served.complete("one")).status_code == 200
 
 
 async def test_so_many_models_are_loaded_at_a_time() -> None:
-    async with several("one", "two", bounds={"max_loaded": 1}) as served:
+    async with several("one", "two", max_loaded_models=1) as served:
         replies = await asyncio.gather(*(served.complete("one") for _ in range(3)))
         assert {each.status_code for each in replies} == {200}
         served.launchers["two"].gate.clear()
@@ -304,7 +304,7 @@ async def test_all_who_wait_are_told_of_a_failure_and_the_next_tries_anew() -> N
 
 
 async def test_a_load_has_its_time() -> None:
-    async with several("one", "two", bounds={"load_timeout": 0.01}) as served:
+    async with several("one", "two", load_timeout=0.01) as served:
         served.launchers["two"].gate.clear()
         reply = await served.complete("two")
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_not_loaded")
