@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from engine.host.memory import available_bytes
+from engine.hub.memory import available_bytes
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes free now. On a CPU: what the kernel calls available, within the container's
-    limit."""
+    """Returns the bytes free now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

@@ -27,8 +27,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "engine": {
         "batch": set(),
         "logs": set(),
-        "host": set(),
-        "machine": {"host"},
+        "hub": set(),
+        "machine": {"hub"},
         "names": set(),
         "noise_numbers": set(),
         "request": set(),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import glob
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,12 +13,12 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.drafting.drafts import parse_drafts
-from engine.host.memory import own_bytes
 from engine.logs import LogOptions
 from engine.lora.names import parse_adapters
 from engine.names import locate
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess, with_adapters
+from engine.process.memory import own_bytes
 from engine.request.info import AdapterInfo
 from server.models.services import Services
 from server.request.speculative import SpeculativeResolver
@@ -133,7 +136,13 @@ class EngineLauncher:
 
 
 def _weights_bytes(model: str) -> int:
-    """Returns those of a folder's or a file's weights; 0 of what is not here."""
+    """Returns those of a folder's weights, or of a file and its further parts; 0: they are not here."""
     path = Path(locate(model)).expanduser()
-    files = path.iterdir() if path.is_dir() else [path]
-    return sum(each.stat().st_size for each in files if each.suffix in _WEIGHTS and each.is_file())
+    parts = re.sub(r"-\d{5}-of-", "-?????-of-", glob.escape(path.name))
+    files = path.iterdir() if path.is_dir() else path.parent.glob(parts)
+    found: Counter[str] = Counter()
+    for each in files:
+        if each.suffix in _WEIGHTS and each.is_file():
+            found[each.suffix] += each.stat().st_size
+    # Of a folder that has them in several formats one is read.
+    return max(found.values(), default=0)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from engine.host.memory import available_bytes
+from engine.hub.memory import available_bytes
 from engine.request.errors import EngineDeadError, EngineError
 from server.errors import ApiError, bad_request, shutting_down, unknown_model
 from server.metrics.prometheus import AnswerMetrics

@@ -56,7 +56,7 @@ function say(text) {
 }
 
 function setUp(card, catalogue) {
-  model = card.id;
+  model = engine.model = card.id;
   byId("model").textContent = describe(card);
   const chats = card.has_chat_template;
   radio("mode", "chat").disabled = !chats;

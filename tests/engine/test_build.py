@@ -19,7 +19,7 @@ from drafters.tree import DraftTree, chain
 from engine import build, machine
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
-from engine.host import memory
+from engine.hub import memory
 from engine.machine import can_pack
 from engine.model.layers import PackedLinear
 from engine.model.linear import OneDnnWeight

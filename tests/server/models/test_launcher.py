@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.host.memory import available_bytes, own_bytes
+from engine.hub.memory import available_bytes
 from engine.process.client import RemoteEngine
+from engine.process.memory import own_bytes
 from engine.request.errors import EngineDeadError, EngineError
 from server.app import Shared, services_of
 from server.metrics.prometheus import Metrics
@@ -128,11 +129,16 @@ async def test_an_engine_that_hangs_is_killed_and_its_requests_are_told() -> Non
 def test_weights_say_what_a_model_needs_at_least(tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(bytes(3000))
     (tmp_path / "tokenizer.json").write_bytes(bytes(5000))
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(2000))
+    for part in (1, 2):
+        (tmp_path / f"[one]-0000{part}-of-00002.gguf").write_bytes(bytes(400))
 
     def needed(**config: Any) -> EngineLauncher:
         return EngineLauncher(EngineConfig(**config), _launcher()._serve, step_timeout=1)
 
     assert needed(model=str(tmp_path)).file_bytes == 3000
+    first = tmp_path / "[one]-00001-of-00002.gguf"
+    assert needed(model=str(first)).file_bytes == 800
     more = needed(model=str(tmp_path), draft=(f"small_model={tmp_path}",)).needed_bytes
     assert more - needed(model=str(tmp_path)).needed_bytes == pytest.approx(3450, abs=2)
     assert needed(model=str(tmp_path), device="cuda").needed_bytes == 0

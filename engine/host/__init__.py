@@ -1,1 +1,0 @@
-"""What there is to know of the host without torch."""
