@@ -184,7 +184,8 @@ def _rewritten(file: BinaryIO, tensor: StoredTensor, kind: Kind) -> _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama's sizes; those of 7 B unless said."""
+    """A Llama's sizes; those of 7 B unless said. ``experts``: of a layer, of which each token chooses
+    ``chosen`` and each has ``ffn`` features: a Qwen3 mixture. 0: it has none."""
 
     width: int = 4096
     layers: int = 32
@@ -192,36 +193,47 @@ class Shape:
     heads: int = 32
     kv_heads: int = 32
     vocabulary: int = 32000
+    experts: int = 0
+    chosen: int = 8
 
     @property
     def head_width(self) -> int:
         return self.width // self.heads
 
+    @property
+    def architecture(self) -> str:
+        return "qwen3moe" if self.experts else "llama"
+
 
 def write_random(source: Path, target: Path, shape: Shape, seed: int = 0) -> None:
-    """Writes a Llama with random weights in Q4_K, and in Q6_K where llama.cpp's Q4_K_M has it: values,
-    half of the down projections and the head. Metadata are the source's with other sizes, the vocabulary
-    cut or filled up."""
+    """Writes a Llama or a mixture with random weights in Q4_K, and in Q6_K where llama.cpp's Q4_K_M has
+    it: values, half of the down projections and the head. Metadata are the source's, a Llama's, with
+    other sizes, the vocabulary cut or filled up."""
     header = read_header(source)
     pools = {kind: _pool(kind, seed) for kind in (Kind.Q4_K, Kind.Q6_K)}
     random = np.random.default_rng(seed)
 
-    def matrix(name: str, rows: int, columns: int, kind: Kind) -> _Tensor:
+    def matrix(name: str, rows: int, columns: int, kind: Kind, *experts: int) -> _Tensor:
         pool, in_block = pools[kind], GGML_QUANT_SIZES[kind][0]
 
         def parts() -> Iterator[Array]:
-            left = rows * columns // in_block
+            left = prod(experts) * rows * columns // in_block
             while left:
                 count = min(left, _AT_ONCE // in_block)
                 yield pool[random.integers(0, len(pool), count)]
                 left -= count
 
-        return _Tensor(name, (columns, rows), kind, parts)
+        return _Tensor(name, (columns, rows, *experts), kind, parts)
 
-    def norm(name: str) -> _Tensor:
-        return _Tensor(name, (shape.width,), Kind.F32, lambda: [np.ones(shape.width, np.float32)])
+    def norm(name: str, width: int = shape.width) -> _Tensor:
+        return _Tensor(name, (width,), Kind.F32, lambda: [np.ones(width, np.float32)])
+
+    def router(name: str) -> _Tensor:
+        values = random.normal(0, _STD, (shape.experts, shape.width)).astype(np.float32)
+        return _Tensor(name, (shape.width, shape.experts), Kind.F32, lambda: [values])
 
     kv_width = shape.kv_heads * shape.head_width
+    experts, of_experts = ((shape.experts,), "_exps") if shape.experts else ((), "")
     tensors = [matrix("token_embd.weight", shape.vocabulary, shape.width, Kind.Q4_K)]
     for layer in range(shape.layers):
         better = Kind.Q4_K if layer % 2 else Kind.Q6_K
@@ -230,10 +242,14 @@ def write_random(source: Path, target: Path, shape: Shape, seed: int = 0) -> Non
             "attn_k": (kv_width, shape.width, Kind.Q4_K),
             "attn_v": (kv_width, shape.width, better),
             "attn_output": (shape.width, shape.width, Kind.Q4_K),
-            "ffn_gate": (shape.ffn, shape.width, Kind.Q4_K),
-            "ffn_up": (shape.ffn, shape.width, Kind.Q4_K),
-            "ffn_down": (shape.width, shape.ffn, better),
+            f"ffn_gate{of_experts}": (shape.ffn, shape.width, Kind.Q4_K, *experts),
+            f"ffn_up{of_experts}": (shape.ffn, shape.width, Kind.Q4_K, *experts),
+            f"ffn_down{of_experts}": (shape.width, shape.ffn, better, *experts),
         }
+        if experts:
+            heads = [f"blk.{layer}.attn_{each}_norm.weight" for each in "qk"]
+            tensors += [norm(each, shape.head_width) for each in heads]
+            tensors.append(router(f"blk.{layer}.ffn_gate_inp.weight"))
         tensors += [norm(f"blk.{layer}.{each}.weight") for each in ("attn_norm", "ffn_norm")]
         tensors += [matrix(f"blk.{layer}.{each}.weight", *size) for each, size in sizes.items()]
     tensors += [
@@ -262,8 +278,23 @@ def _random_metadata(source: Path, header: GgufHeader, shape: Shape) -> dict[str
         "rope.dimension_count": shape.head_width,
         "vocab_size": shape.vocabulary,
     }
-    said = {f"llama.{key}": struct.pack("<II", 4, value) for key, value in sizes.items()}
-    return _metadata_of(source, header) | said | _vocabulary(header.metadata, shape.vocabulary)
+    if shape.experts:
+        sizes |= {
+            "expert_count": shape.experts,
+            "expert_used_count": shape.chosen,
+            "expert_feed_forward_length": shape.ffn,
+            "attention.key_length": shape.head_width,
+            "attention.value_length": shape.head_width,
+        }
+    own = {
+        key.replace("llama.", f"{shape.architecture}.", 1): value
+        for key, value in _metadata_of(source, header).items()
+    }
+    own["general.architecture"] = struct.pack("<I", 8) + _string(shape.architecture)
+    said = {
+        f"{shape.architecture}.{key}": struct.pack("<II", 4, value) for key, value in sizes.items()
+    }
+    return own | said | _vocabulary(header.metadata, shape.vocabulary)
 
 
 def _vocabulary(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, bytes]:

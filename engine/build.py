@@ -232,8 +232,10 @@ def build_engine_for(
     hidden_layers = tuple(sorted(wanted))
     runner.prepare(hidden_layers)
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
-    tier = begin_offload(config, runner, drafters, weights, determinism, found)
-    core = _build_core(runner, config, limits, drafters, hidden_layers, tier, slots)
+    offload = begin_offload(config, runner, drafters, weights, determinism, found)
+    if slots is not None:
+        slots.tier = offload.states
+    core = _build_core(runner, config, limits, drafters, hidden_layers, offload.blocks, slots)
     text_config = model.config.get_text_config()
     info = EngineInfo(
         model=name,
@@ -347,13 +349,12 @@ def _runner(
 ) -> ModelRunner:
     if ranks is not None:
         return LeadingRunner(model, attention, config.max_num_batched_tokens, ranks)
-    if sizes is None:
-        graphs = graph_sizes(config, attention, max_model_len)
-        return ModelRunner(model, attention, config.max_num_batched_tokens, graphs)
-    states = build_states(
-        state_shapes(model), sizes.num_slots, sizes.num_places, attention.store.device
-    )
-    return ModelRunner(model, attention, config.max_num_batched_tokens, states=states)
+    states = None
+    if sizes is not None:
+        device = attention.store.device
+        states = build_states(state_shapes(model), sizes.num_slots, sizes.num_places, device)
+    graphs = graph_sizes(config, attention, max_model_len, states=states)
+    return ModelRunner(model, attention, config.max_num_batched_tokens, graphs, states=states)
 
 
 def _context(
@@ -398,13 +399,10 @@ def _size_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes | N
     shapes = state_shapes(model)
     if not shapes:
         return None
-    for setting, is_asked in (
-        ("tensor_parallel_size", config.tensor_parallel_size > 1),
-        ("kv_offload_bytes", config.kv_offload_bytes is not None),
-        ("cuda_graph_rows", bool(config.cuda_graph_rows)),
-    ):
-        if is_asked:
-            raise UnsupportedModelError(f"{setting}: not for models whose layers keep a state")
+    if config.tensor_parallel_size > 1:
+        raise UnsupportedModelError(
+            "tensor_parallel_size: not for models whose layers keep a state"
+        )
     # Drafts of a step; draft models over the target's states keep inputs of more nodes than are granted.
     num_drafted = config.max_num_seqs * config.max_num_nodes
     shares = config.quantized_model == "target" and config.quantized is not None

@@ -105,7 +105,7 @@ class EngineConfig:
     state_snapshot_tokens: int = described(
         512,
         "Of models whose layers keep a state: so many tokens of a long prompt lie between two places "
-        "where other requests may begin; rounded up to whole blocks.",
+        "where other requests may begin, more of one that would leave more than its share; whole blocks.",
         ge=1,
     )
     kv_offload_bytes: int | None = described(

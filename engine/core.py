@@ -350,10 +350,9 @@ class EngineCore:
     def tidy(self) -> float | None:
         """Copy a few cached blocks to where they outlive memory. Returns after how many seconds to do
         it again if nothing has come in by then; None: nothing is left to copy."""
-        tier = self.pool.tier
-        if tier is None or not self.pool.save(_SAVED_AT_ONCE):
+        if self.pool.tier is None or not self.pool.save(_SAVED_AT_ONCE):
             return None
-        return 0.0 if tier.is_ready else _WAIT_FOR_TIER
+        return 0.0 if all(tier.is_ready for tier in self.pool.tiers) else _WAIT_FOR_TIER
 
     def save_cache(self) -> None:
         """Copy what is cached to where it outlives the process, as far as some seconds reach. Nothing
@@ -370,8 +369,8 @@ class EngineCore:
 
     def close(self) -> None:
         """The core is not used any more."""
-        if self.pool.tier is not None:
-            self.pool.tier.close()
+        for tier in self.pool.tiers:
+            tier.close()
 
     # --- what comes out ---
 
@@ -444,17 +443,19 @@ class EngineCore:
     def gauges(self, **figures: Any) -> StepStats:
         """The engine as it stands, and what was counted since the last look, beside a step's own
         figures."""
+        tier, tiers = self.pool.tier, self.pool.tiers
         counted = (
             self.pool.num_prefix_queries,
             self.pool.num_prefix_hits,
             self.speculation.num_failures,
-            *(self.pool.tier.counts() if self.pool.tier is not None else (0, 0, 0)),
+            sum(tier.num_damaged for tier in tiers),
+            sum(tier.num_dropped for tier in tiers),
+            0 if tier is None else tier.num_restored,
         )
         states = self.pool.states
-        queries, hits, failures, restored, damaged, lost = map(sub, counted, self._counted)
+        queries, hits, failures, damaged, lost, restored = map(sub, counted, self._counted)
         self._counted = counted
         sent, dropped = self.kv_events.take_counts() if self.kv_events is not None else (0, 0)
-        tier = self.pool.tier
         return StepStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -467,7 +468,7 @@ class EngineCore:
             num_kv_events=sent,
             num_kv_events_dropped=dropped,
             offload_blocks=0 if tier is None else len(tier),
-            offload_bytes=0 if tier is None else tier.num_bytes,
+            offload_bytes=sum(each.num_bytes for each in tiers),
             offload_restored_tokens=restored * self.pool.block_size,
             offload_damaged=damaged,
             offload_dropped=lost,

@@ -24,6 +24,9 @@ from kvpool.prefix_cache import PrefixCache, block_digest, root_digest
 from kvpool.state_slots import StateSlots
 from kvpool.tier import BlockTier
 
+_STATES_AT_ONCE = 1
+"""Copied to the tier while nothing is asked: each takes as long as many blocks."""
+
 
 class BlockPoolError(RuntimeError):
     """The pool was used against its contract: a bug of the caller. Nothing was changed."""
@@ -283,8 +286,8 @@ class BlockPool:
         """Forget all published content, that of the tier included. Requests open now go on, but publish
         nothing any more: what they hold may be what the caller wants forgotten."""
         self.forget_blocks()
-        if self.tier is not None:
-            self.tier.clear()
+        for tier in self.tiers:
+            tier.clear()
 
     def forget_blocks(self) -> None:
         """The same, but for the tier, whose blocks were copied there before whatever is wrong now."""
@@ -300,8 +303,8 @@ class BlockPool:
     # The tier
 
     def save(self, most: int) -> bool:
-        """Copy to the tier at most so many published blocks that were not copied yet, newest first.
-        False: none are left. Nothing is copied while the tier takes none."""
+        """Copy to the tier at most so many published blocks that were not copied yet, newest first, and
+        then states. False: none are left. Nothing is copied while the tier takes none."""
         tier = self.tier
         if tier is None or not tier.is_writable:
             self._unsaved.clear()
@@ -314,7 +317,9 @@ class BlockPool:
             assert block_id is not None, "a block was evicted without a word"
             tier.keep(digest, block_id)
             most -= 1
-        return bool(self._unsaved)
+        if self._unsaved or self.states is None:
+            return bool(self._unsaved)
+        return self.states.save(_STATES_AT_ONCE)
 
     def save_anew(self) -> None:
         """Have ``save`` look at all idle blocks again: since they were copied, drafts may have added
@@ -322,6 +327,12 @@ class BlockPool:
         self._unsaved = OrderedDict.fromkeys(self._cache.idle_digests())
 
     # Reading
+
+    @property
+    def tiers(self) -> list[BlockTier]:
+        """That of blocks and that of states, as far as there are any."""
+        both = [self.tier, None if self.states is None else self.states.tier]
+        return [tier for tier in both if tier is not None]
 
     def block_table(self, request_id: str) -> array[int]:
         """The live table, committed blocks then draft blocks: read it, never keep or change it."""
@@ -387,7 +398,7 @@ class BlockPool:
             return self._free.pop()
         block_id, digest = self._cache.evict()
         if self.states is not None:
-            self.states.forget(digest)
+            self.states.evict(digest)
         if self.tier is not None:
             self._unsaved.pop(digest, None)
             self.tier.keep(digest, block_id)
@@ -491,8 +502,8 @@ class BlockPool:
         after every operation in tests and, where wanted, at idle in production. Raises AssertionError
         naming the first thing that does not hold."""
         self._cache.check_integrity()
-        if self.tier is not None:
-            self.tier.check_integrity()
+        for tier in self.tiers:
+            tier.check_integrity()
         if self.states is not None:
             self.states.check_integrity([*self._tables])
         unknown = [digest for digest in self._unsaved if self._cache.lookup(digest) is None]

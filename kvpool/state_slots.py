@@ -18,6 +18,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvpool.tier import BlockTier
+
 NOWHERE = -1
 """No slot, no place, no row, no entry: what begins there begins with zeros."""
 
@@ -47,16 +49,17 @@ class _Table:
     or nothing, where it begins anew. ``accepted``: places of the tokens after these. ``lent``: places of
     the step's draft nodes. ``branch``: others have this many tokens in common with it.
 
-    ``num_prompt``: tokens of its prompt. ``has_names``: its blocks get some, so that snapshots are of
-    use. ``planned``: slots that the step writes, by the tokens before them, the best first. ``names``:
-    digests of blocks by where they end, for ends that are still to be passed. ``newest``: of the last
-    snapshot of its answer."""
+    ``num_prompt``: tokens of its prompt, ``interval``: between its snapshots. ``has_names``: its blocks
+    get some, so that snapshots are of use. ``planned``: slots that the step writes, by the tokens before
+    them, the best first. ``names``: digests of blocks by where they end, for ends that are still to be
+    passed. ``newest``: of the last snapshot of its answer."""
 
     seat: int
     source: int
     num_tokens: int
     branch: int
     num_prompt: int
+    interval: int
     has_names: bool
     accepted: list[int] = field(default_factory=list)
     lent: list[int] = field(default_factory=list)
@@ -72,7 +75,8 @@ class _Table:
 class StateSlots:
     """``num_seats`` requests may be open at a time, and ``num_snapshots`` be kept beside. ``num_places``:
     of twice as many draft rows as a step may have. ``interval``: prompts leave a snapshot every so many
-    tokens, a multiple of the block's size.
+    tokens, a multiple of the block's size; long ones at a multiple of it, so that each leaves no more
+    than its share. ``tier`` keeps snapshots that are evicted, by the digests of their blocks.
     """
 
     def __init__(
@@ -86,7 +90,11 @@ class StateSlots:
         self._free = list(range(self.num_slots - 1, num_seats - 1, -1))
         self._places = list(range(num_places - 1, -1, -1))
         self.num_seats = num_seats
+        self._share = max(1, num_snapshots // max(1, num_seats))
+        self.tier: BlockTier | None = None
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()
+        self._passed: set[bytes] = set()
+        """Snapshots whose requests have one further on: they are not worth a place in the tier."""
         self._nameless: set[int] = set()
         """Snapshots that were forgotten while a request was about to begin from them."""
         self._tables: dict[str, _Table] = {}
@@ -100,16 +108,23 @@ class StateSlots:
         use, in the order of its text; ``num_found`` had their keys and values. Without a root its blocks
         get no names. Returns how many of these blocks it begins behind."""
         count = max(0, len(digests) - 1)
-        while count and digests[count] not in self._snapshots:
+        while count and not self._find(digests[count]):
             count -= 1
         source = NOWHERE
         if count:
             source = self._snapshots[digests[count]]
             self._snapshots.move_to_end(digests[count])
+            self._passed.discard(digests[count])
             self._num_hits += 1
         size, seat = self._size, self._seats.pop()
         self._tables[request_id] = _Table(
-            seat, source, count * size, num_found * size, num_prompt, has_names=bool(digests)
+            seat,
+            source,
+            count * size,
+            num_found * size,
+            num_prompt,
+            interval=self._interval * (1 + num_prompt // (self._interval * (self._share + 1))),
+            has_names=bool(digests),
         )
         return count
 
@@ -166,7 +181,7 @@ class StateSlots:
         wanted = [last] if end == num_tokens else []  # where the next turn will begin
         before = (num_tokens - 1) // size * size  # where the same prompt would
         wanted += [at for at in (before, table.branch) if at in passed]
-        wanted += [at for at in passed if at % self._interval == 0]
+        wanted += [at for at in passed if at % table.interval == 0]
         return list(dict.fromkeys(wanted))
 
     def commit(self, request_id: str, num_known: int, accepted: Sequence[int]) -> None:
@@ -210,16 +225,33 @@ class StateSlots:
 
     # Snapshots
 
-    def forget(self, digest: bytes) -> None:
-        """The block of that name was evicted."""
-        slot = self._snapshots.pop(digest, None)
-        if slot is not None:
-            self._drop(slot)
+    def evict(self, digest: bytes) -> None:
+        """The snapshot of that name, if there is one, goes to the tier."""
+        slot = self._snapshots.get(digest)
+        if slot is None:
+            return
+        if self.tier is not None and digest not in self._passed:
+            self.tier.keep(digest, slot)
+        self._forget(digest)
+
+    def save(self, most: int) -> bool:
+        """Copy to the tier at most so many of the snapshots used last, where it outlives the process.
+        False: none are left."""
+        tier = self.tier
+        if tier is None or not (tier.is_lasting and tier.is_writable):
+            return False
+        worth = [digest for digest in self._snapshots if digest not in self._passed]
+        for digest in worth[-tier.num_slots :]:
+            if digest not in tier and (most <= 0 or not tier.is_ready):
+                return True
+            most -= digest not in tier
+            tier.keep(digest, self._snapshots[digest])
+        return False
 
     def clear(self) -> None:
-        """Forgets all snapshots; names of blocks mean nothing any more."""
+        """Forgets all snapshots but those of the tier; names of blocks mean nothing any more."""
         for digest in [*self._snapshots]:
-            self.forget(digest)
+            self._forget(digest)
         for table in self._tables.values():
             table.has_names = False
             table.names.clear()
@@ -228,6 +260,28 @@ class StateSlots:
         """It is the next to be evicted: its request has one further on."""
         if digest is not None and digest in self._snapshots:
             self._snapshots.move_to_end(digest, last=False)
+            self._passed.add(digest)
+
+    def _find(self, digest: bytes) -> bool:
+        """Whether there is a snapshot of that name. One that the tier has is brought back."""
+        if digest in self._snapshots:
+            return True
+        if self.tier is None or digest not in self.tier:
+            return False
+        self.tier.touch(digest)
+        slot = self._reserve()
+        if slot is None:
+            return False
+        # Its place in the tier may have gone to the one that made room.
+        if digest in self.tier and self.tier.restore(digest, slot):
+            self._snapshots[digest] = slot
+            return True
+        self._free.append(slot)
+        return False
+
+    def _forget(self, digest: bytes) -> None:
+        self._passed.discard(digest)
+        self._drop(self._snapshots.pop(digest))
 
     def _reserve(self) -> int | None:
         """Returns a free slot; the least used snapshot makes room."""
@@ -235,7 +289,7 @@ class StateSlots:
             sources = self._sources()
             for digest, slot in self._snapshots.items():
                 if slot not in sources:
-                    self.forget(digest)
+                    self.evict(digest)
                     break
         return self._free.pop() if self._free else None
 
@@ -291,6 +345,7 @@ class StateSlots:
             _require(begun, f"a request begins from slot {table.source}, which holds nothing")
             _require(table.num_tokens >= 0 and table.seat < self.num_seats, "a seat is none")
         _require(self._nameless <= self._sources(), "a forgotten snapshot is kept for nobody")
+        _require(self._passed <= self._snapshots.keys(), "a snapshot that is gone was passed")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -33,7 +33,8 @@ class Entry(NamedTuple):
 
 
 class BlockBytes(Protocol):
-    """A block's content in the stores, as bytes."""
+    """A block's content in the stores, as bytes. The state behind a block is kept in the same way, in a
+    tier of its own: there ``block_id`` is the number of a slot for states."""
 
     num_bytes: int
     """At most so many."""
@@ -124,10 +125,6 @@ class BlockTier:
     def is_lasting(self) -> bool:
         """Whether it outlives the process."""
         return self._slots.is_lasting
-
-    def counts(self) -> tuple[int, int, int]:
-        """``num_restored``, ``num_damaged``, ``num_dropped``."""
-        return self.num_restored, self.num_damaged, self.num_dropped
 
     @property
     def num_bytes(self) -> int:

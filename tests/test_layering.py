@@ -42,7 +42,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "kv_events": {"config", "request"},
         "sampling": {"grammar", "kernels", "noise_numbers", "request", "transfer"},
         "tokenizer": {"gguf", "logs", "names", "request"},
-        "capture": {"attention", "batch", "config", "kernels"},
+        "capture": {"attention", "batch", "config", "kernels", "states"},
         "schedule": {"batch", "request", "sampling"},
         "model": {
             "attention",

@@ -21,6 +21,7 @@ from engine.attention.backend import AttentionBackend
 from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
 from engine.capture.captures import Captures, Replays, Run
 from engine.config import USUAL_GRAPH_ROWS, EngineConfig
+from engine.states.plan import ModelStates
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,14 @@ class GraphSizes(NamedTuple):
 
 
 def graph_sizes(
-    config: EngineConfig, attention: AttentionBackend, most_keys: int, strict: bool = True
+    config: EngineConfig,
+    attention: AttentionBackend,
+    most_keys: int,
+    strict: bool = True,
+    states: ModelStates | None = None,
 ) -> GraphSizes | None:
     """Returns what ``config`` has captured; None: nothing. ``most_keys``: tokens of a request, drafts not
-    counted.
+    counted. ``states``: of a model whose layers keep some.
 
     ``strict``: raises ValueError where ``cuda_graph_rows`` asks for what cannot be had; a draft model may
     have none.
@@ -57,6 +62,8 @@ def graph_sizes(
         reason = "there are CUDA graphs on CUDA devices only"
     elif not attention.can_graph:
         reason = f"steps of the attention backend {attention.name} cannot be captured"
+    elif states is not None and not states.can_graph:
+        reason = "steps of layers that keep a state cannot be captured without Triton"
     if reason is not None and most_rows and strict:
         raise ValueError(f"cuda_graph_rows={most_rows}: {reason}")
     if reason is not None or most_rows == 0:
@@ -70,12 +77,16 @@ def graph_sizes(
 
 
 def make_replays(
-    attention: AttentionBackend, sizes: GraphSizes | None, can_capture: bool = True
+    attention: AttentionBackend,
+    sizes: GraphSizes | None,
+    can_capture: bool = True,
+    states: ModelStates | None = None,
 ) -> Replays:
     """Returns graphs of so many sizes, or none of a device's: recordings, where there are such, and the
     model ``can_capture``."""
     if sizes is not None:
-        return DeviceGraphs(attention, CudaGraphMaker(attention.needs.device), sizes)
+        maker = CudaGraphMaker(attention.needs.device)
+        return DeviceGraphs(attention, maker, sizes, states)
     on_cpu = attention.can_capture and attention.needs.device.type == "cpu"
     return Captures() if can_capture and on_cpu else Replays()
 
@@ -153,10 +164,12 @@ class DeviceGraphs(Replays):
         attention: AttentionBackend,
         maker: GraphMaker,
         sizes: GraphSizes,
+        states: ModelStates | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``clock``: seconds, for ``CAPTURE_SECONDS``."""
         self._attention, self._maker, self._sizes, self._clock = attention, maker, sizes, clock
+        self._states = states
         self._graphs: dict[Bucket, Graph] = {}
         self._hidden_layers: tuple[int, ...] = ()
 
@@ -194,6 +207,8 @@ class DeviceGraphs(Replays):
         for bucket in wanted:
             # Of all before the first is captured: what it reads stays where it is.
             self._attention.reserve(bucket, self._sizes.most_keys, self._sizes.most_nodes)
+            if self._states is not None:
+                self._states.reserve(bucket, self._sizes.most_nodes)
         for bucket in wanted:
             if self._clock() - start > CAPTURE_SECONDS or not self._maker.has_room():
                 break

@@ -75,7 +75,7 @@ class ModelRunner:
         self.device = model.device
         self._buffers = InputBuffers(self.device, max_num_rows)
         can_capture = can_capture and (states is None or states.can_capture)
-        self._replays = make_replays(attention, graphs, can_capture)
+        self._replays = make_replays(attention, graphs, can_capture, states)
         self.adapted: AdaptedLayers | None = None
         """What gives rows their adapters; None: no batch may have any."""
 
@@ -150,7 +150,9 @@ class ModelRunner:
 
     def _plan(self, batch: InputBatch) -> tuple[InputTensors, StepPlan]:
         inputs = self._buffers.fill(batch)
-        states = None if self.states is None else self.states.plan(state_work(batch.requests))
+        states = None
+        if self.states is not None:
+            states = self.states.plan(state_work(batch.requests), batch.bucket)
         return inputs, StepPlan(self.attention.plan(batch, inputs), states)
 
     def _run(

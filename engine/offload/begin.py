@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from drafters.base import Drafter
 from engine.config import EngineConfig
 from engine.drafting.drafts import Draft
 from engine.model.runner import ModelRunner
 from engine.offload.identity import identity
-from engine.offload.rows import BlockRows, parts_of
+from engine.offload.rows import BlockRows, StateBytes, parts_of
 from engine.request.info import Determinism
 from kvpool.slot_file import SlotFile, num_slots_for
-from kvpool.tier import BlockTier, MemorySlots, Slots
+from kvpool.tier import BlockBytes, BlockTier, MemorySlots, Slots
 
 logger = logging.getLogger(__name__)
+
+
+_STATES_SHARE = 0.5
+"""Of the bytes, where a model's layers keep states: as of memory (``engine.states.build``)."""
+
+
+class Offload(NamedTuple):
+    """Where evicted blocks are kept, and the states behind blocks. None: nothing is kept."""
+
+    blocks: BlockTier | None = None
+    states: BlockTier | None = None
 
 
 def begin_offload(
@@ -26,30 +38,41 @@ def begin_offload(
     weights: str,
     determinism: Determinism,
     drafts: Mapping[str, Draft],
-) -> BlockTier | None:
-    """None: nothing is kept. ``weights``: the digest of the model's, where a file is used. Raises
-    ValueError where there is no room for a block, or a file cannot be used."""
+) -> Offload:
+    """``weights``: the digest of the model's, where a file is used. States have a file of their own,
+    beside that of blocks. Raises ValueError where there is no room for a block or a state, or a file
+    cannot be used."""
     if config.kv_offload_bytes is None:
-        return None
+        return Offload()
     parts = parts_of(
         drafters, runner.model.config.get_text_config().hidden_size, runner.model.dtype
     )
-    rows = BlockRows(runner.store, parts)
-    most, path = config.kv_offload_bytes, config.kv_offload_file
-    num_slots = most // rows.num_bytes if path is None else num_slots_for(most, rows.num_bytes)
+
+    def known() -> dict[str, str]:
+        return identity(config, runner, weights, determinism, parts, drafts)
+
+    rows, most = BlockRows(runner.store, parts), config.kv_offload_bytes
+    if runner.states is None:
+        return Offload(_tier(rows, "block", most, config.kv_offload_file, known))
+    for_states = int(most * _STATES_SHARE)
+    path = None if config.kv_offload_file is None else f"{config.kv_offload_file}.states"
+    states = _tier(StateBytes(runner.states.store), "state", for_states, path, known)
+    blocks = _tier(rows, "block", most - for_states, config.kv_offload_file, known)
+    return Offload(blocks, states)
+
+
+def _tier(
+    content: BlockBytes, name: str, most: int, path: str | None, known: Callable[[], dict[str, str]]
+) -> BlockTier:
+    """Returns a tier of ``most`` bytes. ``name``: of what it keeps, for messages."""
+    size = content.num_bytes
+    num_slots = most // size if path is None else num_slots_for(most, size)
     if num_slots < 1:
-        raise ValueError(f"kv_offload_bytes: {most} has no room for a block of {rows.num_bytes}")
+        raise ValueError(f"kv_offload_bytes: {most} has no room for a {name} of {size}")
     slots: Slots
     if path is None:
-        slots = MemorySlots(num_slots, rows.num_bytes)
+        slots = MemorySlots(num_slots, size)
     else:
-        known = identity(config, runner, weights, determinism, parts, drafts)
-        slots = SlotFile(Path(path), num_slots, rows.num_bytes, known)
-    logger.info(
-        "KV offload: room for %d blocks of %d bytes, %d tokens, %s",
-        num_slots,
-        rows.num_bytes,
-        num_slots * config.block_size,
-        path or "in memory",
-    )
-    return BlockTier(rows, slots)
+        slots = SlotFile(Path(path), num_slots, size, known())
+    logger.info("KV offload: %d of %s, %d bytes each, %s", num_slots, name, size, path or "memory")
+    return BlockTier(content, slots)

@@ -54,6 +54,7 @@ def identity(
     """Returns all of it by name. ``weights``: their digest; ``parts``: the rows that drafts keep."""
     model, needs = runner.model, runner.attention.needs
     names = {part.name for part in parts}
+    states = "" if runner.states is None else runner.states.store.shapes
     found = {
         "weights": weights,
         "model": _digest(model.config.to_json_string(use_diff=False)),
@@ -61,7 +62,7 @@ def identity(
         "device": model.device.type,
         "quantization": f"{config.quantization} {config.quantize_head} {config.quantize_activations}",
         "attention": runner.attention.name,
-        "rows": f"{runner.store.layout} {[str(shape) for shape in needs.shapes]}",
+        "rows": f"{runner.store.layout} {[str(shape) for shape in needs.shapes]} {states}",
         "drafts": _digest(
             f"{layout_of(parts)} {config.quantized} {config.quantized_model}"
             f"{[_stamp(each) for name, each in sorted(drafts.items()) if name in names]}"

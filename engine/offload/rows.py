@@ -25,6 +25,7 @@ from engine.drafting.draft_model import LevelModel
 from engine.drafting.head_model import HeadModel
 from engine.drafting.states import BlockEnds
 from kvpool.prefix_cache import DIGEST_SIZE
+from kvpool.state_store import StateStore
 from kvpool.store import KVStore
 from kvpool.tier import Bytes
 
@@ -137,6 +138,42 @@ class BlockRows:
         if len(sizes) > 1:
             sizes.append(self._text_bytes)
         return sum(map(_aligned, sizes))
+
+
+@dataclass(slots=True)
+class StateBytes:
+    """``kvpool.tier.BlockBytes`` of states: a slot's, operation by operation."""
+
+    store: StateStore
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(_aligned(state[0].nbytes) for state in self.store.states)
+
+    def marks(self, block_id: int, digest: bytes) -> int:
+        del block_id, digest
+        return 0
+
+    @torch.inference_mode()
+    def read(self, block_id: int, digest: bytes, marks: int) -> Bytes:
+        del digest, marks
+        content = np.empty(self.num_bytes, dtype=np.uint8)
+        for state, piece in self._pieces(block_id, content):
+            piece.copy_(state)
+        return content
+
+    @torch.inference_mode()
+    def write(self, block_id: int, digest: bytes, marks: int, content: Bytes) -> None:
+        del digest, marks
+        for state, piece in self._pieces(block_id, content):
+            state.copy_(piece)
+
+    def _pieces(self, slot: int, content: Bytes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields an operation's state and its bytes, as floats of the same shape."""
+        pieces = _Pieces(content)
+        for states in self.store.states:
+            state = states[slot]
+            yield state, pieces.next(state.nbytes).view(state.dtype).view(state.shape)
 
 
 class _Pieces:

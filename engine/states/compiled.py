@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.batch import Bucket
 from engine.kernels import LANES, Renewal, Scratch, find_kernel
 from engine.states.plan import Convolution, Recurrence, kept_states
 from engine.states.work import StateWork
@@ -31,13 +32,18 @@ class CompiledStates:
     """Makes plans over a store (``ModelStates``)."""
 
     can_capture = True
+    can_graph = False
 
     def __init__(self, store: StateStore) -> None:
         self.store = store
         self._taps: dict[int, _Taps] = {}
         self.scratch = Scratch()
 
-    def plan(self, work: StateWork) -> CompiledPlan:
+    def reserve(self, bucket: Bucket, most_nodes: int) -> None:
+        raise NotImplementedError
+
+    def plan(self, work: StateWork, bucket: Bucket | None = None) -> CompiledPlan:
+        del bucket
         return CompiledPlan(self, work)
 
     def taps(self, op: int, asked: Convolution) -> _Taps:

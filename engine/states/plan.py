@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.batch import Bucket
 from engine.kernels.walk_layout import Entry, Walk
 from engine.states.work import StateWork, state_work
 from kvpool.state_store import ConvolutionShape, RecurrenceShape, StateShape, StateStore
@@ -70,14 +71,19 @@ class StatePlan(Protocol):
 
 class ModelStates(Protocol):
     """A model's operations with a state over one store; plans its steps. ``can_capture``: these may be
-    recorded on a CPU and run again, as an attention backend's."""
+    recorded on a CPU and run again, ``can_graph``: captured on a GPU, as an attention backend's."""
 
     can_capture: bool
+    can_graph: bool
 
     @property
     def store(self) -> StateStore: ...
 
-    def plan(self, work: StateWork) -> StatePlan: ...
+    def plan(self, work: StateWork, bucket: Bucket | None = None) -> StatePlan: ...
+
+    def reserve(self, bucket: Bucket, most_nodes: int) -> None:
+        """Makes room for all steps that are padded to a bucket, of requests with at most so many draft
+        nodes: as ``AttentionBackend.reserve``."""
 
 
 class StateProbe:
@@ -103,7 +109,7 @@ class StateProbe:
 class PlainStates:
     """Plain loops in float32 over a step's walks (``ModelStates``, ``StatePlan``)."""
 
-    can_capture = False
+    can_capture = can_graph = False
 
     def __init__(self, store: StateStore, work: StateWork | None = None) -> None:
         self.store = self._store = store
@@ -114,7 +120,11 @@ class PlainStates:
     def keep(self) -> Callable[[], None]:
         return kept_states(self.store, (walk.source for walk in self._walks))
 
-    def plan(self, work: StateWork) -> PlainStates:
+    def reserve(self, bucket: Bucket, most_nodes: int) -> None:
+        raise NotImplementedError
+
+    def plan(self, work: StateWork, bucket: Bucket | None = None) -> PlainStates:
+        del bucket
         return PlainStates(self.store, work)
 
     def convolve(self, op: int, asked: Convolution) -> Tensor:

@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.batch import Bucket
 from engine.kernels.triton.ops import lanes
 from engine.kernels.walk_layout import Entry, Walk
 from engine.states.plan import Convolution, Recurrence, kept_states
-from engine.states.work import StateWork
+from engine.states.work import StateWork, state_work
 from kvpool.state_slots import NOWHERE
 from kvpool.state_store import RecurrenceShape, StateStore
 
@@ -38,31 +39,41 @@ class Room(NamedTuple):
     num_walks: int
     num_entries: int
     num_stores: int
+    num_rows: int
     num_buffers: int
+
+    @classmethod
+    def for_steps(cls, bucket: Bucket, most_nodes: int) -> Room:
+        """Returns what any step of a bucket needs, each request having ``most_nodes`` drafts at most: as
+        many may have been accepted in the step before. A tree of n nodes has never more than n / 2
+        branches open beside the one that is walked."""
+        num_rows, num_walks = bucket
+        num_entries = num_rows + num_walks * most_nodes
+        num_stores = num_entries + num_walks
+        return cls(num_walks, num_entries, num_stores, num_rows, num_rows // 2 + num_walks)
 
 
 class Told(NamedTuple):
-    """A step as programs read it: ``[n, WALK_INTS]``, ``[n, ENTRY_INTS]`` and ``[n, STORE_INTS]``."""
+    """A step as programs read it. ``ints``: walks ``[n, WALK_INTS]``, entries ``[n, ENTRY_INTS]``, stores
+    ``[n, STORE_INTS]``, and each row's entry ``[n, 1]``."""
 
-    walks: _Ints
-    entries: _Ints
-    stores: _Ints
+    ints: tuple[_Ints, ...]
     num_buffers: int
 
     @property
     def room(self) -> Room:
-        return Room(len(self.walks), len(self.entries), len(self.stores), self.num_buffers)
+        return Room._make([*map(len, self.ints), self.num_buffers])
 
     def fitted(self, room: Room) -> Told:
         """Returns the same with walks of nothing and entries of no row. Raises ValueError if the room is
         too small."""
         if any(mine > most for mine, most in zip(self.room, room, strict=True)):
             raise ValueError(f"a step of {self.room} has no room in {room}")
-        walks, entries, stores = (
+        padded = (
             np.pad(each, ((0, count - len(each)), (0, 0)), constant_values=value)
-            for each, count, value in zip(self[:3], room, (0, NOWHERE, 0), strict=False)
+            for each, count, value in zip(self.ints, room, (0, NOWHERE, 0, NOWHERE), strict=False)
         )
-        return Told(walks, entries, stores, room.num_buffers)
+        return Told(tuple(padded), room.num_buffers)
 
 
 def told_of(work: StateWork) -> Told:
@@ -83,35 +94,40 @@ def told_of(work: StateWork) -> Told:
         told.append((first, end, source, num_buffers, first_store, len(stores)))
         num_buffers += count if is_read[first:end].any() else 0
     wide = np.column_stack([entries, is_read, starts])
-    return Told(
-        np.array(told, dtype=np.int32).reshape(-1, 6),
-        wide.astype(np.int32),
-        np.array(stores, dtype=np.int32).reshape(-1, 2),
-        num_buffers,
-    )
+    is_row = entries[:, _ROW] >= 0
+    entry_of = np.full((work.num_rows, 1), NOWHERE, dtype=np.int32)
+    entry_of[entries[is_row, _ROW], 0] = numbers[is_row]
+    walks_told = np.array(told, dtype=np.int32).reshape(-1, 6)
+    stores_told = np.array(stores, dtype=np.int32).reshape(-1, 2)
+    return Told((walks_told, wide.astype(np.int32), stores_told, entry_of), num_buffers)
 
 
 class TritonStates:
     """Makes plans over a store (``ModelStates``). What ``reserve`` has made keeps its address."""
 
     can_capture = False
+    can_graph = True
 
     def __init__(self, store: StateStore) -> None:
         self.store = store
         self._ints = self._zeros(0, torch.int32)
         self._buffers = self._zeros(0, torch.float32)
+        self._rooms: dict[Bucket, Room] = {}
 
-    def reserve(self, room: Room) -> None:
-        """Makes memory for steps in a room, before any is captured."""
-        count = 6 * room.num_walks + 10 * room.num_entries + 2 * room.num_stores
+    def reserve(self, bucket: Bucket, most_nodes: int) -> None:
+        """See ``ModelStates``."""
+        self._rooms[bucket] = room = Room.for_steps(bucket, most_nodes)
+        empty = told_of(state_work(())).fitted(room)
+        count = sum(each.size for each in empty.ints)
         if count > len(self._ints):
             self._ints = self._zeros(count, torch.int32)
         self._buffers = self.buffers_of(room.num_buffers)
 
-    def plan(self, work: StateWork, room: Room | None = None) -> TritonPlan:
-        """Raises ValueError where a step has no room."""
+    def plan(self, work: StateWork, bucket: Bucket | None = None) -> TritonPlan:
+        """Raises ValueError where a bucket has no room for the step."""
         told, sources = told_of(work), work.walks[:, 2].tolist()
-        return TritonPlan(self, told if room is None else told.fitted(room), sources)
+        fitted = told if bucket is None else told.fitted(self._rooms[bucket])
+        return TritonPlan(self, fitted, sources)
 
     def buffers_of(self, count: int) -> Tensor:
         """Returns memory for so many states of any operation."""
@@ -123,14 +139,14 @@ class TritonStates:
 
     def written(self, told: Told) -> list[Tensor]:
         """Returns a step's ints on the device. Those of a captured step lie where they lay."""
-        flat = torch.from_numpy(np.concatenate([each.reshape(-1) for each in told[:3]]))
+        flat = torch.from_numpy(np.concatenate([each.reshape(-1) for each in told.ints]))
         if len(flat) > len(self._ints):
             memory = self._zeros(len(flat), torch.int32)
         else:
             memory = self._ints[: len(flat)]
         is_apart = self.store.device.type == "cuda"
         memory.copy_(flat.pin_memory() if is_apart else flat, non_blocking=is_apart)
-        return list(memory.split([each.size for each in told[:3]]))
+        return list(memory.split([each.size for each in told.ints]))
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=self.store.device)
@@ -143,7 +159,7 @@ class TritonPlan:
         self._sources = sources
         self._store = backend.store
         self._room = told.room
-        self._walks, self._entries, self._stores = backend.written(told)
+        self._walks, self._entries, self._stores, self._entry_of = backend.written(told)
         self._buffers = backend.buffers_of(told.num_buffers)
 
     def keep(self) -> Callable[[], None]:
@@ -161,11 +177,11 @@ class TritonPlan:
         constants: dict[str, Any] = {"WIDTH": width, "CHANNELS": min(_CHANNELS, lanes(channels))}
         blocks = -(-channels // constants["CHANNELS"])
         with torch.cuda.device_of(rows):
-            if self._room.num_entries:
+            if self._room.num_rows:
                 bias = weight if asked.bias is None else asked.bias
-                convolve[(self._room.num_entries, blocks)](
-                    rows, weight, bias, output, *places, self._entries, *numbers, **constants,
-                    HAS_BIAS=asked.bias is not None, SILU=asked.silu, **_LAUNCH,
+                convolve[(self._room.num_rows, blocks)](
+                    rows, weight, bias, output, *places, self._entries, self._entry_of, *numbers,
+                    **constants, HAS_BIAS=asked.bias is not None, SILU=asked.silu, **_LAUNCH,
                 )  # fmt: skip
             if self._room.num_stores and width > 1:
                 shift[(self._room.num_walks, blocks)](

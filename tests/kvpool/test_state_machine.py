@@ -13,8 +13,10 @@ from hypothesis.stateful import invariant, rule
 
 from kvpool.prefix_cache import block_digest, root_digest
 from kvpool.state_slots import NOWHERE, StateRows, StateSlots
+from kvpool.tier import BlockTier
 from worlds.lanes import examples
 from worlds.pool_machine import ModelRequest, PoolMachine
+from worlds.tier_world import ModelBytes, ModelSlots
 
 NUM_SEATS, NUM_PLACES = 3, 12
 PARTS = st.tuples(st.integers(1, 9), st.integers(0, 5), st.integers(0, 5), st.integers(0, 9))
@@ -47,9 +49,12 @@ class StateMachine(PoolMachine):
         size, digest, begin = self.pool.block_size, root_digest(request.cache_salt), 0
         for end in range(size, num_tokens + 1, size):
             digest = block_digest(digest, request.token_ids[end - size : end])
-            if digest in self.states._snapshots:
+            if self._can_begin(digest):
                 begin = end
         return begin
+
+    def _can_begin(self, digest: bytes) -> bool:
+        return digest in self.states._snapshots
 
     def _open(self, request_id: str, request: ModelRequest, cap: int, usable: int | None) -> None:
         super()._open(request_id, request, cap, usable)
@@ -156,9 +161,36 @@ TestStateMachine = StateMachine.TestCase
 TestStateMachine.settings = settings(max_examples=examples(150), stateful_step_count=40)
 
 
+class TieredStateMachine(StateMachine):
+    """Snapshots that make room for others go to a tier, and come back from there."""
+
+    def _states(self, block_size: int) -> StateSlots:
+        states = super()._states(block_size)
+        states.tier = self.tier = BlockTier(ModelBytes(self.stored, 1), ModelSlots(400))
+        return states
+
+    def _can_begin(self, digest: bytes) -> bool:
+        sources = self.states._sources()
+        movable = [slot for slot in self.states._snapshots.values() if slot not in sources]
+        has_room = bool(self.states._free or movable)
+        return super()._can_begin(digest) or (has_room and digest in self.tier)
+
+    @rule(most=st.integers(1, 3))
+    def save(self, most: int) -> None:
+        """What was used last is there then, unless its request has come further."""
+        while self.states.save(most):
+            self.states.check_integrity([*self.model])
+        lasting = self.states._snapshots.keys() - self.states._passed
+        assert all(digest in self.tier for digest in lasting)
+
+
+TestTieredStateMachine = TieredStateMachine.TestCase
+TestTieredStateMachine.settings = settings(max_examples=examples(100), stateful_step_count=40)
+
+
 def test_nothing_is_lost_over_thousands_of_requests() -> None:
     """All slots are free or hold a snapshot in the end, and so many of the requests began from one."""
-    dice = random.Random(5)
+    dice = random.Random(6)
     machine = StateMachine()
     machine.start(40, 2, True)
     while machine.num_opened < 2000 or machine.model:

@@ -10,6 +10,8 @@ import pytest
 
 from kvpool.block_pool import BlockPool
 from kvpool.state_slots import NOWHERE, StateSlots
+from kvpool.tier import BlockTier
+from worlds.tier_world import ModelBytes, ModelSlots
 
 SIZE, INTERVAL = 4, 16
 TEXT = list(range(100))
@@ -69,6 +71,15 @@ def test_a_prompt_leaves_snapshots_where_others_may_begin() -> None:
     assert begin(pool, "longer", [*TEXT[:35], *TEXT[:9]]) == 32
 
 
+def test_a_long_prompt_leaves_no_more_than_its_share() -> None:
+    """Of eight snapshots for three requests, two: further apart, the longer it is."""
+    for length, expected in ((47, [16, 32]), (48, [32]), (95, [32, 64]), (96, [48])):
+        pool, _ = make()
+        begin(pool, "long", TEXT[:length])
+        last = (length - 1) // SIZE * SIZE
+        assert [at for at in step(pool, "long", TEXT[:length]) if at < last] == expected
+
+
 def test_where_others_branch_off_there_is_a_snapshot_from_the_second_on() -> None:
     pool, states = make()
     assert serve(pool, "first", TEXT[:15]) == 0
@@ -109,7 +120,7 @@ def test_of_two_ends_in_one_step_the_later_is_the_answer_s_newest() -> None:
 
 
 def test_the_best_of_a_prompt_is_evicted_last() -> None:
-    pool, states = make(snapshots=4)
+    pool, states = make(seats=2, snapshots=4)
     serve(pool, "r", TEXT[:40])
     names = pool._match(TEXT, "", 40)[0]
     assert [names.index(each) * SIZE for each in states._snapshots] == [32, 16, 36, 40]
@@ -162,7 +173,7 @@ def _evict_all(pool: BlockPool) -> None:
     """The blocks that it holds itself keep their names: this is what ``_take`` does."""
     assert pool.states is not None
     for digest in [*pool.states._snapshots]:
-        pool.states.forget(digest)
+        pool.states.evict(digest)
 
 
 def _overwrite(pool: BlockPool) -> None:
@@ -242,3 +253,33 @@ def test_damage_is_found(damage: Callable[[StateSlots], object], message: str) -
     damage(states)
     with pytest.raises(AssertionError, match=message):
         pool.check_integrity()
+
+
+def test_snapshots_that_make_room_come_back_from_the_tier() -> None:
+    """A damaged one is a miss: the request begins where the one before it lies."""
+    pool, states = make(snapshots=2)
+    slots = ModelSlots(8)
+    states.tier = BlockTier(ModelBytes(dict.fromkeys(range(5), "state"), 1), slots)
+    serve(pool, "a", TEXT[:12])
+    serve(pool, "b", TEXT[50:62])
+    assert len(states.tier) == 2
+    assert begin(pool, "c", TEXT[:13]) == 12
+    pool.free("c")
+    serve(pool, "d", TEXT[70:82])
+    slots.damaged |= {slot for slot, entry in slots.entries() if entry.marks == 0}
+    assert begin(pool, "e", TEXT[:13]) == 0
+    assert states.tier.num_damaged >= 1
+    pool.check_integrity()
+
+
+def test_a_full_tier_loses_what_was_used_least() -> None:
+    pool, states = make(snapshots=1)
+    slots = ModelSlots(1)
+    states.tier = BlockTier(ModelBytes(dict.fromkeys(range(4), "state"), 1), slots)
+    serve(pool, "a", TEXT[:5])
+    serve(pool, "b", TEXT[50:55])
+    # What makes room for it takes its place there.
+    assert begin(pool, "c", TEXT[:6]) == 0
+    pool.check_integrity()
+    assert not states.save(1)
+    assert len(states.tier) == 1

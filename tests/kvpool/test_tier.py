@@ -66,7 +66,7 @@ def test_a_damaged_block_is_gone_and_counted(caplog: pytest.LogCaptureFixture) -
     slots.damaged.add(tier._held[b"a"][0])
     assert not tier.restore(b"a", 1)
     assert b"a" not in tier
-    assert tier.counts() == (0, 1, 0)
+    assert (tier.num_restored, tier.num_damaged, tier.num_dropped) == (0, 1, 0)
     assert "damaged" in caplog.text
     tier.check_integrity()
 

@@ -9,11 +9,13 @@ captured; and neither may wait for what the device holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from engine.batch import ForwardOutput
@@ -78,6 +80,26 @@ class _Log(TorchDispatchMode):
         return ("lies", value.data_ptr(), _shape(value))
 
 
+@contextmanager
+def _logged() -> Iterator[_Log]:
+    """A launch of one of Triton's programs is one operation, whatever its interpreter does."""
+    from triton.runtime.interpreter import GridExecutor
+
+    plain, log = GridExecutor.__call__, _Log()
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not torch._C._len_torch_dispatch_stack():  # within an operation, which was logged
+            return plain(self, *args, **kwargs)
+        with _disable_current_modes():
+            flat, _ = tree_flatten((self.grid, args, kwargs))
+            log.calls.append((self.fn.__name__, tuple(map(log._seen, flat)), ()))
+            return plain(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, log:
+        patch.setattr(GridExecutor, "__call__", launch)
+        yield log
+
+
 def _shape(value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return None
@@ -96,16 +118,16 @@ def _indexes_by_mask(func: Any, args: Any) -> bool:
 class _Replayed:
     def __init__(self, run: Callable[[], ForwardOutput]) -> None:
         self._run = run
-        with _Log() as log:
+        with _logged() as log:
             self.output = run()
         self._calls = log.calls
         self.num_replays = 0
 
     def replay(self) -> None:
-        with _Log() as log:
+        with _logged() as log:
             output = self._run()
         for now, then in zip(log.calls, self._calls, strict=True):
-            assert now == then
+            assert now == then, (now, then)
         places = self.output.logits, *self.output.hidden
         for place, value in zip(places, (output.logits, *output.hidden), strict=True):
             place.copy_(value)

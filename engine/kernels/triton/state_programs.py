@@ -4,7 +4,7 @@ What to do lies in device memory, as ``engine.states.triton`` wrote it: a launch
 sizes. A row's numbers are made of the same operations in the same order, wherever its inputs and the
 state before it lie.
 
-``convolve``: a program takes an entry and some channels; ``shift`` writes windows when nobody reads those
+``convolve``: a program takes a row and some channels; ``shift`` writes windows when nobody reads those
 before any more. ``recur``: a program takes a walk, a head and some of its values, and keeps their state
 in registers from entry to entry; what a later entry than the next one follows is also put into a buffer.
 """
@@ -61,6 +61,7 @@ def convolve(
     states,  # [num_slots, WIDTH - 1, channels]
     kept,  # [num_places, channels]
     entries,  # int32
+    entry_of,  # [num_rows] int32, -1 for rows of padding
     row_stride,
     channels,
     WIDTH: tl.constexpr,
@@ -68,11 +69,11 @@ def convolve(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    number = tl.program_id(0)
-    entry = entries + number * ENTRY_INTS
-    row = tl.load(entry).to(tl.int64)
-    if row < 0:
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.load(entry_of + row)
+    if number < 0:
         return
+    entry = entries + number * ENTRY_INTS
     keep = tl.load(entry + 2).to(tl.int64)
     start = tl.load(entry + 9)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

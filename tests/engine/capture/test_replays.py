@@ -33,8 +33,11 @@ from engine.capture.replays import (
 )
 from engine.config import EngineConfig
 from engine.model.decoder import kept_states
-from engine.model.loader import attach_attention
+from engine.model.loader import attach_attention, state_shapes
 from engine.model.runner import ModelRunner
+from engine.states.plan import PlainStates
+from engine.states.triton import TritonStates
+from kvpool.state_store import StateStore
 from kvpool.store import KVStore
 from worlds.graph_maker import ReplayingMaker
 from worlds.interpreted import ON_CPU, patching_once
@@ -75,9 +78,13 @@ def graph_runner(
     attention: AttentionBackend = StaticAttention(store, needs)
     if backend is not None:
         attention = build_attention(needs, store, backend)
-    runner = ModelRunner(model, attention)
+    states = None
+    if shapes := state_shapes(model):
+        stored = StateStore(shapes, 97, 2, torch.device("cpu"))
+        states = PlainStates(stored) if maker is None else TritonStates(stored)
+    runner = ModelRunner(model, attention, states=states)
     if maker is not None:
-        runner._replays = DeviceGraphs(runner.attention, maker, sizes)
+        runner._replays = DeviceGraphs(runner.attention, maker, sizes, states)
         runner.prepare(hidden_layers)
     return runner
 
@@ -108,7 +115,7 @@ def test_replays_write_what_the_model_writes(name: str) -> None:
 
 
 @ON_CPU
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3_5_text"])
 def test_replays_over_the_attention_of_gpus_write_the_same(name: str) -> None:
     """Triton's programs, under their interpreter; launches have to be alike as well."""
     maker = ReplayingMaker()
@@ -218,7 +225,7 @@ def prepared(
     maker: ReplayingMaker,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> DeviceGraphs:
-    graphs = DeviceGraphs(graph_runner("llama", None).attention, maker, SIZES, clock)
+    graphs = DeviceGraphs(graph_runner("llama", None).attention, maker, SIZES, clock=clock)
     graphs.prepare(planned)
     return graphs
 

@@ -72,6 +72,38 @@ def test_an_engine_started_again_with_its_file_is_warm(tmp_path: Path, determini
     assert served_by(engine(path, determinism=determinism)) == (first, CACHED)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba"])
+def test_states_are_found_again_in_a_file_of_their_own(tmp_path: Path, kind: str) -> None:
+    path, model = tmp_path / "kv", tiny_model
+    first, num_cached = served_by(engine(path, model(kind)))
+    assert num_cached == 0
+    assert served_by(engine(path, model(kind))) == (first, CACHED)
+    (tmp_path / "kv.states").unlink()
+    # Without states its blocks are of no use.
+    assert served_by(engine(path, model(kind))) == (first, 0)
+    assert served_by(engine(path, model(kind))) == (first, CACHED)
+
+
+def test_evicted_states_come_back_from_memory() -> None:
+    """Blocks and slots for one text at a time: a second text takes the first one's places."""
+
+    async def texts(served: AsyncEngine) -> tuple[list[int], list[int]]:
+        await served.start()
+        found, cached = [], []
+        for prompt in (PROMPT, random_ids(2, 45), random_ids(3, 45), PROMPT):
+            sampling = SamplingParams(6, temperature=0.0, ignore_eos=True)
+            async for event in served.generate(GenerationRequest("a", tuple(prompt), sampling)):
+                found += event.token_ids
+                cached += [event.finish.num_cached_tokens] if event.finish else []
+        await served.stop()
+        return found, cached
+
+    small = engine(None, tiny_model("qwen3_5_text"), num_blocks=14, max_num_seqs=1)
+    found, cached = asyncio.run(texts(small))
+    assert found[-6:] == found[:6]
+    assert cached == [0, 0, 0, CACHED]
+
+
 def test_idle_it_has_copied_all_before_it_ends(tmp_path: Path) -> None:
     """So that a server that is killed has lost nothing that was cached."""
     served = engine(tmp_path / "kv")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.batch import Bucket
 from engine.states.plan import StatePlan
 from engine.states.triton import Room, TritonStates, told_of
 from engine.states.work import StateWork, state_work
@@ -19,7 +20,7 @@ from worlds.lanes import examples
 from worlds.state_cases import CASES, LENGTH, NUM_ROWS, STEPS, check_step
 from worlds.state_walks import Neighbours, TextStep, served
 
-ROOM = Room(8, 160, 24, 64)
+BUCKET = Bucket(NUM_ROWS, 8)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,8 +35,8 @@ def by_programs(store: StateStore, work: StateWork) -> StatePlan:
 
 def in_a_room(store: StateStore, work: StateWork) -> StatePlan:
     backend = TritonStates(store)
-    backend.reserve(ROOM)
-    return backend.plan(work, ROOM)
+    backend.reserve(BUCKET, 16)
+    return backend.plan(work, BUCKET)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -68,4 +69,4 @@ def test_a_text_has_one_set_of_bits(case: str, steps: str) -> None:
 def test_a_step_that_has_no_room_is_refused() -> None:
     told = told_of(state_work(Neighbours(Random(1)).requests(3, 0)))
     with pytest.raises(ValueError, match="no room"):
-        told.fitted(Room(2, 160, 24, 64))
+        told.fitted(Room.for_steps(Bucket(160, 2), 16))
