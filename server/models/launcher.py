@@ -56,13 +56,16 @@ class EngineLauncher:
         self._process: EngineProcess | None = None
         self._services: Services | None = None
         self._resolver: SpeculativeResolver | None = None
+        self._adapters: Sequence[AdapterInfo] | None = None
         # What it came to when it was loaded, and with all keys and values.
         self._loaded_bytes = self._full_bytes = 0
 
     @property
     def adapters(self) -> Sequence[str]:
         """Returns the names of adapters that the model has once it is loaded."""
-        return tuple(parse_adapters(self._config.lora))
+        if self._adapters is None:
+            return tuple(parse_adapters(self._config.lora))
+        return tuple(each.name for each in self._adapters)
 
     @property
     def file_bytes(self) -> int:
@@ -91,6 +94,8 @@ class EngineLauncher:
         """Load it, where others will take ``promised_bytes`` yet. Raises EngineError, OSError,
         ValueError; nothing is left of it then, nor where this is cancelled."""
         config = replace(self._config, promised_bytes=promised_bytes)
+        if self._adapters is not None:
+            config = with_adapters(config, self._adapters)
         process = self._process = EngineProcess(
             config, build=self._build, logs=self._logs, environment=self._environment
         )
@@ -132,7 +137,7 @@ class EngineLauncher:
             self._process.stop()
 
     def _keep_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
-        self._config = with_adapters(self._config, adapters)
+        self._adapters = adapters
 
 
 def _weights_bytes(model: str) -> int:

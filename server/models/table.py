@@ -168,7 +168,7 @@ class Models:
         for each in self.all:
             if meant == each.name or meant in each.adapters:
                 return each
-        first, *others = self.names
+        first, *others = [each.name for each in self.all]
         raise unknown_model(name, first, others)
 
     @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -79,12 +80,16 @@ async def test_no_request_waits_for_the_loading_of_another_model() -> None:
         slow.gate.clear()
         waiting = [asyncio.ensure_future(served.complete("two")) for _ in range(3)]
         await until(lambda: served.state("two") == "loading")
+        before = time.perf_counter()
         for _ in range(5):
             assert (await served.complete("one")).status_code == 200
         assert not any(each.done() for each in waiting)
         assert served.state("two") == "loading"
         slow.gate.set()
         assert {(await each).status_code for each in waiting} == {200}
+        # Their deadlines count from when they came.
+        assert slow.engine is not None
+        assert all(each.arrival_time < before for each in slow.engine.requests)
         assert served.events == ["one begins", "one is loaded", "two begins", "two is loaded"]
 
 
