@@ -18,11 +18,10 @@ from functools import partial
 from typing import Any, Literal
 
 from fastapi import Request
-from starlette.requests import ClientDisconnect
 
 from engine.hub.memory import available_bytes
 from engine.request.errors import EngineDeadError, EngineError
-from server.errors import ApiError, bad_request, shutting_down, unknown_model
+from server.errors import CLIENT_GONE_STATUS, ApiError, bad_request, shutting_down, unknown_model
 from server.metrics.prometheus import AnswerMetrics
 from server.models.launcher import EngineLauncher
 from server.models.services import ARRIVAL, Services
@@ -176,8 +175,8 @@ class Models:
         self, request: Request, wish: Callable[[], Wish]
     ) -> AsyncIterator[Services | None]:
         """What answers for the model that a request names, loaded for as long as the block and the
-        streams that it has begun. None: there is nothing to unload. Raises ApiError, and ClientDisconnect
-        where the client left while it waited."""
+        streams that it has begun. None: there is nothing to unload. Raises ApiError, and what
+        ended its engine while it was loaded."""
         request.scope[ARRIVAL] = time.perf_counter()
         if self.all[0].launcher is None:
             yield self.all[0].services
@@ -219,7 +218,7 @@ class Models:
             await model.services.engine.stop(self.settings.drain_seconds)
 
     async def _loaded(self, model: Model, request: Request) -> Services:
-        """Raises ApiError, EngineDeadError, ClientDisconnect."""
+        """Raises ApiError, EngineDeadError."""
 
         async def wait() -> Services:
             while (services := model.ready) is None:
@@ -235,7 +234,8 @@ class Models:
         try:
             return await unless_client_leaves(request.receive, wait)
         except ClientGoneError:
-            raise ClientDisconnect from None
+            message = "The client left while the model was loaded."
+            raise ApiError(CLIENT_GONE_STATUS, message, code="client_gone") from None
 
     def _begin(self, model: Model, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         async def change() -> None:
@@ -257,13 +257,15 @@ class Models:
 
     def _expire(self, model: Model) -> None:
         if model.is_idle:
-            self._begin(model, self._end(model, "idle"))
+            self._begin_end(model, "idle")
+
+    def _begin_end(self, model: Model, reason: str) -> asyncio.Task[None]:
+        model.is_ending = True
+        return self._begin(model, self._end(model, reason))
 
     async def _end(self, model: Model, reason: str) -> None:
         assert model.launcher is not None
         logger.info("ending %s: %s", model.name, reason)
-        # One that has died holds nothing.
-        model.is_ending = reason != "died"
         model.services = None
         model.hold()
         self.metrics.count("model_ends", model.name, reason)
@@ -316,7 +318,7 @@ class Models:
                 if not idle:
                     raise _no_room(model, others)
                 oldest = min(idle, key=lambda each: each.used_at)
-                ending = {self._begin(oldest, self._end(oldest, "memory"))}
+                ending = {self._begin_end(oldest, "memory")}
             await asyncio.wait(ending)
 
     def _fits(self, model: Model, num_others: int, promised_bytes: int) -> bool:

@@ -129,13 +129,10 @@ class BodyRoute(APIRoute):
             unread = LargeBody(kind, content, drops_unknown)
             body = unread if len(content) > LARGE else unread.parse()
             wish = partial(wish_of, body, request.query_params.get("model"))
-            try:
-                async with models.using(request, wish) as services:
-                    with panics_as_errors():
-                        response: Response = await self.endpoint(body, request, services)
-                    return response
-            except ClientDisconnect:
-                return Response(status_code=CLIENT_GONE_STATUS)
+            async with models.using(request, wish) as services:
+                with panics_as_errors():
+                    response: Response = await self.endpoint(body, request, services)
+                return response
 
         return handle
 
