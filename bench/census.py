@@ -182,6 +182,11 @@ def look_at(kind: str) -> Finding:
         model = tiny_model(kind)
     except Exception as error:
         return Finding(kind, reason=f"no tiny model: {_said(error)}")
+    return asked(kind, model)
+
+
+def asked(kind: str, model: PreTrainedModel) -> Finding:
+    """Builds an engine around a model, prepared or not, and lets that write."""
     config = EngineConfig(
         num_blocks=256,
         max_model_len=128,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
-from engine.batch import RequestRows, build_batch
+from engine.batch import Bucket, RequestRows, build_batch
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.model.loader import prepare_model, state_shapes
@@ -43,12 +43,13 @@ class NoStates:
     """Operations with a state that cost nothing."""
 
     can_capture = True
+    can_graph = False
 
     def __init__(self, store: StateStore) -> None:
         self.store = store
 
-    def plan(self, work: StateWork) -> NoStates:
-        del work
+    def plan(self, work: StateWork, bucket: Bucket | None = None) -> NoStates:
+        del work, bucket
         return self
 
     def convolve(self, op: int, asked: Convolution) -> torch.Tensor:
@@ -58,6 +59,9 @@ class NoStates:
     def recur(self, op: int, asked: Recurrence) -> torch.Tensor:
         del op
         return asked.value.contiguous()
+
+    def reserve(self, bucket: Bucket, most_nodes: int) -> None:
+        raise NotImplementedError
 
     def keep(self) -> Callable[[], None]:
         return lambda: None

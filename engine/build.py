@@ -63,7 +63,9 @@ from engine.model.quantization import (
     num_parameters,
     quantization_info,
     quantize_model,
+    refusal,
     replace_linears,
+    round_experts,
     round_inputs,
 )
 from engine.model.rounding.sequence import quantize_4_bits
@@ -305,6 +307,8 @@ def _calibrate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         )
     logger.info("rounding to 4 bits; `slipstream quantize --bits 4` does it once for all starts")
     texts = calibration_texts(model, tokenizer, None, CALIBRATION_TOKENS)
+    if refusal(model.device) is None:
+        round_experts(model, "int4")
     replace_linears(model, quantize_4_bits(model, texts), "int4")
 
 

@@ -11,11 +11,12 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import os
+import re
 import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -30,37 +31,41 @@ _MOST_ELEMENTS = 1 << 22
 """Elements of all arrays of a header together; the largest are vocabularies, and parsers loop over
 them."""
 _MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
-_MOST_DIMENSIONS = 4
+_MOST_DIMENSIONS, _MOST_PARTS, _MOST_QUOTED = 4, 1 << 12, 40
 _ALIGNMENT, _USUAL_ALIGNMENT = "general.alignment", 32
 _FIXED = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Types of metadata values by their numbers, as ``struct`` calls them."""
 _STRING, _ARRAY = 8, 9
 _LEAST_VALUE_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
-_MOST_OUTLINED_BYTES = 1 << 14
-"""Of a metadata value: more than any list of a number for each layer has, less than vocabularies."""
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""What llama.cpp's gguf-split calls the parts of a file."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor as the file has it. ``shape``: the fastest moving dimension first. ``kind``: number of its
-    type in ggml. ``start``: in bytes from the beginning of the file."""
+    type in ggml. ``start``: in bytes from the beginning of the file. ``part``: number of the file among
+    those of the header."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
     start: int
     num_bytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     """The metadata and list of tensors that a file has before its data. ``spans``: where each metadata
-    value begins and ends in the file, its key and type included."""
+    value begins and ends in the file, its key and type included. ``paths``: the file, or the files that
+    it was split into."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[StoredTensor, ...]
     spans: Mapping[str, tuple[int, int]]
+    paths: tuple[Path, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -69,19 +74,24 @@ class GgufHeader:
 
 def find_gguf(model: str) -> Path | None:
     """Returns the GGUF file that a path means: itself, or the only one of a folder without other weights.
-    Raises UnsupportedModelError where a folder has several."""
+    Of files that are parts of one the first is meant. Raises UnsupportedModelError where a folder has
+    several."""
     path = Path(model)
     if path.is_file():
-        return path if path.suffix == ".gguf" or _has_magic(path) else None
+        return _first_part(path) if path.suffix == ".gguf" or _has_magic(path) else None
     if not path.is_dir() or any(next(path.glob(each), None) for each in _WEIGHTS):
         return None
-    found = sorted(path.glob("*.gguf"))
+    found = sorted({_first_part(each) for each in path.glob("*.gguf")})
     if len(found) > 1:
         raise UnsupportedModelError(
             f"the folder holds {len(found)} GGUF files ({found[0].name}, {found[1].name}"
             f"{', ..' if len(found) > 2 else ''}): name one of them"
         )
     return found[0] if found else None
+
+
+def _first_part(path: Path) -> Path:
+    return path.with_name(_PART.sub(r"\g<1>-00001-of-\g<3>.gguf", path.name))
 
 
 def _has_magic(path: Path) -> bool:
@@ -100,33 +110,32 @@ def needing_gguf() -> Iterator[None]:
         ) from error
 
 
-def write_outline(path: Path, header: GgufHeader, target: Path) -> None:
-    """Writes a GGUF file that says what ``path`` says, except for long values such as vocabularies, and
-    that has a tensor of one value for each: parsers in Python take seconds and hundreds of megabytes for
-    the rest."""
-    short = [
-        (first, end)
-        for key, (first, end) in header.spans.items()
-        if end - first <= _MOST_OUTLINED_BYTES and key != _ALIGNMENT
-    ]
-    names = [tensor.name.encode() for tensor in header.tensors]
-    with path.open("rb") as source, target.open("wb") as outline:
-        outline.write(b"GGUF" + struct.pack("<IQQ", _VERSIONS[-1], len(names), len(short)))
-        for first, end in short:
-            source.seek(first)
-            outline.write(source.read(end - first))
-        for number, name in enumerate(names):
-            info = struct.pack("<IQIQ", 1, 1, 0, number * _USUAL_ALIGNMENT)
-            outline.write(struct.pack("<Q", len(name)) + name + info)
-        outline.write(bytes(-outline.tell() % _USUAL_ALIGNMENT + len(names) * _USUAL_ALIGNMENT))
-
-
 def read_header(path: Path) -> GgufHeader:
     """Returns the header of a file that holds all that it says: strings, arrays and tensors end within
-    it.
+    it. Parts that it was split into lie beside it, and their tensors are the header's, too.
 
     Raises UnsupportedModelError with what is wrong, OSError where the file cannot be read.
     """
+    whole = _read_part(path)
+    count = whole.metadata.get("split.count", 1)
+    if not isinstance(count, int) or not 1 <= count <= _MOST_PARTS:
+        raise UnsupportedModelError(f"its split.count is {str(count)[:_MOST_QUOTED]}")
+    paths, tensors = [path], [*whole.tensors]
+    for number in range(1, count):
+        name = _PART.sub(rf"\g<1>-{number + 1:05d}-of-{count:05d}.gguf", path.name)
+        paths.append(path.with_name(name))
+        if name == path.name or not paths[-1].is_file():
+            raise UnsupportedModelError(f"part {number + 1} of {count} is missing: {name}")
+        part = _read_part(paths[-1])
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+            raise UnsupportedModelError(f"{name} is not part {number + 1} of {count}")
+        tensors += [replace(tensor, part=number) for tensor in part.tensors]
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise UnsupportedModelError("its parts name a tensor twice")
+    return replace(whole, tensors=tuple(tensors), paths=tuple(paths))
+
+
+def _read_part(path: Path) -> GgufHeader:
     with path.open("rb") as file:
         return _Walk(file, os.fstat(file.fileno()).st_size).header()
 
@@ -154,7 +163,8 @@ class _Walk:
         num_values = self._count("metadata values", _LEAST_VALUE_BYTES, _MOST_VALUES)
         self._part = "metadata"
         metadata = self._metadata(num_values)
-        if not isinstance(metadata.get("general.architecture"), str):
+        is_later = bool(metadata.get("split.no"))
+        if not is_later and not isinstance(metadata.get("general.architecture"), str):
             raise UnsupportedModelError("its metadata names no general.architecture")
         self._part = "list of tensors"
         tensors = self._tensors(num_tensors, _alignment(metadata))

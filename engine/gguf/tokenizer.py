@@ -7,17 +7,15 @@ its way from the file's metadata to a tokenizer does not, and is taken.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.gguf.file import GgufHeader
+from engine.gguf.splitters import split
 from engine.request.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens, as transformers and as a GGUF file call them."""
@@ -30,12 +28,8 @@ _NAMES_OF_ENDS = {
 (src/llama-vocab.cpp, special_eog_ids)."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _MARK = "\u2581"
-_DIGIT_SPLITTERS = {
-    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
-}  # fmt: skip
-"""Ways of cutting text before it is merged ("pre") that are GPT-2's, with each digit apart; transformers
-does not know them and would take GPT-2's."""
-_GPT2_SPLITTERS = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"}
+_BUILT_AS = {"gemma3n": "gemma3", "gemma-embedding": "gemma3"}
+"""Architectures whose vocabulary transformers builds by another's rules."""
 
 
 def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreTrainedTokenizerBase:
@@ -54,11 +48,13 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     names = GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = _parts(header.metadata, names)
     runs = _take_runs(parts)
-    converted, _ = convert_gguf_tokenizer(header.architecture, parts)
+    converted, _ = convert_gguf_tokenizer(
+        _BUILT_AS.get(header.architecture, header.architecture), parts
+    )
     backend = _only_own(converted, len(tokens))
     _match_whole(backend, runs)
     if parts.get("tokenizer_type") == "gpt2":
-        _split_digits(backend, parts.get("pre_tokenizer_type"), GGUF_PRE_TOKENIZER_SPLITS)
+        split(backend, parts.get("pre_tokenizer_type"), GGUF_PRE_TOKENIZER_SPLITS)
     options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
     if parts.get("tokenizer_type") == "llama":
         # As llama.cpp takes files that do not say.
@@ -140,18 +136,3 @@ def _match_whole(backend: Any, runs: Iterable[str]) -> None:
 
     known = [each for each in runs if backend.token_to_id(each) is not None]
     backend.add_tokens([AddedToken(each, normalized=True, special=False) for each in known])
-
-
-def _split_digits(backend: Any, splitter: str | None, known: Mapping[str, str]) -> None:
-    from tokenizers import pre_tokenizers
-
-    if splitter in _DIGIT_SPLITTERS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, bytewise])
-    elif splitter is not None and splitter not in known and splitter not in _GPT2_SPLITTERS:
-        logger.warning(
-            "the file's way of cutting text, %r, is unknown here: GPT-2's is taken, and token ids may "
-            "be others than those that the model was trained with",
-            splitter,
-        )

@@ -11,6 +11,7 @@ activation and product of the two are done where the sums are rounded.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop, threads_for
 from engine.kernels.float_dots import CHANNELS, add_dots, add_pairs, has_pair_products
 from engine.kernels.instructions import ROWS_AT_ONCE, has_wide_registers
-from engine.kernels.records import NOWHERE, Counter, Float32s, Floats
+from engine.kernels.records import NOWHERE, Counter, Float32s, Floats, Int64s
+from engine.kernels.routes import MOST_PAIRS, SEGMENT_INTS, Routes
 
 
 def reference(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -48,12 +50,18 @@ class Arguments(NamedTuple):
     """``rows`` ``[num_rows, in_features]``, ``row`` features apart; ``weights`` ``[num_blocks,
     in_features, 64]``, of which each block has ``width`` channels of ``output``; ``bias`` as blocks have
     their channels, or NOWHERE; ``activation``: of the first half of a block, which its second half is
-    multiplied with, or 0; ``has_pairs``: bf16 is multiplied by pairs."""
+    multiplied with, or 0; ``has_pairs``: bf16 is multiplied by pairs.
+
+    Weights of experts are ``num_blocks`` for each, one after another. ``segments`` say which rows each is
+    multiplied with, and ``order`` which row of ``output`` they become, as ``routes`` writes them; or
+    NOWHERE."""
 
     rows: Floats
     output: Floats
     weights: Floats
     bias: Float32s
+    segments: Int64s
+    order: Int64s
     num_rows: int
     row: int
     in_features: int
@@ -66,7 +74,7 @@ class Arguments(NamedTuple):
     num_workers: Counter = 0
 
 
-_room_for_sums = v.room_for(_ROWS_OF_AN_ITEM * CHANNELS)
+_room_for_sums = v.room_for(max(_ROWS_OF_AN_ITEM, MOST_PAIRS) * CHANNELS)
 
 
 @njit
@@ -122,26 +130,38 @@ def _rounded_sum(sums: Any, bias: Any, at: int, target: Any) -> Any:
 
 @njit
 def _finish_block(a: Arguments, block: int, first: int, end: int, sums: Any) -> None:
-    """Multiplies rows from ``first`` to before ``end``. The last block ends with the last channel;
-    channels that the one before has, too, are equal."""
-    channel = min(a.width * block, a.out_features - a.width)
+    """Writes rows from ``first`` to before ``end``. The last block ends with the last channel; channels
+    that the one before has, too, are equal."""
+    channel = min(a.width * (block % a.num_blocks), a.out_features - a.width)
     bias = a.bias if v.is_none(a.bias) else a.bias + CHANNELS * block
     for row in range(first, end):
-        target = a.output + (row * a.out_features + channel)
+        which = row if v.is_none(a.order) else a.order[row]
+        target = a.output + (which * a.out_features + channel)
         _finish(a, sums + CHANNELS * (row - first), bias, target)
+
+
+@njit
+def _item(a: Arguments, item: int, num_parts: int) -> tuple[int, int, int]:
+    """Returns a block and the rows that it is multiplied with."""
+    if v.is_none(a.segments):
+        first, end = v.share_of(a.num_rows, num_parts, item % num_parts)
+        return item // num_parts, first, end
+    segment = a.segments + (1 + SEGMENT_INTS * (item // a.num_blocks))
+    return segment[0] * a.num_blocks + item % a.num_blocks, segment[1], segment[2]
 
 
 def _multiply(a: Arguments) -> None:
     v.fetch_add(a.num_workers, 1)
     sums = _room_for_sums()
     num_parts = (a.num_rows + _ROWS_OF_AN_ITEM - 1) // _ROWS_OF_AN_ITEM
+    if not v.is_none(a.segments):
+        num_parts = a.segments[0]
     for item in v.shared(a.next_item, a.num_blocks * num_parts):
-        block, part = item // num_parts, item % num_parts
-        first, end = v.share_of(a.num_rows, num_parts, part)
+        block, first, end = _item(a, item, num_parts)
         # Where all threads are as fast, the one that this one takes next.
-        following = (item + v.read_shared(a.num_workers)) // num_parts
-        if following >= a.num_blocks:
-            following = block
+        ahead, following = item + v.read_shared(a.num_workers), block
+        if ahead < a.num_blocks * num_parts:
+            following = _item(a, ahead, num_parts)[0]
         size = CHANNELS * a.in_features
         _add_block(
             a, first, end - first, a.weights + block * size, a.weights + following * size, sums
@@ -154,9 +174,10 @@ multiply = Loop(_multiply, Arguments, is_long=True)
 
 
 class PackedFloats:
-    """Weights of a type in ``KINDS``, packed, to multiply rows of that type with. ``weights`` ``[blocks,
-    steps, 64, features of a step]``; ``bias`` ``[blocks, 64]`` float32, or None; ``activation``: of a
-    gated product, which makes half as many channels, or 0. ``has_pairs``: bf16 is multiplied by pairs."""
+    """Weights of a type in ``KINDS``, packed, to multiply rows of that type with: of one matrix, or of
+    each of ``num_experts``. ``weights`` ``[blocks, steps, 64, features of a step]``; ``bias`` ``[blocks,
+    64]`` float32, or None; ``activation``: of a gated product, which makes half as many channels, or 0.
+    ``has_pairs``: bf16 is multiplied by pairs."""
 
     def __init__(
         self,
@@ -165,14 +186,15 @@ class PackedFloats:
         out_features: int,
         activation: int = 0,
         has_pairs: bool | None = None,
+        num_experts: int = 1,
     ) -> None:
-        self.weights, self.bias = weights, bias
+        self.weights, self.bias, self.num_experts = weights, bias, num_experts
         self.in_features, self.out_features = weights.shape[1] * weights.shape[3], out_features
         can_pair = weights.dtype == torch.bfloat16
         has_pairs = can_pair and (has_pair_products() if has_pairs is None else has_pairs)
         width = CHANNELS // 2 if activation else CHANNELS
         self._where = weights, NOWHERE if bias is None else bias
-        self._sizes = self.in_features, out_features, weights.shape[0], width
+        self._sizes = self.in_features, out_features, weights.shape[0] // num_experts, width
         self._how = activation, has_pairs
 
     @property
@@ -183,15 +205,21 @@ class PackedFloats:
         plain[_channels(self.out_features).flatten()] = rows
         return plain
 
-    def times(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` ``[num_rows, in_features]``. Returns ``[num_rows, out_features]``."""
+    def times(self, rows: torch.Tensor, routes: Routes | None = None) -> torch.Tensor:
+        """``rows`` ``[num_rows, in_features]``. Returns ``[num_rows, out_features]``; with ``routes``, of
+        rows or of their pairs to experts, a row for each pair."""
+        if routes is not None:
+            rows = rows.index_select(0, routes.sources(len(rows)))
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         output = rows.new_empty(len(rows), self.out_features)
         num_threads = threads_for(self.weights.numel())
-        told = Arguments(
-            rows, output, *self._where, len(rows), rows.stride(0), *self._sizes, *self._how
-        )
-        multiply.run(told, num_threads)
+        order = NOWHERE if routes is None else routes.order
+        for segments in (NOWHERE,) if routes is None else routes.segments:
+            told = Arguments(
+                rows, output, *self._where, segments, order,
+                len(rows), rows.stride(0), *self._sizes, *self._how,
+            )  # fmt: skip
+            multiply.run(told, num_threads)
         return output
 
     def halves(self, rows: torch.Tensor) -> torch.Tensor:
@@ -217,6 +245,27 @@ def pack(
     )
 
 
+def pack_experts(
+    weights: Iterable[torch.Tensor], bias: torch.Tensor | None, num_experts: int
+) -> PackedFloats:
+    """Packs the ``weights`` of experts, one by one: each ``[out_features, in_features]``, which ``pack``
+    takes; ``bias`` ``[num_experts, out_features]``."""
+    packed: PackedFloats | None = None
+    for expert, weight in enumerate(weights):
+        one = pack(weight, None if bias is None else bias[expert])
+        if packed is None:
+            num_blocks = len(one.weights)
+            blocks = one.weights.new_empty(num_blocks * num_experts, *one.weights.shape[1:])
+            biases = None if one.bias is None else one.bias.new_empty(len(blocks), CHANNELS)
+            packed = PackedFloats(blocks, biases, one.out_features, num_experts=num_experts)
+        mine = slice(expert * num_blocks, (expert + 1) * num_blocks)
+        packed.weights[mine] = one.weights
+        if packed.bias is not None and one.bias is not None:
+            packed.bias[mine] = one.bias
+    assert packed is not None, "there are experts"
+    return packed
+
+
 def _channels(out_features: int) -> torch.Tensor:
     """Returns the output channels of each block ``[blocks, 64]``: the last ones may be in two."""
     num_blocks = -(-out_features // CHANNELS)
@@ -231,7 +280,8 @@ def pack_gated(first: PackedFloats, second: PackedFloats, activation: str) -> Pa
     bias = None
     if first.bias is not None and second.bias is not None:
         bias = torch.cat([_halves(each, 1) for each in (first.bias, second.bias)], 1)
-    return PackedFloats(weights, bias, first.out_features, v.ACTIVATIONS[activation])
+    gate, num_experts = v.ACTIVATIONS[activation], first.num_experts
+    return PackedFloats(weights, bias, first.out_features, gate, num_experts=num_experts)
 
 
 def _halves(blocks: torch.Tensor, dim: int) -> torch.Tensor:

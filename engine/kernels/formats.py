@@ -6,6 +6,8 @@ bits take a byte. Of others the lower four bits of channels 0 to 15 are the lowe
 of channels 16 to 31 the upper one; what is above four bits follows in planes, in which a byte has the
 bits of several fours.
 
+Codes of 4 bits may stand for the numbers of a table.
+
 Whole numbers that multiply a group's scale (``inner``) follow its codes. Scales are float16, and so are
 minima; a zero point is a byte. Where each group has its own they follow the codes, else they lie before a
 block's first group.
@@ -36,7 +38,8 @@ class Format(NamedTuple):
     """A kind of packed weights, of which code is compiled for each. ``bits``: of a code; ``zero``:
     subtracted from each; ``inner``: features that share a whole number by which the scale is multiplied,
     16 or 32, or 0; ``offset``: what groups have beside a scale; ``has_scales``: channels alone have them
-    if not, and a row's inputs are one group; ``inputs``: what rows are multiplied as."""
+    if not, and a row's inputs are one group; ``inputs``: what rows are multiplied as; ``table``: what
+    codes of 4 bits stand for, or nothing."""
 
     bits: int
     zero: int
@@ -44,6 +47,7 @@ class Format(NamedTuple):
     offset: Offset = "none"
     has_scales: bool = True
     inputs: Inputs = "int8"
+    table: tuple[int, ...] = ()
 
     @property
     def itemsize(self) -> int:
@@ -87,6 +91,25 @@ class Weighing(NamedTuple):
     zeros: list[Any] | None
 
 
+def _looked_up(builder: Any, codes: Any, table: tuple[int, ...]) -> Any:
+    """Returns what bytes below 16 stand for."""
+    name, width = "llvm.x86.avx512.pshuf.b.512", 64
+    if not asm.has_feature("avx512bw"):
+        name, width = "llvm.x86.avx2.pshuf.b", 32
+    kind = ir.VectorType(asm.INT8, width)
+    values = ir.Constant(kind, list(table) * (width // len(table)))
+    octets = builder.bitcast(codes, ir.VectorType(asm.INT8, _VECTOR))
+    found = []
+    for start in range(0, _VECTOR, width):
+        lanes = ir.Constant(ir.VectorType(asm.INT32, width), list(range(start, start + width)))
+        part = builder.shuffle_vector(octets, octets, lanes)
+        found.append(asm.called(builder, name, kind, values, part))
+    if len(found) == 2:
+        lanes = ir.Constant(ir.VectorType(asm.INT32, _VECTOR), list(range(_VECTOR)))
+        return builder.bitcast(builder.shuffle_vector(*found, lanes), asm.INTS)
+    return builder.bitcast(found[0], asm.INTS)
+
+
 class GroupReader:
     """Reads a group of a block: its codes are at ``here``, its scales at ``outer``."""
 
@@ -104,6 +127,8 @@ class GroupReader:
         upper = builder.lshr(both, asm.whole_numbers(4))
         low = asm.whole_numbers(0x0F0F0F0F)
         halves = [builder.and_(each, low) for each in (both, upper)]
+        if self._kind.table:
+            return [_looked_up(builder, each, self._kind.table) for each in halves]
         if self._kind.bits == 4:
             return halves
         return [builder.or_(each, self._high(2 * four + at)) for at, each in enumerate(halves)]
@@ -136,7 +161,7 @@ class GroupReader:
         number = GROUP // kind.inner
         steps = []
         for part in range(number):
-            whole = self._bytes(self._here, kind.code_bytes + CHANNELS * part, kind.inner == 16)
+            whole = self._bytes(self._here, kind.code_bytes + CHANNELS * part, minima is None)
             steps.append(self._times(scales, whole))
         if minima is not None:
             whole = self._bytes(self._here, kind.code_bytes + CHANNELS * number, signed=False)

@@ -30,17 +30,16 @@ from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
     HEADER_BYTES,
     LIFT,
-    half_at,
     larger_bits,
     largest_bits_of,
-    multiply_add,
     multiply_tile,
     store_int8,
     to_whole,
 )
 from engine.kernels.packing import PackedGroups
-from engine.kernels.panels import PANEL_FLOATS, PANEL_GROUPS, multiply_panel, unpack
+from engine.kernels.panels import LEAST_ROWS, PANEL_FLOATS, PANEL_GROUPS, multiply_panel, unpack
 from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats, Formatted, Int64s
+from engine.kernels.routes import MANY_PAIRS, MOST_PAIRS, PLACE_INTS, SEGMENT_INTS, Routes
 
 
 def reference(
@@ -51,7 +50,7 @@ def reference(
     if keeps_inputs:
         return _reference_of_floats(rows, weight)
     filled = (0, -rows.shape[1] % GROUP)
-    inputs, codes = (F.pad(each, filled) for each in (rows.float(), weight.codes))
+    inputs, codes = (F.pad(each, filled) for each in (rows.float(), weight.values))
     span = GROUP if weight.scales is not None else inputs.shape[1]
     part = weight.inner_span or span
     total = torch.zeros(len(rows), len(codes))
@@ -204,13 +203,17 @@ def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
 
 class Arguments(NamedTuple):
     """Rows as ``GateArguments`` has them, or as they are: ``activation`` 0, ``gated`` unused;
-    ``records``: room for them as they are multiplied, of ``record`` bytes each, in ``num_tiles`` tiles of
-    about as many rows: of each of the ``num_units`` units of a record those of a tile's rows lie
-    together. ``weights`` ``[num_blocks, block]`` bytes, as ``PackedGroups`` has them; ``scales`` and
-    ``bias`` (or NOWHERE): of channels; ``output`` ``[num_rows, num_blocks * 32]``; ``group``: features
-    that share a scale in a row, 0: rows keep their floats; ``zero``: of the weights' format; ``lift``: as
-    ``integers`` has it, or 0; ``has_halves``: whether halves of groups are summed apart; ``release`` as
-    ``wait_until`` takes it. The rest: of ``Places``."""
+    ``records``: room for them as they are multiplied, of ``record`` bytes each, in tiles of about as many
+    rows: of each of the ``num_units`` units of a record those of a tile's rows lie together. ``weights``
+    ``[num_blocks, block]`` bytes, as ``PackedGroups`` has them; ``scales`` and ``bias`` (or NOWHERE): of
+    channels; ``output`` ``[num_rows, num_blocks * 32]``; ``group``: features that share a scale in a row,
+    0: rows keep their floats; ``zero``: of the weights' format; ``lift``: as ``integers`` has it, or 0;
+    ``has_halves``: whether halves of groups are summed apart; ``release`` as ``wait_until`` takes it. The
+    rest: of ``Places``.
+
+    Weights of experts are ``num_blocks`` for each, one after another. Which rows each is multiplied with
+    say ``segments``, ``places`` and ``order`` as ``routes`` writes them, or NOWHERE: all rows with one
+    matrix. Every row has ``num_copies`` places; ``output`` has a row for each, ``total`` in all."""
 
     rows: Floats
     gated: Floats
@@ -219,12 +222,16 @@ class Arguments(NamedTuple):
     weights: Formatted
     scales: Float32s
     bias: Float32s
+    segments: Int64s
+    places: Int64s
+    order: Int64s
     num_rows: int
     num_features: int
     row: int
     activation: int
     other: int
-    num_tiles: int
+    num_copies: int
+    total: int
     record: int
     num_units: int
     group: int
@@ -247,34 +254,86 @@ class Arguments(NamedTuple):
 
 
 @njit
+def _tiles(num_rows: int) -> int:
+    """Returns in how many tiles rows are divided."""
+    return (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+
+
+@njit
+def _place(a: Arguments, copy: int) -> tuple[Any, int]:
+    """Returns where a record is, and the bytes from one unit of it to the next; no bytes: it is for no
+    expert."""
+    at, first, end = copy, 0, a.num_rows
+    if not v.is_none(a.places):
+        place = a.places + PLACE_INTS * copy
+        at, first, end = place[0], place[1], place[2]
+    if first == end:
+        return a.records, 0
+    num_rows, unit = end - first, a.record // a.num_units
+    tile = ((at - first + 1) * _tiles(num_rows) - 1) // num_rows
+    begin, last = v.share_of(num_rows, _tiles(num_rows), tile)
+    here = (first + begin) * a.record + (at - first - begin) * unit
+    return a.records + here, (last - begin) * unit
+
+
+@njit
 def _write_records(a: Arguments) -> None:
     """All threads share the rows; none goes on before the last is done."""
     unit = a.record // a.num_units
     for row in v.shared(a.next_row, a.num_rows):
-        tile = ((row + 1) * a.num_tiles - 1) // a.num_rows
-        first, end = v.share_of(a.num_rows, a.num_tiles, tile)
-        record, step = a.records + (first * a.record + (row - first) * unit), (end - first) * unit
         source = _gated_or_plain(a, row)
-        if a.group == 0:
-            _widen_row(a, source, record, step)
-        else:
-            _quantize_row(a, source, record, step)
+        done, done_step = a.records, 0
+        for copy in range(row * a.num_copies, (row + 1) * a.num_copies):
+            record, step = _place(a, copy)
+            if step == 0:
+                continue
+            if done_step != 0:
+                for number in range(a.num_units):
+                    _copy(done + number * done_step, record + number * step, unit)
+            elif a.group == 0:
+                _widen_row(a, source, record, step)
+            else:
+                _quantize_row(a, source, record, step)
+            done, done_step = record, step
         v.fetch_add(a.num_done, 1)
     # Every row that is not done is in the hands of a thread that runs.
     v.wait_until(a.num_done, a.num_rows, a.release)
 
 
 @njit
-def _write(a: Arguments, block: int, first: int, end: int, totals: Any) -> None:
-    """Totals of a block of channels, of some rows, to where they belong."""
+def _copy(source: Any, target: Any, count: int) -> None:
+    these, those = v.int32s(source), v.int32s(target)
+    for at in range(count // 4):
+        those[at] = these[at]
+
+
+@njit
+def _segment(a: Arguments, number: int) -> tuple[int, int, int]:
+    """Returns the first block of an expert, and the rows that it is multiplied with."""
+    if v.is_none(a.segments):
+        return 0, 0, a.total
+    segment = a.segments + (1 + SEGMENT_INTS * number)
+    return segment[0] * a.num_blocks, segment[1], segment[2]
+
+
+@njit
+def _num_segments(a: Arguments) -> int:
+    return 1 if v.is_none(a.segments) else a.segments[0]
+
+
+@njit
+def _write(a: Arguments, block: int, column: int, first: int, end: int, totals: Any) -> None:
+    """Totals of a block of channels, the ``column``-th of its expert, of some rows, to where they
+    belong."""
     for row in range(first, end):
-        output = a.output + row * a.num_blocks * CHANNELS
+        which = row if v.is_none(a.order) else a.order[row]
+        output = a.output + (which * a.num_blocks + column) * CHANNELS
         for at in range(0, CHANNELS, LANES):
             channel = block * CHANNELS + at
             value = v.load(totals, at) * v.load(a.scales, channel)
             if not v.is_none(a.bias):
                 value = value + v.load(a.bias, channel)
-            v.store(output, channel, value)
+            v.store(output, at, value)
         totals = totals + CHANNELS
 
 
@@ -288,17 +347,24 @@ def _ahead(a: Arguments, block: int, next_block: int, tile: int, halving: int) -
 
 
 @njit
-def _multiply_block(a: Arguments, block: int, next_block: int, totals: Any) -> None:
-    """All rows with a block of channels, about equally many at once."""
-    halving = 1 if a.num_tiles > 1 else 0
-    for tile in range(a.num_tiles):
-        first, end = v.share_of(a.num_rows, a.num_tiles, tile)
+def _multiply_block(a: Arguments, item: int, next_item: int, totals: Any) -> None:
+    """All rows of a segment with a block of channels, about equally many at once. Items are blocks of one
+    segment after another."""
+    column = item % a.num_blocks
+    begin, first_row, last_row = _segment(a, item // a.num_blocks)
+    block, num_rows = begin + column, last_row - first_row
+    next_block = _segment(a, next_item // a.num_blocks)[0] + next_item % a.num_blocks
+    num_tiles = _tiles(num_rows)
+    halving = 1 if num_tiles > 1 else 0
+    for tile in range(num_tiles):
+        first, end = v.share_of(num_rows, num_tiles, tile)
+        first, end = first_row + first, first_row + end
         multiply_tile(
             a.weights + block * a.block, end - first, a.records + first * a.record, a.record,
             a.num_groups, a.first_group, a.group_stride, a.first_outer, a.outer_stride,
             a.outer_shift, totals, _ahead(a, block, next_block, tile, halving), halving,
         )  # fmt: skip
-        _write(a, block, first, end, totals)
+        _write(a, block, column, first, end, totals)
 
 
 _room_for_totals = v.room_for(ROWS_AT_ONCE * CHANNELS)
@@ -307,9 +373,10 @@ _room_for_totals = v.room_for(ROWS_AT_ONCE * CHANNELS)
 def _multiply(a: Arguments) -> None:
     totals = _room_for_totals()
     _write_records(a)
-    for first, end in v.shared_runs(a.next_run, a.num_blocks, a.num_threads):
-        for block in range(first, end):
-            _multiply_block(a, block, min(block + 1, end - 1), totals)
+    num_items = _num_segments(a) * a.num_blocks
+    for first, end in v.shared_runs(a.next_run, num_items, a.num_threads):
+        for item in range(first, end):
+            _multiply_block(a, item, min(item + 1, end - 1), totals)
 
 
 multiply = Loop(_multiply, Arguments, is_long=True)
@@ -325,25 +392,31 @@ _room_for_item = v.room_for(_TILES_OF_AN_ITEM * ROWS_AT_ONCE * CHANNELS)
 
 @njit
 def _add_panel(
-    a: Arguments, tiles: tuple[int, int], groups: tuple[int, int], panel: Any, totals: Any
-) -> None:
-    """Adds to the totals of some tiles their products with some groups, unpacked."""
+    a: Arguments, rows: tuple[int, int], tiles: tuple[int, int], groups: tuple[int, int],
+    panel: Any, totals: Any,
+) -> None:  # fmt: skip
+    """Adds to the totals of some tiles of a segment's ``rows`` their products with some groups,
+    unpacked."""
     first, end = groups
-    row = v.share_of(a.num_rows, a.num_tiles, tiles[0])[0]
+    num_rows = rows[1] - rows[0]
     for tile in range(tiles[0], tiles[1]):
-        num_rows = a.num_rows * (tile + 1) // a.num_tiles - row
-        records = a.records + (row * a.record + first * num_rows * (HEADER_BYTES + GROUP))
-        multiply_panel(a.weights, num_rows, panel, records, end - first, totals)
-        totals, row = totals + num_rows * CHANNELS, row + num_rows
+        row, last = v.share_of(num_rows, _tiles(num_rows), tile)
+        count = last - row
+        records = a.records + ((rows[0] + row) * a.record + first * count * (HEADER_BYTES + GROUP))
+        multiply_panel(a.weights, count, panel, records, end - first, totals)
+        totals = totals + count * CHANNELS
 
 
 @njit
 def _multiply_item(
-    a: Arguments, block: int, tiles: tuple[int, int], panel: Any, totals: Any
-) -> None:
-    """Some tiles with a block of channels."""
-    first = v.share_of(a.num_rows, a.num_tiles, tiles[0])[0]
-    end = v.share_of(a.num_rows, a.num_tiles, tiles[1])[0]
+    a: Arguments, column: int, segment: tuple[int, int, int], tiles: tuple[int, int],
+    panel: Any, totals: Any,
+) -> None:  # fmt: skip
+    """Some tiles of a segment with a block of channels."""
+    begin, first_row, last_row = segment
+    block, num_rows = begin + column, last_row - first_row
+    first = v.share_of(num_rows, _tiles(num_rows), tiles[0])[0]
+    end = v.share_of(num_rows, _tiles(num_rows), tiles[1])[0]
     for at in range(0, (end - first) * CHANNELS, LANES):
         v.store(totals, at, v.splat(_ZERO))
     num_panels = (a.num_groups + PANEL_GROUPS - 1) // PANEL_GROUPS
@@ -353,25 +426,30 @@ def _multiply_item(
             a.weights + block * a.block, panel, groups[0], groups[1], a.first_group,
             a.group_stride, a.first_outer, a.outer_stride, a.outer_shift,
         )  # fmt: skip
-        _add_panel(a, tiles, groups, panel, totals)
-    _write(a, block, first, end, totals)
+        _add_panel(a, (first_row, last_row), tiles, groups, panel, totals)
+    _write(a, block, column, first_row + first, first_row + end, totals)
 
 
 def _multiply_many(a: Arguments) -> None:
     panel, totals = _room_for_panel(), _room_for_item()
-    wanted = (_ITEMS_PER_THREAD * a.num_threads + a.num_blocks - 1) // a.num_blocks
-    least = (a.num_tiles + _TILES_OF_AN_ITEM - 1) // _TILES_OF_AN_ITEM
-    num_parts = max(least, min(wanted, a.num_tiles))
+    num_parts, num_segments = 1, _num_segments(a)
+    if v.is_none(a.segments):
+        num_tiles = _tiles(a.total)
+        wanted = (_ITEMS_PER_THREAD * a.num_threads + a.num_blocks - 1) // a.num_blocks
+        least = (num_tiles + _TILES_OF_AN_ITEM - 1) // _TILES_OF_AN_ITEM
+        num_parts = max(least, min(wanted, num_tiles))
     _write_records(a)
-    for item in v.shared(a.next_run, a.num_blocks * num_parts):
-        tiles = v.share_of(a.num_tiles, num_parts, item // a.num_blocks)
-        _multiply_item(a, item % a.num_blocks, tiles, panel, totals)
+    for item in v.shared(a.next_run, num_segments * num_parts * a.num_blocks):
+        which = item // a.num_blocks
+        segment = _segment(a, which // num_parts)
+        tiles = v.share_of(_tiles(segment[2] - segment[1]), num_parts, which % num_parts)
+        _multiply_item(a, item % a.num_blocks, segment, tiles, panel, totals)
 
 
 multiply_many = Loop(_multiply_many, Arguments, is_long=True)
 """The same for many rows, and weights whose codes are not bytes: a block is unpacked first."""
-_MANY_ROWS = 24
-"""From so many rows on unpacking pays; they are divided into tiles of at least ``LEAST_ROWS``."""
+assert MOST_PAIRS <= _TILES_OF_AN_ITEM * ROWS_AT_ONCE
+assert MANY_PAIRS // -(-MANY_PAIRS // ROWS_AT_ONCE) >= LEAST_ROWS
 
 
 def _is_unpacked(kind: Format) -> bool:
@@ -384,27 +462,39 @@ def product(
     dtype: torch.dtype,
     gate: Gate | None = None,
     keeps_inputs: bool = False,
+    routes: Routes | None = None,
 ) -> torch.Tensor:
     """``rows`` ``[num_rows, in_features]``, or twice as many features that are to be gated, of a type in
-    ``KINDS``. Returns ``[num_rows, out_features]``. ``keeps_inputs``: rows are not rounded to 8 bits."""
+    ``KINDS``. Returns ``[num_rows, out_features]``. ``keeps_inputs``: rows are not rounded to 8 bits.
+    ``routes``: of rows, or of their pairs, to the experts whose weights are ``packed``; the result has a
+    row for each pair: ``[num_pairs, out_features]``, those of one expert."""
     rows = _readable(rows, gate)
     num_rows, num_features = len(rows), rows.shape[1] // (2 if gate else 1)
     first, activation, other = _gating_of(rows, gate)
     gated = rows.new_empty(num_rows, num_features) if gate else rows
     kind, group, record, num_units = _record_of(packed, keeps_inputs)
-    records = torch.empty(num_rows * record, dtype=torch.uint8)
-    output = torch.empty((num_rows, packed.num_blocks * CHANNELS), dtype=dtype)
+    total = num_rows if routes is None else routes.num_pairs
+    num_blocks = packed.num_blocks // packed.num_experts
+    records = torch.empty(total * record, dtype=torch.uint8)
+    output = torch.empty((total, num_blocks * CHANNELS), dtype=dtype)
+    where = (NOWHERE,) * 3 if routes is None else (routes.few, routes.places, routes.order)
     num_threads = torch.get_num_threads()
     told = Arguments(
         first, gated, output, records, packed.blocks, packed.scales,
-        NOWHERE if packed.bias is None else packed.bias,
-        num_rows, num_features, rows.stride(0), activation, other, -(-num_rows // ROWS_AT_ONCE),
+        NOWHERE if packed.bias is None else packed.bias, *where,
+        num_rows, num_features, rows.stride(0), activation, other, total // max(num_rows, 1), total,
         record, num_units,
         group, kind.zero, LIFT if kind.has_scales else 0, kind.num_parts == 2, releasing(), num_threads,
-        packed.num_blocks, packed.blocks.shape[1], *packed.places,
+        num_blocks, packed.blocks.shape[1], *packed.places,
     )  # fmt: skip
-    is_many = num_rows >= _MANY_ROWS and _is_unpacked(kind)
-    (multiply_many if is_many else multiply).run(told, num_threads, kind)
+    many = multiply_many if _is_unpacked(kind) else multiply
+    if routes is None:
+        (many if num_rows >= MANY_PAIRS else multiply).run(told, num_threads, kind)
+    else:
+        multiply.run(told, num_threads, kind)
+        for segments in routes.segments[1:]:  # the records are there by now
+            more = told._replace(segments=segments, num_rows=0)
+            many.run(more, num_threads, kind)
     width = packed.out_features
     return output if output.shape[1] == width else output[:, :width]
 
@@ -426,110 +516,3 @@ def _readable(rows: torch.Tensor, gate: Gate | None) -> torch.Tensor:
     if missing and gate is None:
         return F.pad(rows, (0, missing))
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-# --- rows of the weights themselves ---
-
-
-class LookUpArguments(NamedTuple):
-    """``ids`` ``[num_rows]``: output channels, whose weights become rows of ``output`` ``[num_rows,
-    num_groups * 32]``. Weights as ``Arguments`` has them, of ``bits`` bits with ``zero``, ``inner``,
-    ``has_minima``, ``has_zeros`` and ``has_scales`` of their ``Format``."""
-
-    output: Floats
-    ids: Int64s
-    weights: Bytes
-    scales: Float32s
-    num_rows: int
-    bits: int
-    zero: int
-    inner: int
-    has_minima: bool
-    has_zeros: bool
-    has_scales: bool
-    block: int
-    num_groups: int
-    first_group: int
-    group_stride: int
-    first_outer: int
-    outer_stride: int
-    outer_shift: int
-    next_row: Counter = 0
-
-
-@njit
-def _code(a: Any, group: Any, lane: int, half: int, feature: int) -> int:
-    """Returns the code of a feature of the channel ``lane`` of sixteen."""
-    four, place = feature // 4, 4 * lane + feature % 4
-    if a.bits == 8:
-        return int(group[64 * (2 * four + half) + place])
-    code = (int(group[64 * four + place]) >> (4 * half)) & 15
-    high = a.bits - 4
-    if high > 0:
-        index, per_plane = 2 * four + half, 8 // high
-        plane = group[64 * (8 + index // per_plane) + place]
-        code += ((int(plane) >> (high * (index % per_plane))) & ((1 << high) - 1)) << 4
-    return code
-
-
-@njit
-def _steps(a: Any, group: Any, outer: Any, channel: int, part: int) -> tuple[Any, Any, Any]:
-    """Returns scale, minimum and zero of a channel in a part of a group."""
-    if not a.has_scales:
-        return _ONE, _ZERO, a.zero
-    scale = half_at(outer + 2 * channel)
-    least, zero = _ZERO, a.zero
-    if a.has_minima:
-        least = half_at(outer + (64 + 2 * channel))
-    if a.has_zeros:
-        zero += int(outer[64 + channel])
-    if a.inner:
-        numbers = group + 128 * a.bits
-        number = int(numbers[32 * part + channel])
-        if a.inner == 16 and number > 127:
-            number -= 256
-        scale = scale * np.float32(number)
-        if a.has_minima:
-            least = least * np.float32(int(numbers[32 * (GROUP // a.inner) + channel]))
-    return scale, least, zero
-
-
-_room_for_group = v.room_for(GROUP)
-
-
-def _look_up(a: LookUpArguments) -> None:
-    room = _room_for_group()
-    for row in v.shared(a.next_row, a.num_rows):
-        token = a.ids[row]
-        channel = token % CHANNELS
-        block = a.weights + (token // CHANNELS) * a.block
-        by = v.splat(a.scales[token])
-        for index in range(a.num_groups):
-            group = block + (a.first_group + index * a.group_stride)
-            outer = block + (a.first_outer + (index >> a.outer_shift) * a.outer_stride)
-            for feature in range(GROUP):
-                part = feature // a.inner if a.inner else 0
-                scale, least, zero = _steps(a, group, outer, channel, part)
-                code = _code(a, group, channel % LANES, channel // LANES, feature)
-                room[feature] = multiply_add(np.float32(code - zero), scale, least)
-            for at in range(0, GROUP, LANES):
-                target = row * a.num_groups * GROUP + index * GROUP + at
-                v.store(a.output, target, v.load(room, at) * by)
-
-
-look_up_all = Loop(_look_up, LookUpArguments)
-"""Writes the weights of some channels."""
-
-
-def look_up(packed: PackedGroups, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``ids`` int64, each below ``out_features``. Returns their weights ``[.., in_features]``."""
-    flat = ids.reshape(-1)
-    kind, places = packed.format, packed.places
-    output = torch.empty(len(flat), places.num_groups * GROUP, dtype=dtype)
-    told = LookUpArguments(
-        output, flat, packed.blocks, packed.scales, len(flat), kind.bits, kind.zero, kind.inner,
-        kind.offset == "minima", kind.offset == "zeros", kind.has_scales,
-        packed.blocks.shape[1], *places,
-    )  # fmt: skip
-    look_up_all.run(told, threads_for(output.numel()))
-    return output[:, : packed.in_features].view(*ids.shape, packed.in_features)

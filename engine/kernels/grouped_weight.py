@@ -28,7 +28,8 @@ class GroupedWeight(NamedTuple):
     the type of ``scales``, added. ``inner_scales`` (uint8 or int8) and ``inner_minima`` (uint8): whole
     numbers ``[out_features, in_features / inner_span]``; ``inner_span``: 16 or 32. ``channel_scales``:
     ``[out_features]`` float32. ``scales`` None: there are channels' scales alone, and inputs have one
-    scale for each row.
+    scale for each row. ``table``: 16 whole numbers below 256 that codes of 4 bits stand for, in the sum
+    above, too.
     """
 
     codes: torch.Tensor
@@ -42,11 +43,20 @@ class GroupedWeight(NamedTuple):
     inner_scales: torch.Tensor | None = None
     inner_minima: torch.Tensor | None = None
     channel_scales: torch.Tensor | None = None
+    table: tuple[int, ...] = ()
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Returns the codes, or what they stand for, ``[out_features, in_features]`` uint8."""
+        if not self.table:
+            return self.codes
+        table = torch.tensor(self.table, dtype=torch.uint8, device=self.codes.device)
+        return table[self.codes.long()]
 
     def dequantized(self) -> torch.Tensor:
         """Returns the weights ``[out_features, in_features]`` in float32, in the order of the sum above;
         each product and sum is rounded once."""
-        values = self.codes.float() - self.zero
+        values = self.values.float() - self.zero
         if self.zeros is not None:
             values = values - self._spread(self.zeros, self.span)
         if self.scales is not None:

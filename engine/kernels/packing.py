@@ -16,6 +16,8 @@ _FORMATS_BITS = (4, 5, 6, 8)
 _LARGEST_EXPONENT = 14
 """Scales are made float16 by a power of two for each channel, which leaves the largest below 2**15."""
 _MOST_SHIFT = 62
+_NUMBERS = {"minima": torch.uint8, "none": torch.int8}
+"""Types of the whole numbers that multiply scales, with and without minima."""
 
 
 class UnpackableError(ValueError):
@@ -39,8 +41,9 @@ class Places(NamedTuple):
 
 
 class PackedGroups:
-    """Weights ``[out_features, in_features]`` packed. ``blocks``: ``[num_blocks, bytes]`` uint8;
-    ``scales``: of channels, float32, and ``bias`` likewise, or None: both ``[num_blocks * 32]``."""
+    """Weights ``[out_features, in_features]`` packed, of one matrix or of each of ``num_experts``.
+    ``blocks``: ``[num_blocks, bytes]`` uint8, an expert's together; ``scales``: of channels, float32, and
+    ``bias`` likewise, or None: both ``[num_blocks * 32]``."""
 
     def __init__(
         self,
@@ -50,8 +53,9 @@ class PackedGroups:
         blocks: torch.Tensor,
         scales: torch.Tensor,
         bias: torch.Tensor | None,
+        num_experts: int = 1,
     ) -> None:
-        self.format, self.places = kind, places
+        self.format, self.places, self.num_experts = kind, places, num_experts
         self.out_features, self.in_features = sizes
         self.blocks, self.scales, self.bias = blocks, scales, bias
         self.num_blocks = len(blocks)
@@ -67,26 +71,29 @@ def pack(
     out_features: int,
     in_features: int,
     bias: torch.Tensor | None = None,
+    num_experts: int = 1,
 ) -> PackedGroups:
-    """``parts``: all output channels in their order, of one scheme; all but the last have a multiple of
-    32. ``bias``: ``[out_features]``. Raises UnpackableError."""
-    num_blocks = -(-out_features // CHANNELS)
+    """``parts``: all output channels in their order, of one scheme; all but the last of an expert have a
+    multiple of 32. ``bias``: ``[out_features]``, or ``[num_experts, out_features]``. Raises
+    UnpackableError."""
+    own_blocks = -(-out_features // CHANNELS)
+    num_blocks = own_blocks * num_experts
     packed: PackedGroups | None = None
     first = 0
     for part in parts:
         part = normalized(part)
         if packed is None:
-            kind, places = format_of(part), _places(part, in_features)
-            blocks = torch.empty(num_blocks, places.block_bytes, dtype=torch.uint8)
-            filled = torch.zeros(num_blocks * CHANNELS)
             packed = PackedGroups(
-                kind,
-                places,
+                format_of(part),
+                _places(part, in_features),
                 (out_features, in_features),
-                blocks,
-                filled,
-                _filled_bias(bias, filled),
+                torch.empty(num_blocks, _places(part, in_features).block_bytes, dtype=torch.uint8),
+                torch.zeros(num_blocks * CHANNELS),
+                None if bias is None else _filled_bias(bias, num_experts, own_blocks * CHANNELS),
+                num_experts,
             )
+        elif (format_of(part), _places(part, in_features)) != (packed.format, packed.places):
+            raise UnpackableError("its parts are of several schemes")
         end = first + -(-len(part.codes) // CHANNELS)
         factors = _write(part, packed.places, packed.format, packed.blocks[first:end])
         packed.scales[first * CHANNELS :][: len(factors)] = factors
@@ -128,20 +135,18 @@ def format_of(weight: GroupedWeight) -> Format:
     elif weight.zeros is not None:
         offset = "zeros"
     inner = weight.inner_span if weight.inner_scales is not None else 0
-    kind = Format(weight.bits, weight.zero, inner, offset, weight.scales is not None)
+    has_scales = weight.scales is not None
+    kind = Format(weight.bits, weight.zero, inner, offset, has_scales, table=weight.table)
     is_known = (
         weight.bits in _FORMATS_BITS
-        and inner in ((0, 32) if offset == "minima" else (0, 16) if offset == "none" else (0,))
+        and inner in {"minima": (0, 32), "none": (0, 16, 32), "zeros": (0,)}[offset]
         and (weight.minima is None or (weight.inner_minima is not None) == bool(inner))
-        and (not inner or (weight.inner_scales is not None and _fits(weight.inner_scales, inner)))
+        and (weight.inner_scales is None or weight.inner_scales.dtype == _NUMBERS[offset])
+        and (not weight.table or weight.bits == 4)
     )
     if not is_known:
         raise UnpackableError(f"no kernel multiplies weights of {kind}")
     return kind
-
-
-def _fits(numbers: torch.Tensor, inner: int) -> bool:
-    return numbers.dtype == (torch.int8 if inner == 16 else torch.uint8)
 
 
 def normalized(weight: GroupedWeight) -> GroupedWeight:
@@ -279,9 +284,6 @@ def _as_halves(
     return halves[:, :width], None if minima is None else halves[:, width:], powers
 
 
-def _filled_bias(bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-    if bias is None:
-        return None
-    filled = torch.zeros_like(like)
-    filled[: len(bias)] = bias.detach().float()
-    return filled
+def _filled_bias(bias: torch.Tensor, num_experts: int, num_channels: int) -> torch.Tensor:
+    own = bias.detach().float().reshape(num_experts, -1)
+    return F.pad(own, (0, num_channels - own.shape[1])).flatten()

@@ -1,8 +1,8 @@
 """Models whose weights lie in GGUF files, in the file's own bits or dequantised.
 
-transformers says which configuration a file's metadata means, which of a model's parameters each tensor
-is, and what llama.cpp's conversion did to it. The file is read here, tensor by tensor: transformers
-would hold it in floats, leave out what it finds no place for, and believe its sizes.
+The file's metadata says which configuration of transformers it means, ``gguf``'s table which tensor each
+parameter of that model is, and ``engine/gguf/`` what llama.cpp's conversion did to it. Tensors are read
+one by one; each has to be some parameter's, and each parameter has to be there.
 """
 
 from __future__ import annotations
@@ -10,55 +10,86 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from importlib import import_module
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from engine.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header, write_outline
+from engine.gguf.architectures import ARCHITECTURES, Architecture
+from engine.gguf.configuration import Said, described, rope
+from engine.gguf.conversion import DECAY, SOURCES, Array, Undo
+from engine.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header
 from engine.gguf.tokenizer import end_token_ids
-from engine.model.checkpoint import load_config, load_weights, not_finite
+from engine.model.checkpoint import load_weights, not_finite
+from engine.model.layers import embed_scale
+from engine.model.stored.experts import GgufExperts, expert_sizes
 from engine.model.stored.gguf import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.model.stored.places import Place, StoredConfig
 from engine.request.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
+Files = Sequence[BinaryIO]
+"""The parts of a file, by their numbers."""
+
 _F32, _F16, _BF16 = 0, 1, 30
 _FLOATS = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 """Types of tensors that are values, not blocks, by ggml's numbers."""
-_Order = np.ndarray[Any, Any] | slice
-_MOST_QUOTED = 40
+_MOST_NAMED = 3
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")} | {
     "temp": "temperature",
     "penalty_repeat": "repetition_penalty",
 }
 """Keys of general.sampling, and what a generation config calls them."""
 _ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of what each frequency of the rotary embedding is divided by; transformers does not read
-it."""
+"""The tensor of what each frequency of the rotary embedding is divided by."""
+_PROPORTIONAL = "gemma4_text"
+"""A type whose configuration says what turns."""
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+_STORED_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+_SHARED = re.compile(r"attn_[kv](_norm)?\.weight")
+_IN_METADATA = re.compile(r"layers\.(\d+)\.mlp\.act_fn\.(alpha_p|alpha_n|beta|eps)$")
 
 
 def read_config(path: Path) -> tuple[GgufHeader, Any]:
     """Returns a file's header and configuration. Raises UnsupportedModelError for what rules it out,
-    whatever transformers raises for an architecture that it does not know."""
+    whatever transformers raises for sizes that do not fit together."""
     header = read_header(path)
-    _check_sizes(header)
-    config = _described(path, header)
-    _check_rope(header, config)
+    architecture = _architecture(header)
+    said = Said(header, lambda name: _read_floats(header, name).tolist())
+    says = {**architecture.says(said)}
+    kind: Any = CONFIG_MAPPING[says.pop("model_type", architecture.model_type)]
+    more = says.pop("rope_parameters", {})
+    values = described(said, kind, says)
+    usual = kind()
+    if hasattr(usual, "rope_parameters"):
+        head_dim = values.get("qk_rope_head_dim", said.head_dim)
+        values["rope_parameters"] = rope(said, usual.rope_parameters, head_dim)
+        _add_rope(values["rope_parameters"], more)
+    config = kind(**values)
+    config.name_or_path = str(path.parent)
     return header, config
+
+
+def _architecture(header: GgufHeader) -> Architecture:
+    found = ARCHITECTURES.get(header.architecture)
+    if found is None:
+        raise UnsupportedModelError(
+            f"GGUF files of architecture {header.architecture!r} are not read; docs/gguf.md has those "
+            "that are"
+        )
+    return found
+
+
+def _add_rope(parameters: dict[str, Any], more: Mapping[str, Any]) -> None:
+    parameters.get("full_attention", parameters).update(more)
 
 
 def load_gguf(
@@ -69,35 +100,32 @@ def load_gguf(
     packed: bool = True,
 ) -> PreTrainedModel:
     """Returns the causal LM of a file. ``dtype`` "auto": its values' own, bf16 where they are blocks.
-    ``packed``: linear layers and embeddings of the types in ``BLOCK_TYPES`` are ``StoredWeight``s, which
-    hold the file's blocks; else everything is dequantised, and wherever transformers alone knows what a
-    tensor becomes.
+    ``packed``: linear layers, embeddings and experts of the types in ``BLOCK_TYPES`` are places that hold
+    the file's blocks; else everything is dequantised.
 
     Raises UnsupportedModelError where the file's tensors are not those of its configuration, and as
     ``load_weights``.
     """
     wanted = stored_dtype(header) if dtype == "auto" else dtype
     assert isinstance(wanted, torch.dtype), "other names are resolved by the loader"
-    skeleton = _skeleton(header, config)
-    if _is_converted(header):
-        loaded = _load_converted(path, config, wanted)
-    else:
-        reading = _Reading(header, config, skeleton, wanted, packed)
-        with path.open("rb") as file:
-            tensors = reading.tensors(file)
-        places = StoredConfig(reading.placing())
-        loaded = load_weights(
-            None,
-            config,
-            type(skeleton),
-            state_dict=tensors,
-            quantization_config=places,
-            dtype=wanted,
-        )
+    with torch.device("meta"):
+        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    _check_rotary(skeleton, header)
+    reading = _Reading(header, config, skeleton, wanted, packed)
+    with _opened(header) as files:
+        tensors = reading.tensors(files)
+    loaded = load_weights(
+        None,
+        config,
+        type(skeleton),
+        state_dict=tensors,
+        quantization_config=StoredConfig(reading.placing()),
+        dtype=wanted,
+    )
     forget_quantization(loaded)
     loaded.config.name_or_path = str(path.parent)
     _check_blocks(loaded)
-    _divide_frequencies(loaded, path, header)
+    _divide_frequencies(loaded, header)
     generation = loaded.generation_config or GenerationConfig()
     generation.eos_token_id = list(end_token_ids(header)) or None
     for key, name in _SAMPLING.items():
@@ -108,26 +136,94 @@ def load_gguf(
     return loaded
 
 
-def _is_converted(header: GgufHeader) -> bool:
-    """Whether transformers has rules for an architecture that its loader applies, not names and a
-    processor."""
-    with needing_gguf():
-        # Of newer versions than everything else needs.
-        from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
-    return header.architecture in GGUF_ARCHS
+class _Making(NamedTuple):
+    """How a parameter is made: of which tensors, after what is undone. ``at``: of a stack of matrices
+    the one that it is."""
+
+    parts: tuple[StoredTensor, ...]
+    undo: tuple[Undo, ...]
+    shape: tuple[int, ...]
+    at: int | None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether it has the parts' rows, in any order, and columns in another at most."""
+        return self.at is None and not any(each.values or each.join for each in self.undo)
+
+    def features(self, config: Any) -> torch.Tensor | None:
+        """Returns which feature each of the file's columns is for, None where they are in order."""
+        columns = next((each.columns for each in self.undo if each.columns), None)
+        if columns is None:
+            return None
+        return torch.from_numpy(np.argsort(columns(config, self.shape[1])))
+
+    def joined(self, config: Any, parts: Sequence[Array]) -> Array:
+        """Returns the parameter of its parts, as they are in the file."""
+        join = next((each.join for each in self.undo if each.join), None)
+        if join is not None:
+            found = join(config, parts)
+        elif self.at is not None:
+            found = parts[0][self.at]
+        else:
+            found = self.stacked(config, [_without_ones(each) for each in parts])
+        for each in self.undo:
+            if each.columns is not None:
+                found = found[:, each.columns(config, found.shape[1])]
+            if each.values is not None:
+                found = each.values(found)
+        return found
+
+    def stacked(self, config: Any, parts: Sequence[Array]) -> Array:
+        """Lays rows one below the other, for each expert where there are such, in the model's order."""
+        found = (
+            parts[0] if len(parts) == 1 else np.concatenate(parts, axis=max(0, parts[0].ndim - 2))
+        )
+        for each in self.undo:
+            if each.rows is not None:
+                found = found[each.rows(config, len(found))]
+        return found
 
 
-def _load_converted(path: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    with needing_gguf():
-        import_module("accelerate")  # transformers asks for it here alone
-        from transformers.utils.quantization_config import GgufConfig
-    return load_weights(
-        str(path.parent),
-        config,
-        gguf_file=str(path.absolute()),
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=dtype,
-    )
+def _without_ones(values: Array) -> Array:
+    """Convolutions have dimensions of one channel between their own in some files."""
+    return values.squeeze() if values.ndim > 3 else values
+
+
+class _Names:
+    """Which tensors of a file a parameter is made of."""
+
+    def __init__(self, header: GgufHeader, num_layers: int) -> None:
+        with needing_gguf():
+            from gguf import MODEL_ARCH_NAMES, TensorNameMap
+
+        class Table(TensorNameMap):
+            # The one of the package takes over the rows of whatever architecture is asked for.
+            block_mappings_cfg = dict(TensorNameMap.block_mappings_cfg)
+
+        (number,) = (each for each, name in MODEL_ARCH_NAMES.items() if name == header.architecture)
+        self._table = Table(number, num_layers)
+        self._tensors = {tensor.name: tensor for tensor in header.tensors}
+
+    def of(self, name: str) -> tuple[tuple[StoredTensor, ...], int | None] | None:
+        """Returns the tensors, and which of a stack it is; None where none are in the file."""
+        for names, at in self._candidates(name):
+            found = tuple(self._tensors[each] for each in names if each in self._tensors)
+            if len(found) == len(names):
+                return found, at
+        return None
+
+    def _candidates(self, name: str) -> Iterator[tuple[list[str], int | None]]:
+        layer = _LAYER.search(name)
+        # Some types keep their layers in a model that had another name.
+        for known in (name, re.sub(r"^model\.", "backbone.", name)):
+            stored = self._table.get_name(known, try_suffixes=(".weight", ".bias"))
+            if stored is not None:
+                yield from (([f"{stored}{end}"], None) for end in ("", ".weight", ".bias"))
+        for pattern, several in SOURCES:
+            if (found := re.search(pattern, name)) is not None:
+                begin = "" if layer is None else f"blk.{layer[1]}."
+                at = found.groupdict().get("at")
+                yield [begin + each for each in several.split()], None if at is None else int(at)
 
 
 class _Reading:
@@ -141,150 +237,236 @@ class _Reading:
         dtype: torch.dtype,
         packed: bool,
     ) -> None:
-        self._header, self._dtype = header, dtype
-        kind: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
-        self._processor = kind(config=config.to_dict())
-        self._names = get_gguf_hf_weights_map(_Outermost(skeleton), self._processor)
+        self._header, self._config, self._dtype = header, config, dtype
         self._modules = dict(skeleton.named_modules(remove_duplicate=False))
-        self._read: dict[str, Any] = {"tensors": {}}
         self._num_dequantised: Counter[int] = Counter()
         self._kinds: dict[str, int] = {}
         """The types of modules that keep their blocks, by names of modules."""
-        self._packed: dict[str, tuple[_Order, list[str]]] = {}
-        """By names of tensors: which row of the file each row of a module is, and the parameters that
-        keep the blocks."""
+        self._orders: dict[str, torch.Tensor] = {}
+        """Which features their columns are for, where these are in another order."""
+        self._packed: dict[str, list[str]] = {}
+        """By names of parameters, those that get their blocks."""
+        self._experts: dict[str, dict[str, int]] = {}
+        """The types of experts that keep their blocks, by names of modules and of products."""
+        self._products: dict[str, list[tuple[str, tuple[StoredTensor, ...]]]] = {}
+        """By names of experts' parameters, what stands in their place, and the tensors that it has."""
+        self._said: dict[str, torch.Tensor] = {}
+        """Parameters that the metadata says."""
+        tied: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", None) or {}
+        self._makings = self._plan(skeleton.state_dict(), tied)
         if packed:
-            self._plan(getattr(skeleton, "all_tied_weights_keys", None) or {})
+            self._pack(tied)
+            for name, module in self._modules.items():
+                self._pack_experts(name, module)
+
+    def _plan(
+        self, wanted: Mapping[str, torch.Tensor], tied: Mapping[str, str]
+    ) -> dict[str, _Making]:
+        names = _Names(self._header, self._config.num_hidden_layers)
+        undo = (*_architecture(self._header).undo, DECAY)
+        found, missing = {}, []
+        for name, parameter in wanted.items():
+            sources = names.of(name)
+            if sources is not None:
+                own = tuple(each for each in undo if re.search(each.pattern, name))
+                found[name] = _Making(sources[0], own, tuple(parameter.shape), sources[1])
+            elif (value := self._in_metadata(name)) is not None:
+                self._said[name] = torch.tensor(value).reshape(parameter.shape).to(self._dtype)
+            elif name not in tied:
+                missing.append(name)
+        used = {part.name for making in found.values() for part in making.parts}
+        left = [each.name for each in self._header.tensors if each.name not in used]
+        _refuse("tensors that the configuration asks for are missing", missing)
+        _refuse("tensors are no parameters of the model", filter(self._is_needed, left))
+        return found
+
+    def _in_metadata(self, name: str) -> float | None:
+        """Returns a parameter of an activation, which files have among their values."""
+        found = _IN_METADATA.search(name)
+        values = found and self._header.metadata.get(f"xielu.{found[2]}")
+        if not found or not isinstance(values, list) or int(found[1]) >= len(values):
+            return None
+        return float(values[int(found[1])])
+
+    def _is_needed(self, name: str) -> bool:
+        """Whether a tensor is none of those that a model does without: factors of rotary embeddings,
+        layers that predict further tokens, and keys and values of layers that take those of others."""
+        found = _STORED_LAYER.match(name)
+        if found is None:
+            return not name.startswith(("rope_freqs.", "rope_factors_"))
+        num_layers = self._config.num_hidden_layers
+        first_shared = num_layers - (getattr(self._config, "num_kv_shared_layers", None) or 0)
+        layer = int(found[1])
+        is_shared = layer >= first_shared and _SHARED.fullmatch(found[2])
+        return not (layer >= num_layers or is_shared or found[2].startswith("rope_f"))
 
     def placing(self) -> Place:
         """Returns what makes a place for the blocks of a module, if it keeps them. It holds no tensors:
         transformers copies configurations, with all that they refer to, several times."""
-        kinds, dtype = self._kinds, self._dtype
+        kinds, experts, dtype = self._kinds, self._experts, self._dtype
+        orders = self._orders
 
         def place(name: str, module: nn.Module) -> nn.Module | None:
+            if name in experts:
+                return GgufExperts(module, experts[name], dtype)
             kind = kinds.get(name)
             if kind is None:
                 return None
             if isinstance(module, nn.Embedding):
-                return GgufEmbedding(kind, module.num_embeddings, module.embedding_dim)
+                scale = embed_scale(module)
+                assert scale is not None
+                return GgufEmbedding(kind, module.num_embeddings, module.embedding_dim, scale)
             assert isinstance(module, nn.Linear)
             has_bias = module.bias is not None
-            return GgufWeight(kind, module.in_features, module.out_features, has_bias, dtype)
+            found = GgufWeight(kind, module.in_features, module.out_features, has_bias, dtype)
+            found.order = orders.get(name)
+            return found
 
         return place
 
-    def tensors(self, file: BinaryIO) -> dict[str, torch.Tensor]:
-        """Returns the model's parameters by name: blocks as they are, everything else in its type."""
-        found: dict[str, torch.Tensor] = self._read["tensors"]
-        for tensor in self._header.tensors:
-            data = _bytes_of(tensor, file)
-            order, names = self._packed.get(tensor.name, (None, []))
-            if order is not None:
-                rows = data.reshape(tensor.shape[1], -1)
-                found |= dict.fromkeys(names, torch.from_numpy(rows[order]))
-            if self._names.get(tensor.name) not in names:
-                self._dequantise(tensor, data)
+    def tensors(self, files: Files) -> dict[str, torch.Tensor]:
+        """Returns the model's parameters by name: blocks as they are, everything else in its type.
+        Raises UnsupportedModelError for those of other shapes than the model's."""
+        found, wrong = dict(self._said), []
+        for name, making in self._makings.items():
+            if name in self._products:
+                found |= {each: self._product(parts, files) for each, parts in self._products[name]}
+                continue
+            data = [_bytes_of(part, files) for part in making.parts]
+            names = self._packed.get(name, [])
+            if names:
+                rows = [
+                    each.reshape(part.shape[1], -1)
+                    for each, part in zip(data, making.parts, strict=True)
+                ]
+                blocks = torch.from_numpy(making.stacked(self._config, rows))
+                found |= dict.fromkeys(names, blocks)
+            if name in names:
+                continue
+            values = self._values(making, data)
+            if _is_of_shape(values, making.shape):
+                found[name] = values.reshape(making.shape)
+            else:
+                wrong.append(f"{name} {list(values.shape)} instead of {list(making.shape)}")
+        _refuse("tensors have other shapes than the configuration says", wrong)
         if self._num_dequantised:
             logger.info("dequantised: %s", _counted(self._num_dequantised))
         return found
 
-    def _plan(self, tied: Mapping[str, str]) -> None:
+    def _values(self, making: _Making, data: Sequence[Array]) -> torch.Tensor:
+        for part in making.parts:
+            if part.kind not in _FLOATS:
+                self._num_dequantised[part.kind] += 1
+        parts = [_values(part, each) for part, each in zip(making.parts, data, strict=True)]
+        try:
+            values = making.joined(self._config, parts)
+        except (ValueError, IndexError):  # of sizes that its order cannot have
+            values = np.concatenate([each.reshape(-1) for each in parts])
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._dtype)
+
+    def _pack(self, tied: Mapping[str, str]) -> None:
         """Decides which modules keep their blocks. ``tied``: parameters that are others, by names. Where
         one of those that share blocks does not take them, those that do get them apart."""
-        held = {each.name for each in self._header.tensors}
-        apart = {name for stored, name in self._names.items() if stored in held}
-        for tensor in self._header.tensors:
-            name = self._names.get(tensor.name, "")
-            if tensor.kind not in BLOCK_TYPES or len(tensor.shape) != 2:
-                continue
-            order = self._row_order(tensor)
-            if order is None:
+        for name, making in self._makings.items():
+            if not making.keeps_rows:
                 continue
             sharing = [
-                each for each, source in tied.items() if source == name and each not in apart
+                each
+                for each, source in tied.items()
+                if source == name and each not in self._makings
             ]
-            taking = [each for each in (name, *sharing) if self._takes_blocks(each, tensor)]
+            taking = [each for each in (name, *sharing) if self._takes_blocks(each, making)]
             has_all = len(taking) == 1 + len(sharing)
             names = taking if has_all else [each for each in taking if each != name]
-            self._kinds |= {_module_of(each): tensor.kind for each in names}
+            self._kinds |= {_module_of(each): making.parts[0].kind for each in names}
             if names:
-                self._packed[tensor.name] = order, [name] if has_all else names
+                self._packed[name] = [name] if has_all else names
+            if names and (order := making.features(self._config)) is not None:
+                self._orders[_module_of(name)] = order
 
-    def _takes_blocks(self, name: str, tensor: StoredTensor) -> bool:
+    def _pack_experts(self, name: str, module: nn.Module) -> None:
+        """Decides whether a layer's experts keep their blocks: all of their products have to."""
+        kinds: dict[str, int] = {}
+        products = {}
+        for own, (channels, features) in expert_sizes(module).items():
+            making = self._makings[f"{name}.{own}"]
+            parts, count = making.parts, len(making.parts)
+            wanted = (making.shape[0], channels // count, features)
+            if any(each.shape[::-1] != wanted or each.kind not in BLOCK_TYPES for each in parts):
+                return
+            # One product, where both are of one type.
+            are_apart = len({each.kind for each in parts}) > 1
+            names = [own] if not are_apart else ["gate_proj", "up_proj"]
+            for end in ("", "_bias"):
+                if (whole := self._makings.get(f"{name}.{own}{end}")) is not None:
+                    own_parts = [(part,) for part in whole.parts] if are_apart else [whole.parts]
+                    products[f"{name}.{own}{end}"] = [
+                        (f"{name}.{each}{end}", several)
+                        for each, several in zip(names, own_parts, strict=True)
+                    ]
+            kinds |= {each: part.kind for each, part in zip(names, parts, strict=False)}
+        if kinds:
+            self._experts[name] = kinds
+            self._products |= products
+
+    def _product(self, parts: Sequence[StoredTensor], files: Files) -> torch.Tensor:
+        """Returns blocks, or biases, of all experts."""
+        read = []
+        for part in parts:
+            data, shape = _bytes_of(part, files), part.shape[:0:-1]
+            is_packed = part.kind in BLOCK_TYPES
+            read.append(data.reshape(*shape, -1) if is_packed else _values(part, data))
+        whole = torch.from_numpy(read[0] if len(read) == 1 else np.concatenate(read, axis=1))
+        return whole if whole.dtype == torch.uint8 else whole.to(self._dtype)
+
+    def _takes_blocks(self, name: str, making: _Making) -> bool:
         module = self._modules.get(_module_of(name))
+        kinds = {part.kind for part in making.parts}
+        if not (name.endswith(".weight") and _is_plain(module) and len(kinds) == 1):
+            return False
+        shapes = [part.shape[::-1] for part in making.parts]
         return (
-            name.endswith(".weight")
-            and _is_plain(module)
-            and tuple(module.weight.shape) == tensor.shape[::-1]  # type: ignore[union-attr]
+            kinds <= BLOCK_TYPES.keys()
+            and all(len(shape) == 2 and shape[1] == making.shape[1] for shape in shapes)
+            and sum(shape[0] for shape in shapes) == making.shape[0]
         )
 
-    def _row_order(self, tensor: StoredTensor) -> _Order | None:
-        """Returns which row of the file each row of a matrix is, None where it is made in another way. It
-        is found out: transformers is given rows that hold their own numbers."""
-        rows = np.arange(tensor.shape[-1])[:, None]
-        others: dict[str, Any] = {"tensors": {}}
-        try:
-            found = self._processor.process(
-                weights=rows,
-                name=tensor.name,
-                tensor_key_mapping=self._names,
-                parsed_parameters=others,
-            )
-        except (ValueError, IndexError, KeyError):  # it takes matrices of other sizes
-            return None
-        order = found.weights
-        if found.name != tensor.name or others["tensors"] or order.shape != rows.shape:
-            return None
-        if np.array_equal(order, rows):
-            return slice(None)
-        return order[:, 0] if np.array_equal(np.sort(order, 0), rows) else None
 
-    def _dequantise(self, tensor: StoredTensor, data: np.ndarray[Any, Any]) -> None:
-        """Makes a tensor the parameter that transformers makes of it, or its part of one."""
-        if tensor.kind not in _FLOATS:
-            self._num_dequantised[tensor.kind] += 1
-        found = self._processor.process(
-            weights=_values(tensor, data),
-            name=tensor.name,
-            tensor_key_mapping=self._names,
-            parsed_parameters=self._read,
-        )
-        made = self._read["tensors"]
-        if found.name in self._names:
-            made[self._names[found.name]] = torch.from_numpy(np.ascontiguousarray(found.weights))
-        for name, values in made.items():
-            if values.is_floating_point() and values.dtype != self._dtype:
-                made[name] = values.to(self._dtype)
+def _refuse(fault: str, names: Iterable[str]) -> None:
+    """Raises UnsupportedModelError if there are any."""
+    several = sorted(names)
+    if several:
+        more = len(several) - _MOST_NAMED
+        listed = ", ".join(several[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        raise UnsupportedModelError(f"{len(several)} {fault}: {listed}")
 
 
-class _Outermost:
-    """A model without the modules within its decoder: transformers looks for names in each module anew,
-    which takes seconds, and finds those of the model and of its decoder."""
-
-    def __init__(self, model: Any, depth: int = 1) -> None:
-        self._model, self._depth = model, depth
-        self.config = getattr(model, "config", None)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._model.state_dict()
-        return found
-
-    def named_children(self) -> Iterator[tuple[str, _Outermost]]:
-        for name, child in self._model.named_children() if self._depth else ():
-            yield name, _Outermost(child, self._depth - 1)
+def _is_of_shape(values: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether they are but for dimensions of one, or laid out as a vector."""
+    if values.numel() != prod(shape):
+        return False
+    own = [size for size in values.shape if size != 1]
+    return len(shape) == 1 or own == [size for size in shape if size != 1]
 
 
 def _is_plain(module: nn.Module | None) -> bool:
-    """Whether its weight is all that it is: subclasses may scale what they look up."""
-    return type(module) in (nn.Linear, nn.Embedding)
+    """Whether its weight is all that it is, and a scale of what it looks up."""
+    return type(module) is nn.Linear or (module is not None and embed_scale(module) is not None)
 
 
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _bytes_of(tensor: StoredTensor, file: BinaryIO) -> np.ndarray[Any, Any]:
+@contextmanager
+def _opened(header: GgufHeader) -> Iterator[Files]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(path.open("rb")) for path in header.paths]
+
+
+def _bytes_of(tensor: StoredTensor, files: Files) -> np.ndarray[Any, Any]:
     data = np.empty(tensor.num_bytes, dtype=np.uint8)
+    file = files[tensor.part]
     file.seek(tensor.start)
     if file.readinto(data) != tensor.num_bytes:  # type: ignore[attr-defined]  # BinaryIO lacks it
         raise UnsupportedModelError(
@@ -320,20 +502,6 @@ def _counted(kinds: Counter[int]) -> str:
     return ", ".join(f"{count} tensors of type {name}" for name, count in named)
 
 
-def _described(path: Path, header: GgufHeader) -> Any:
-    """Returns the configuration that transformers makes of a file's metadata."""
-    with needing_gguf():
-        import_module("gguf")  # transformers asks for it, and does not name it as a line can
-    num_tokens = _said_count(header, "vocab_size") or _num_tokens(header)
-    options: dict[str, Any] = {"vocab_size": num_tokens} if num_tokens else {}
-    if _is_converted(header):
-        return load_config(str(path.parent), gguf_file=str(path.absolute()))
-    with TemporaryDirectory() as folder:
-        outline = Path(folder) / "outline.gguf"
-        write_outline(path, header, outline)
-        return load_config(folder, gguf_file=str(outline), name_or_path=str(path.parent), **options)
-
-
 def stored_dtype(header: GgufHeader) -> torch.dtype:
     """Returns the type in which to compute with a file's weights. Norms are float32 whatever the others
     are."""
@@ -343,73 +511,27 @@ def stored_dtype(header: GgufHeader) -> torch.dtype:
     return _FLOATS[max(kinds)]
 
 
-def _check_sizes(header: GgufHeader) -> None:
-    """Raises UnsupportedModelError where a file says other sizes than its tensors have. Layers are made
-    one by one: so many have to be there."""
-    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    layers = {int(found[1]) for name in shapes if (found := re.match(r"blk\.(\d+)\.", name))}
-    num_layers = _said_count(header, "block_count")
-    if num_layers is not None and layers != set(range(min(num_layers, len(layers) + 1))):
+def _check_rotary(model: PreTrainedModel, header: GgufHeader) -> None:
+    """Raises UnsupportedModelError where the file says that other dimensions turn than the model's do."""
+    width = header.metadata.get(f"{header.architecture}.rope.dimension_count")
+    widths = {
+        2 * len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")
+    }
+    if isinstance(width, int) and widths and width not in widths:
         raise UnsupportedModelError(
-            f"its configuration says {num_layers} layers, and it has tensors of {len(layers)}"
+            f"its rotary embedding turns {width} dimensions, and that of {model.config.model_type} "
+            f"{', '.join(map(str, sorted(widths)))}"
         )
-    num_tokens = _num_tokens(header)
-    embedding = shapes.get("token_embd.weight")
-    if embedding is not None and num_tokens > embedding[-1]:
-        raise UnsupportedModelError(
-            f"its tokenizer has {num_tokens} tokens, and its embedding {embedding[-1]}"
-        )
-
-
-def _said_count(header: GgufHeader, name: str) -> int | None:
-    """Returns a number that the architecture has, if it is said. Raises UnsupportedModelError where it is
-    none of things."""
-    key = f"{header.architecture}.{name}"
-    number = header.metadata.get(key)
-    if number is not None and (not isinstance(number, int) or number < 0):
-        raise UnsupportedModelError(f"its {key} is {str(number)[:_MOST_QUOTED]!r}")
-    return number
-
-
-def _num_tokens(header: GgufHeader) -> int:
-    tokens = header.metadata.get("tokenizer.ggml.tokens")
-    return len(tokens) if isinstance(tokens, list) else 0
-
-
-def _check_rope(header: GgufHeader, config: Any) -> None:
-    """Raises UnsupportedModelError where frequencies are scaled in a way that was not read."""
-    kind = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
-    read = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind != "none" and read == "default":
-        raise UnsupportedModelError(
-            f"its rotary embedding is scaled ({kind}), which transformers does not read from GGUF files"
-        )
-
-
-def _skeleton(header: GgufHeader, config: Any) -> PreTrainedModel:
-    """Returns the model that the configuration makes, on the device "meta". Raises UnsupportedModelError
-    unless the file holds as many values: transformers would drop the rest, or ask for memory for what is
-    not there."""
-    with torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    wanted = sum(parameter.numel() for parameter in skeleton.parameters())
-    left_out = {_ROPE_FACTORS} | ({"output.weight"} if config.tie_word_embeddings else set())
-    held = sum(prod(tensor.shape) for tensor in header.tensors if tensor.name not in left_out)
-    if held != wanted:
-        raise UnsupportedModelError(
-            f"its tensors hold {held} values, and a model of its configuration has {wanted}: "
-            "transformers reads another model than the file describes"
-        )
-    return skeleton
 
 
 def _check_blocks(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError for blocks with scales that are no finite numbers."""
-    places = (
-        (f"{name}.weight", each.block_scales())
-        for name, each in model.named_modules()
-        if isinstance(each, GgufWeight | GgufEmbedding)
-    )
+    places = []
+    for name, each in model.named_modules():
+        if isinstance(each, GgufWeight | GgufEmbedding):
+            places.append((f"{name}.weight", each.block_scales()))
+        elif isinstance(each, GgufExperts):
+            places += [(f"{name}.{own}", scales) for own, scales in each.block_scales()]
     faults = not_finite(places)
     if faults:
         raise UnsupportedModelError(faults[0])
@@ -423,13 +545,13 @@ def forget_quantization(model: Any) -> None:
     model.is_quantized = False
 
 
-def _divide_frequencies(model: PreTrainedModel, path: Path, header: GgufHeader) -> None:
+def _divide_frequencies(model: PreTrainedModel, header: GgufHeader) -> None:
     """Divides the rotary embedding's frequencies by what the file says for long contexts (Llama 3.1 and
     later). Raises UnsupportedModelError where it does not fit."""
-    found = next((each for each in header.tensors if each.name == _ROPE_FACTORS), None)
-    if found is None:
+    names = {each.name for each in header.tensors}
+    if _ROPE_FACTORS not in names or model.config.model_type == _PROPORTIONAL:
         return
-    factors = _read_floats(path, found)
+    factors = _read_floats(header, _ROPE_FACTORS)
     rotary: list[Any] = [each for each in model.modules() if hasattr(each, "inv_freq")]
     if not rotary or any(each.inv_freq.shape != factors.shape for each in rotary):
         raise UnsupportedModelError(f"its {_ROPE_FACTORS} does not fit the rotary embedding")
@@ -440,8 +562,10 @@ def _divide_frequencies(model: PreTrainedModel, path: Path, header: GgufHeader) 
                 frequencies.copy_(frequencies / factors)
 
 
-def _read_floats(path: Path, tensor: StoredTensor) -> torch.Tensor:
-    if tensor.kind != _F32:
-        raise UnsupportedModelError(f"{tensor.name} is not stored in float32")
-    with path.open("rb") as file:
-        return torch.from_numpy(_bytes_of(tensor, file).view(np.float32))
+def _read_floats(header: GgufHeader, name: str) -> torch.Tensor:
+    """Returns a small tensor of the file. Raises UnsupportedModelError where it has none."""
+    tensor = next((each for each in header.tensors if each.name == name), None)
+    if tensor is None or tensor.kind != _F32:
+        raise UnsupportedModelError(f"{name} is not stored in float32")
+    with _opened(header) as files:
+        return torch.from_numpy(_bytes_of(tensor, files).view(np.float32))

@@ -128,18 +128,50 @@ class GroupedLinear(nn.Module):
         return result.narrow(-1, self.first, self.out_features)
 
 
+def embed_scale(module: nn.Module) -> float | None:
+    """Returns what an embedding multiplies with what it looks up, in the type of that; 1: nothing. None:
+    the module does something else."""
+    if type(module) is nn.Embedding:
+        return 1.0
+    scale = getattr(module, "scalar_embed_scale", None)
+    if not isinstance(module, nn.Embedding) or not isinstance(scale, float | int):
+        return None
+    kind: Any = type(module)
+    with torch.device("cpu"):  # models are made on another
+        probed, ids = kind(3, 2, None, 0.7), torch.arange(3)
+        expected = scaled(nn.functional.embedding(ids, probed.weight), 0.7)
+        return float(scale) if torch.equal(probed(ids), expected) else None
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding that multiplies what it looks up."""
+
+    embed_scale: float = 1.0
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``token_ids`` ``[..]`` int64; returns ``[.., embedding_dim]``."""
+        return scaled(super().forward(token_ids), self.embed_scale)
+
+
+def scaled(found: torch.Tensor, scale: float) -> torch.Tensor:
+    """Returns what was looked up times a scale, which is rounded to its type first."""
+    return found if scale == 1.0 else found * torch.tensor(scale).to(found.dtype)
+
+
 class GroupedEmbedding(nn.Module):
     """In ``nn.Embedding``'s place: rows of packed weights, which the output head may be, too. ``dtype``:
-    of what it returns."""
+    of what it returns; ``scale``: what that is multiplied with."""
 
-    def __init__(self, packed: Any, dtype: torch.dtype, scheme: str, method: str) -> None:
-        from engine.kernels.grouped_product import look_up
+    def __init__(
+        self, packed: Any, dtype: torch.dtype, scheme: str, method: str, scale: float = 1.0
+    ) -> None:
+        from engine.kernels.look_up import look_up
 
         super().__init__()
         self.num_embeddings, self.embedding_dim = packed.out_features, packed.in_features
         self.packed, self._dtype, self._look_up = packed, dtype, look_up
-        self.scheme, self.method = scheme, method
+        self.scheme, self.method, self._scale = scheme, method, scale
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids`` ``[..]`` int64; returns ``[.., embedding_dim]``."""
-        return self._look_up(self.packed, token_ids, self._dtype)
+        return scaled(self._look_up(self.packed, token_ids, self._dtype), self._scale)

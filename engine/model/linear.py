@@ -11,8 +11,8 @@ only of fewer; where they do not, our kernel multiplies.
 
 Which product a layer gets is a rule, and nothing is timed: another start writes the same texts.
 
-Models also multiply by weights that are no layer: routers, and experts kept in one tensor.
-``OneOrderProducts`` sees to these in exact mode.
+Models also multiply by weights that are no layer: routers, and experts of other forms than
+``engine.model.experts`` knows. ``OneOrderProducts`` sees to these in exact mode.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from engine.kernels import KINDS
 from engine.kernels.triton import missing_for
 from engine.kernels.triton.row_ops import row_product
 from engine.machine import has_tiles, onednn_packs
+from engine.model.experts import is_experts, pack_float_experts
 from engine.model.layers import PackedLinear, PackedWeight, as_linear, is_plain
 
 _CPU = torch.device("cpu")
@@ -196,7 +197,7 @@ def cancelling(
 
 
 def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> set[str]:
-    """Replaces every plain ``nn.Linear`` of the model, and transformers' ``Conv1D``, in place.
+    """Replaces every plain ``nn.Linear`` of the model, transformers' ``Conv1D`` and experts, in place.
     ``most_rows``: of a call. Returns products that are not ``exact`` though they are to be, in words;
     those with weights outside of layers join when they are first computed.
 
@@ -207,6 +208,10 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> set[str]:
     if missing is not None:
         return {f"products by torch's library: {missing}"}
     # By their names, which keep no layer that is replaced.
+    for name in [name for name, each in model.named_modules() if is_experts(each)]:
+        experts = pack_float_experts(model.get_submodule(name))
+        if experts is not None:
+            model.set_submodule(name, experts)
     for name in [name for name, _ in model.named_modules(remove_duplicate=False) if name]:
         module: Any = model.get_submodule(name)
         if is_plain(module) and module.weight.dtype in KINDS:
@@ -220,34 +225,23 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> set[str]:
     return failures
 
 
-class Expert:
-    """The weight of one expert, packed for our kernel, where a module multiplies with a tensor."""
+class Experts:
+    """Packed experts in the place of a parameter that holds them all, ``[experts, in_features,
+    out_features]``, where a module multiplies with all at once."""
 
-    def __init__(self, packed: PackedWeight) -> None:
-        self.packed = packed
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.shape = weights.shape
+        self._experts = [pack_floats(weight.T, None) for weight in weights]
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
         """To torch an operand like a tensor; ``OneOrderProducts`` computes what it is in."""
         return NotImplemented
 
-
-class Experts(Expert):
-    """Packed experts in the place of a parameter that holds them all, ``[experts, out_features,
-    in_features]`` or, turned, ``[experts, in_features, out_features]``."""
-
-    def __init__(self, weights: torch.Tensor, is_turned: bool) -> None:
-        plain = (weight.T if is_turned else weight for weight in weights)
-        self.shape = weights.shape
-        self._experts = [Expert(pack_floats(weight, None)) for weight in plain]
-
-    def __getitem__(self, expert: torch.Tensor | int) -> Expert:
-        return self._experts[int(expert)]
-
     def times_each(self, rows: torch.Tensor) -> torch.Tensor:
-        """Computes ``torch.bmm`` of ``rows`` ``[experts, rows, in_features]`` with turned experts."""
-        products = (_product(*each) for each in zip(rows, self._experts, strict=True))
-        return torch.stack(list(products))
+        """Computes ``torch.bmm`` of ``rows`` ``[experts, rows, in_features]`` with them."""
+        pairs = zip(rows, self._experts, strict=True)
+        return torch.stack([packed.times(each) for each, packed in pairs])
 
 
 class _Mode(TorchFunctionMode, ABC):
@@ -279,8 +273,6 @@ class OneOrderProducts(_Mode):
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.linear:
             return _product(*args, **kwargs)
-        if func in _MATMULS and isinstance(args[1], Expert):
-            return _product(*args)
         if func in _MATMULS and args[1].dim() == 2:
             return _product(args[0], args[1].T)
         if func is torch.bmm:
@@ -293,13 +285,9 @@ class OneOrderProducts(_Mode):
 
 
 def _product(
-    rows: torch.Tensor, weight: torch.Tensor | Expert, bias: torch.Tensor | None = None
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Computes ``F.linear``. A weight that is not an expert's is packed anew: routers are small."""
-    if isinstance(weight, Expert):
-        product = weight.packed.times(rows.reshape(-1, rows.shape[-1]))
-        product = product.view(*rows.shape[:-1], product.shape[-1])
-        return product if bias is None else product + bias
+    """Computes ``F.linear``. The weight is packed anew: routers are small."""
     packed = DeviceWeight if weight.device.type != "cpu" else pack_floats
     product = packed(weight, bias).times(rows.reshape(-1, rows.shape[-1]))
     return product.view(*rows.shape[:-1], product.shape[-1])
@@ -313,7 +301,7 @@ def _packed_whole(module: nn.Module, weights: object) -> Experts | None:
     for name, own in list(module.named_parameters(recurse=False)):
         if own is weights and own.dtype in KINDS and own.device.type == "cpu":
             delattr(module, name)
-            setattr(module, name, Experts(own.detach(), is_turned=True))
+            setattr(module, name, Experts(own.detach()))
             packed: Experts = getattr(module, name)
             return packed
     return None
@@ -400,29 +388,18 @@ def _wrap(
 
 
 def _steady(model: nn.Module, failures: set[str]) -> None:
-    """Runs modules that multiply by weights of their own under ``OneOrderProducts``, experts one by one,
-    and those that compute with tails in whole vectors."""
+    """Runs modules that multiply by weights of their own under ``OneOrderProducts``, and those that
+    compute with tails in whole vectors. transformers' experts are left on other devices alone: there they
+    are computed one by one."""
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         model.set_experts_implementation("eager")  # type: ignore[operator]
     for module in model.modules():
         own = [each for each in module.parameters(recurse=False) if each.dim() >= 2]
         if own and not isinstance(module, nn.Embedding):
-            _pack_experts(module)
             products = OneOrderProducts(module, failures)
             vars(module)["forward"] = partial(_run_within, products, module.forward)
     if all(each.device.type == "cpu" for each in model.parameters()):
         _watch_first(model, failures)
-
-
-def _pack_experts(module: nn.Module) -> None:
-    """Packs the weights of a module that is transformers' kind of experts, which says how they lie."""
-    is_turned = getattr(module, "is_transposed", None)
-    if is_turned is None:
-        return
-    for name, weights in list(module.named_parameters(recurse=False)):
-        if weights.dim() == 3 and weights.device.type == "cpu":
-            delattr(module, name)
-            setattr(module, name, Experts(weights.detach(), is_turned))
 
 
 def _run_within(

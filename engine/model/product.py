@@ -17,6 +17,7 @@ from engine.kernels import KINDS
 if TYPE_CHECKING:
     from engine.kernels.grouped_product import Gate
     from engine.kernels.packing import PackedGroups
+    from engine.kernels.routes import Routes
 
 
 class GroupedProduct:
@@ -47,14 +48,17 @@ class GroupedProduct:
     def num_bytes(self) -> int:
         return self.packed.num_bytes
 
-    def __call__(self, rows: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
+    def __call__(
+        self, rows: torch.Tensor, gate: Gate | None = None, routes: Routes | None = None
+    ) -> torch.Tensor:
         """``rows`` ``[num_rows, in_features]``, or twice as many features that ``gate`` makes one half
-        of; returns ``[num_rows, out_features]``."""
+        of; returns ``[num_rows, out_features]``, with ``routes`` to experts ``[num_pairs,
+        out_features]``."""
         rows = rows if rows.dtype in KINDS else rows.float()
         if self.order is not None:
             rows = rows if gate is None else self._gate_rows(rows, gate)
             rows, gate = rows.index_select(1, self.order), None
-        return self._multiply(rows, self.packed, self.dtype, gate, self.keeps_inputs)
+        return self._multiply(rows, self.packed, self.dtype, gate, self.keeps_inputs, routes)
 
     def shared(self, inputs: torch.Tensor) -> torch.Tensor:
         """Takes the ``inputs`` ``[.., in_features]`` of one of the layers; returns ``[.., out_features]``

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +19,26 @@ from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.machine import release_memory
-from engine.model.int8 import computes_whole_numbers, quantize_weight
+from engine.model.experts import (
+    PackedExperts,
+    grouped_experts,
+    is_experts,
+    packed_experts,
+    restored_experts,
+    rounded_experts,
+)
+from engine.model.int8 import GROUP, computes_whole_numbers, quantize_weight
 from engine.model.layers import (
     GroupedEmbedding,
     GroupedLinear,
+    ScaledEmbedding,
     as_linear,
     is_plain,
     names_by_input,
 )
 from engine.model.product import GroupedProduct, can_join, join_products
+from engine.model.rounding.gptq import BITS, round_to_nearest
+from engine.model.stored.experts import StoredExperts
 from engine.model.stored.layer import StoredLinear, StoredWeight
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
@@ -52,9 +64,11 @@ def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
     for weights that no kernel takes, layers of floats are made."""
     can_pack = packed and refusal(model.device) is None
     pair = _tied_places(model)
-    names = [name for name, each in model.named_modules() if isinstance(each, StoredWeight)]
     unpacked: Counter[str] = Counter()
     # By their names, which keep no place that is replaced.
+    for name in [name for name, each in model.named_modules() if isinstance(each, StoredExperts)]:
+        _pack_stored_experts(model, name, can_pack, unpacked)
+    names = [name for name, each in model.named_modules() if isinstance(each, StoredWeight)]
     for name in [each for each in names if each not in pair[1:]]:
         module: Any = model.get_submodule(name)
         made = _packed(module, model.dtype) if can_pack and module.packs else None
@@ -70,6 +84,28 @@ def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
     said = ", ".join(f"{count} of {scheme}" for scheme, count in unpacked.items() if count)
     if said:
         logger.warning("weights that came in few bits are made floats: %s", said)
+
+
+def _pack_stored_experts(
+    model: PreTrainedModel, name: str, can_pack: bool, unpacked: Counter[str]
+) -> None:
+    from engine.kernels.packing import UnpackableError
+
+    stored: Any = model.get_submodule(name)
+    weights = stored.weights()
+    made: nn.Module | None = None
+    try:
+        if can_pack:
+            own = vars(stored)["own"]
+            made = grouped_experts(own, weights, stored.method, model.dtype, keeps_inputs=True)
+    except UnpackableError as error:
+        logger.info("%s: %s", name, error)
+    if made is None:
+        unpacked[next(iter(weights.values())).scheme] += 1
+        made = restored_experts(stored, model.dtype)
+    model.set_submodule(name, made)
+    del stored, weights
+    release_memory()
 
 
 def _tied_places(model: PreTrainedModel) -> tuple[str, ...]:
@@ -102,11 +138,13 @@ def _layer(module: StoredWeight, made: GroupedProduct | None, dtype: torch.dtype
     if made is not None and isinstance(module, StoredLinear):
         return GroupedLinear(made, module.out_features, module.scheme, module.method)
     if made is not None:
-        return GroupedEmbedding(made.packed, dtype, module.scheme, module.method)
+        return GroupedEmbedding(
+            made.packed, dtype, module.scheme, module.method, module.embed_scale
+        )
     weight = nn.Parameter(module.dequantized(dtype), requires_grad=False)
     if not isinstance(module, StoredLinear):
-        embedding = nn.Embedding(module.out_features, module.in_features, device="meta")
-        embedding.weight = weight
+        embedding = ScaledEmbedding(module.out_features, module.in_features, device="meta")
+        embedding.weight, embedding.embed_scale = weight, module.embed_scale
         return embedding
     linear = nn.Linear(module.in_features, module.out_features, device="meta")
     linear.weight = weight
@@ -126,7 +164,7 @@ def complete_packed(model: PreTrainedModel, with_head: bool = True) -> None:
 
 def has_packed_weights(model: nn.Module) -> bool:
     """Whether the model's weights are held in few bits."""
-    return any(isinstance(module, GroupedLinear | GroupedEmbedding) for module in model.modules())
+    return any(True for _ in packed_weights(model))
 
 
 # --- floats that are rounded ---
@@ -135,9 +173,9 @@ def has_packed_weights(model: nn.Module) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
-    """Replaces linear layers by ones of 8 bits, all but gates of states, one by one: memory never holds
-    more than the model and its largest layer twice. ``model`` still runs on transformers' own attention.
-    ``with_head``: the output head, too.
+    """Replaces linear layers and experts by ones of 8 bits, all but gates of states, one by one: memory
+    never holds more than the model and its largest layer twice. ``model`` still runs on transformers' own
+    attention. ``with_head``: the output head, too.
 
     Raises UnsupportedModelError where the machine does not multiply integers, or nothing is quantised.
     """
@@ -151,7 +189,23 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
     if not names:
         raise _nothing_to_quantise(model, "int8")
     quantize_linears(model, names, model.dtype)
+    round_experts(model, "int8")
     share_inputs(model)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def round_experts(model: PreTrainedModel, method: str) -> None:
+    """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone.
+    Only where ``refusal`` has no reason."""
+    rounding: Callable[[torch.Tensor], GroupedWeight]
+    rounding = quantize_weight if method == "int8" else round_to_nearest
+    scheme = _said(8 if method == "int8" else BITS, GROUP)
+    for name in [name for name, module in model.named_modules() if is_experts(module)]:
+        own = model.get_submodule(name)
+        model.set_submodule(name, rounded_experts(own, rounding, method, scheme, model.dtype))
+        del own
+        release_memory()
 
 
 def quantize_linears(module: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
@@ -195,9 +249,13 @@ def _replace(
     linear = as_linear(model.get_submodule(name))
     weight = quantize_weight(linear.weight) if given is None else given
     packed = pack([weight], len(weight.codes), weight.codes.shape[1], linear.bias)
-    scheme = f"{weight.bits} bits, groups of {weight.span}"
+    scheme = _said(weight.bits, weight.span)
     product = GroupedProduct(packed, dtype)
     model.set_submodule(name, GroupedLinear(product, packed.out_features, scheme, method))
+
+
+def _said(bits: int, span: int) -> str:
+    return f"{bits} bits, groups of {span}"
 
 
 def refusal(device: torch.device) -> str | None:
@@ -281,12 +339,14 @@ def rounds_inputs(model: nn.Module) -> bool:
 
 def is_rounded(model: nn.Module) -> bool:
     """Whether inputs are rounded, or weights were when the model was loaded."""
-    layers = (each for each in model.modules() if isinstance(each, GroupedLinear))
+    layers = (each for each in model.modules() if isinstance(each, GroupedLinear | PackedExperts))
     return rounds_inputs(model) or any(each.method in ROUNDED for each in layers)
 
 
 def _products(model: nn.Module) -> set[GroupedProduct]:
-    return {each.product for each in model.modules() if isinstance(each, GroupedLinear)}
+    experts = chain.from_iterable(each.products for _, each in packed_experts(model))
+    layers = (each.product for each in model.modules() if isinstance(each, GroupedLinear))
+    return {*layers, *experts}
 
 
 # --- what there is ---
@@ -294,6 +354,7 @@ def _products(model: nn.Module) -> set[GroupedProduct]:
 
 def quantization_info(model: PreTrainedModel) -> QuantizationInfo | None:
     """Returns what is said of the weights in few bits; None: there are none."""
+    experts = [each for _, each in packed_experts(model)]
     layers = [each for each in model.modules() if isinstance(each, GroupedLinear)]
     if not layers:
         return None
@@ -310,7 +371,7 @@ def quantization_info(model: PreTrainedModel) -> QuantizationInfo | None:
         bits=round(num_bits / num_quantized, 2),
         activation_bits=8 if rounds_inputs(model) else 8 * model.dtype.itemsize,
         schemes=dict(schemes.most_common()),
-        num_layers=len(layers),
+        num_layers=len(layers) + sum(len(each.products) for each in experts),
         num_quantized=num_quantized,
         num_parameters=num_parameters(model),
         num_bytes=num_bytes(model),
@@ -337,24 +398,33 @@ def _weights(model: nn.Module) -> Iterator[tuple[int, int, str]]:
             packed = each.product.packed
             held.add(packed)
             yield each.in_features * each.out_features, packed.format.bits, each.scheme
+    for _, experts in packed_experts(model):
+        for product in experts.products:
+            packed, size = product.packed, product.in_features * product.out_features
+            yield size * packed.num_experts, packed.format.bits, experts.scheme
     for each in model.modules():
         if isinstance(each, GroupedEmbedding) and each.packed not in held:
             yield each.num_embeddings * each.embedding_dim, each.packed.format.bits, each.scheme
 
 
 def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedGroups]]:
-    """Yields the packed weights of a model's layers and embeddings, with the names of modules."""
+    """Yields a model's packed weights: of layers, experts and embeddings, with the names of modules."""
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
             yield name, module.product.packed
         elif isinstance(module, GroupedEmbedding):
             yield name, module.packed
+    for name, experts in packed_experts(model):
+        for number, product in enumerate(experts.products):
+            yield f"{name}.{number}", product.packed
 
 
 def num_parameters(model: nn.Module) -> int:
     """Returns how many weights there are; those that layers share count once."""
     packed = sum(count for count, *_ in _weights(model))
-    return packed + sum(parameter.numel() for parameter in model.parameters())
+    biased = {each for _, each in packed_weights(model) if each.bias is not None}
+    biases = sum(each.num_experts * each.out_features for each in biased)
+    return packed + biases + sum(parameter.numel() for parameter in model.parameters())
 
 
 def num_bytes(model: nn.Module) -> int:

@@ -115,7 +115,7 @@ class ModelRunner:
         with kept_states(self.model, layers):
             pass  # ranks cannot be called back from a forward that raises
         num_rows = min(2, self.store.num_slots)
-        batch = replace(self._sample_batch((num_rows, 0, 1), token_id=0), hidden_layers=layers)
+        batch = replace(self._sample_batch((num_rows, 0, 1), seed=0), hidden_layers=layers)
         wanted = batch.num_rows, self.model.config.hidden_size
         for layer, states in zip(layers, self.forward(batch).hidden, strict=True):
             if states.shape != wanted:
@@ -188,7 +188,7 @@ class ModelRunner:
         store's first blocks: only while it is unused."""
         shape = num_rows, num_kv_tokens, num_requests
         self._settle(shape)
-        batch = self._sample_batch(shape, token_id=0)
+        batch = self._sample_batch(shape, seed=0)
         self.synchronize()
         start = time.perf_counter()
         self.forward(batch)
@@ -197,21 +197,28 @@ class ModelRunner:
 
     def _settle(self, shape: tuple[int, int, int]) -> None:
         """Runs forwards of that shape until they take as long as they will."""
-        for token_id in count():
-            batch = self._sample_batch(shape, token_id)
+        for seed in count():
+            batch = self._sample_batch(shape, seed)
             if self._replays.is_settled(batch, self._buffers.fill(batch)):
                 return
             self.forward(batch)
 
-    def _sample_batch(self, shape: tuple[int, int, int], token_id: int) -> InputBatch:
-        """Rows of one token, and keys and values of whatever lies in the store."""
+    def _sample_batch(self, shape: tuple[int, int, int], seed: int) -> InputBatch:
+        """Rows of any tokens, which reach experts as those of texts do, and keys and values of whatever
+        lies in the store."""
         num_rows, num_kv_tokens, num_requests = shape
         block_size = self.store.block_size
         rows, base = num_rows // num_requests, num_kv_tokens // num_requests
         num_blocks = -(-(base + rows) // block_size)
+        embeddings: Any = self.model.get_input_embeddings()
+        drawn = torch.randint(
+            embeddings.num_embeddings,
+            (num_requests, rows),
+            generator=torch.Generator().manual_seed(seed),
+        ).tolist()
         requests = [
             RequestRows(
-                token_ids=[token_id] * rows,
+                token_ids=token_ids,
                 num_known=rows,
                 base=base,
                 parents=(),
@@ -219,7 +226,9 @@ class ModelRunner:
                 num_logits=min(rows, 64),
                 states=self._sample_states(first // num_blocks),
             )
-            for first in range(0, num_requests * num_blocks, num_blocks)
+            for first, token_ids in zip(
+                range(0, num_requests * num_blocks, num_blocks), drawn, strict=True
+            )
         ]
         return build_batch(requests, block_size)
 

@@ -73,6 +73,7 @@ def values_of(model: LlamaForCausalLM) -> Values:
         "llama.attention.head_count": config.num_attention_heads,
         "llama.attention.head_count_kv": config.num_key_value_heads,
         "llama.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "llama.attention.key_length": config.head_dim,
         "llama.rope.dimension_count": config.head_dim,
         "llama.rope.freq_base": 10000.0,
         "llama.vocab_size": config.vocab_size,
@@ -151,7 +152,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, said.pop("general.architecture"))
     for key, value in said.items():
         if value is not None:
-            _ADD[type(value)](writer, key, value)
+            add_value(writer, key, value)
     for name, weight in tensors.items():
         wanted = (kinds or {}).get(name, kind)
         if weight.ndim == 1 or wanted == GGMLQuantizationType.F32:
@@ -195,7 +196,7 @@ def write_any(
     own_values = values_of(tiny_llama()).items()
     said |= {key: value for key, value in own_values if key.startswith("tokenizer.")}
     for key, value in (said | {**(values or {})}).items():
-        _ADD[type(value)](writer, key, value)
+        add_value(writer, key, value)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     own = model.state_dict()
     left_out = "lm_head.weight" if config.tie_word_embeddings else ""
@@ -216,6 +217,10 @@ def write_any(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    _ADD[type(value)](writer, key, value)
 
 
 _ADD: dict[type, Callable[[gguf.GGUFWriter, str, Any], None]] = {

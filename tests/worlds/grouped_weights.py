@@ -8,6 +8,7 @@ import torch
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.model.rounding.gptq import round_by_inputs
+from engine.model.stored.gguf import IQ4_VALUES, from_mxfp4
 
 Scheme = Callable[[int, int], GroupedWeight]
 """Takes output channels and input features, a multiple of 256."""
@@ -58,6 +59,24 @@ def _with_zeros(bits: int, span: int) -> Scheme:
     )  # fmt: skip
 
 
+def _from_table(*sizes: int) -> GroupedWeight:
+    return GroupedWeight(_codes(4, *sizes), 4, 128, 32, _steps(*sizes, 32), table=IQ4_VALUES)
+
+
+def _from_table_with_inner_numbers(*sizes: int) -> GroupedWeight:
+    numbers = _numbers(6, *sizes, 32).to(torch.int8) - 32
+    return GroupedWeight(
+        _codes(4, *sizes), 4, 128, 256, _steps(*sizes, 256),
+        inner_span=32, inner_scales=numbers, table=IQ4_VALUES,
+    )  # fmt: skip
+
+
+def _mxfp4(*sizes: int) -> GroupedWeight:
+    channels, features = sizes
+    codes = _codes(4, *sizes).view(channels, -1, 32)
+    return from_mxfp4(codes, torch.randint(110, 130, codes.shape[:2], dtype=torch.uint8))
+
+
 def _in_bfloat16(*sizes: int) -> GroupedWeight:
     """Scales far apart from channel to channel."""
     channels, features = sizes
@@ -84,6 +103,9 @@ SCHEMES: dict[str, Scheme] = {
     "Q4_K": _with_inner_numbers(4),
     "Q5_K": _with_inner_numbers(5),
     "Q6_K": _q6_k,
+    "IQ4_NL": _from_table,
+    "IQ4_XS": _from_table_with_inner_numbers,
+    "MXFP4": _mxfp4,
     "AWQ": _with_zeros(4, 128),
     "GPTQ, groups of 96": _with_zeros(4, 96),
     "GPTQ in 8 bits": _with_zeros(8, 64),

@@ -7,16 +7,17 @@ Nothing is shared with what reads them: words are put together by Python's whole
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.model.checkpoint import load_weights
+from engine.model.stored.experts import expert_sizes
 from engine.model.stored.formats import read_places
 from engine.model.stored.layer import StoredLinear, StoredWeight
 from engine.model.stored.places import StoredTensors
@@ -156,10 +157,12 @@ def write_folder(
     make: Callable[[str, nn.Linear], tuple[Tensors, torch.Tensor] | None],
     name: str = "llama",
     dtype: torch.dtype = torch.bfloat16,
+    experts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     **changes: Any,
 ) -> PreTrainedModel:
     """Writes a model whose linear layers are what ``make`` gives: the tensors of a layer and the weight
-    that they mean, None: it stays. Returns that model with plain layers, in float32."""
+    that they mean, None: it stays. Experts are layers of these names, or stay. Returns that model with
+    plain layers, in float32."""
     model: Any = tiny_model(name, dtype, **changes)
     tensors: Tensors = {key: each.detach().clone() for key, each in model.state_dict().items()}
     plain: Any = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager")
@@ -171,6 +174,9 @@ def write_folder(
         del tensors[f"{key}.weight"]
         tensors.update({f"{key}.{each}": value for each, value in made[0].items()})
         plain.get_submodule(key).weight.data = made[1].float()
+    for key, module in model.named_modules():
+        if experts and expert_sizes(module):
+            _split(plain.get_submodule(key), tensors, key, make, experts)
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
     said = json.loads(model.config.to_json_string(use_diff=False))
@@ -178,6 +184,49 @@ def write_folder(
     (folder / "config.json").write_text(json.dumps(said))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return plain.eval().requires_grad_(False)
+
+
+def _split(
+    own: Any,
+    tensors: Tensors,
+    key: str,
+    make: Callable[[str, nn.Linear], tuple[Tensors, torch.Tensor] | None],
+    names: Sequence[str],
+) -> None:
+    """Puts layers of experts in the place of the tensors of all, and what they mean into ``own``."""
+    del tensors[f"{key}.gate_up_proj"], tensors[f"{key}.down_proj"]
+    for expert in range(own.num_experts):
+        weights = *own.gate_up_proj.data[expert].chunk(2), own.down_proj.data[expert]
+        for name, weight in zip(names, weights, strict=True):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            made = make(f"{key}.{expert}.{name}", linear)
+            assert made is not None
+            tensors.update({f"{key}.{expert}.{name}.{k}": each for k, each in made[0].items()})
+            weight.copy_(made[1])
+
+
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def write_mxfp4(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Writes a gpt-oss whose experts are random blocks; returns it in floats."""
+    expected = write_folder(
+        folder, {"quant_method": "mxfp4"}, lambda *_: None, "gpt_oss", dtype, ()
+    )
+    path = folder / "model.safetensors"
+    tensors, values = load_file(path), torch.tensor([*_NUMBERS, *(-each for each in _NUMBERS)])
+    generator = torch.Generator().manual_seed(0)
+    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, features, channels = tensors.pop(key).shape
+        shape = experts, channels, features // 32
+        octets = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 125, shape, dtype=torch.uint8, generator=generator)
+        tensors |= {f"{key}_blocks": octets, f"{key}_scales": scales}
+        codes = torch.stack((octets % 16, octets // 16), -1).flatten(-2).long()
+        weight = values[codes] * torch.exp2(scales[..., None].float() - 127)
+        expected.get_parameter(key).data = weight.flatten(2).transpose(1, 2).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    return expected
 
 
 def load(folder: Path) -> PreTrainedModel:

@@ -25,6 +25,7 @@ from worlds.packed_checkpoints import (
     signed,
     with_inputs,
     write_folder,
+    write_mxfp4,
 )
 
 _GROUPS: dict[str, Any] = {"bits": 4, "group_size": 32}
@@ -50,6 +51,7 @@ def _folder(
     folder: Path,
     quantization: Mapping[str, Any],
     lay_out: Callable[[Codes], Tensors],
+    model: str = "llama",
     **drawn: Any,
 ) -> Path:
     def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
@@ -62,7 +64,7 @@ def _folder(
         codes = codes._replace(group_of=groups)
         return lay_out(codes), codes.weight()
 
-    write_folder(folder, quantization, make)
+    write_folder(folder, quantization, make, model)
     return folder
 
 
@@ -71,11 +73,17 @@ def _gptq(folder: Path, bits: int, shuffled: bool) -> Path:
     return _folder(folder, said, gptq, bits=bits, shuffled=shuffled)
 
 
-def _awq(folder: Path) -> Path:
+def _mxfp4(folder: Path) -> Path:
+    write_mxfp4(folder)
+    return folder
+
+
+def _awq(folder: Path, model: str = "llama") -> Path:
     return _folder(
         folder,
         _GROUPS | {"quant_method": "awq", "version": "gemm", "zero_point": True},
         awq,
+        model,
     )
 
 
@@ -130,6 +138,8 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "Q4_K_and_Q6_K": partial(_mixture, tied=False),
     "Q4_K_and_Q6_K_tied": partial(_mixture, tied=True),
     "awq": _awq,
+    "awq_of_experts": partial(_awq, model="qwen3_moe"),
+    "mxfp4": _mxfp4,
     "gptq_in_order": partial(_gptq, bits=4, shuffled=True),
     "gptq_8_bits": partial(_gptq, bits=8, shuffled=False),
     "w4a16": partial(_w4a16, by_channel=False),

@@ -152,6 +152,11 @@ _HYBRIDS: dict[str, dict[str, Any]] = {
 }
 """Models whose layers keep a state."""
 HYBRIDS = tuple(_HYBRIDS)
+MIXTURES = (
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"),
+    *("qwen3_5_moe_text", "qwen3_next", "kimi_linear", "granitemoehybrid"),
+)
+"""Models with experts."""
 STATELESS = tuple(_CONFIGS)
 ARCHITECTURES = (*STATELESS, *HYBRIDS)
 

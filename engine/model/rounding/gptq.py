@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from engine.kernels.grouped_weight import GroupedWeight
 
@@ -29,6 +30,7 @@ _AT_ONCE = 128
 _SHARES = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried at either end; above 1, since what is made up for inside the
 group widens it."""
+_FEW_SHARES = (1.0, 0.9)
 _SMALLEST_SCALE = 2.0**-24
 
 
@@ -88,6 +90,22 @@ def round_by_inputs(
     if has_minima:
         return found._replace(minima=minima.half())
     return found._replace(zeros=(-minima / scales).to(torch.uint8))
+
+
+@torch.no_grad()
+def round_to_nearest(
+    weight: torch.Tensor, shares: tuple[float, ...] = _FEW_SHARES
+) -> GroupedWeight:
+    """Rounds each weight of ``[out_features, in_features]`` by its own group alone, for weights whose
+    inputs are too many kinds to look at: of each expert few. ``shares`` as above."""
+    out_features, in_features = weight.shape
+    groups = F.pad(weight.float(), (0, -in_features % SPAN)).unflatten(1, (-1, SPAN))
+    values = groups.permute(2, 0, 1).flatten(1)
+    grid = _best_grid(values, torch.ones(SPAN), False, shares)
+    codes = grid.codes(values).to(torch.uint8).T.reshape(out_features, -1)[:, :in_features]
+    scales, minima = (each.view(out_features, -1) for each in grid)
+    zeros = (-minima / scales).to(torch.uint8)
+    return GroupedWeight(codes, BITS, 0, SPAN, scales.half(), zeros=zeros)
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:

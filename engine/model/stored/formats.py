@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.model.stored import awq, compressed_tensors, fp8, gptq
+from engine.model.stored import awq, compressed_tensors, fp8, gptq, mxfp4
 from engine.model.stored.places import PlaceByTensors, StoredConfig
 from engine.request.errors import UnsupportedModelError
 
@@ -14,6 +14,7 @@ _READERS: dict[str, Callable[[Any], PlaceByTensors]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,
     "gptq": gptq.read,
+    "mxfp4": mxfp4.read,
 }
 """Another format is another file, and a line here."""
 

@@ -21,7 +21,7 @@ _EVEN_AND_ODD = (0, 4)
 
 class BlockType(NamedTuple):
     """A type of blocks. ``num_values``, ``num_bytes``: of a block. ``halves``: where in it its float16
-    numbers begin. ``read``: takes blocks ``[rows, blocks, num_bytes]``."""
+    numbers begin, if it has any. ``read``: takes blocks ``[rows, blocks, num_bytes]``."""
 
     name: str
     num_values: int
@@ -54,9 +54,8 @@ class _Rows(StoredWeight):
         return self._type.read(self._blocks(self.weight[first:end]))
 
     def block_scales(self) -> torch.Tensor:
-        """Returns the float16 numbers of all blocks: weights are finite where these are."""
-        blocks = self._blocks(self.weight)
-        return torch.stack([_half(blocks, start) for start in self._type.halves])
+        """Returns numbers that are finite where weights are."""
+        return block_scales(self.weight.detach(), self._type)
 
     def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.detach().view(len(rows), -1, self._type.num_bytes)
@@ -73,12 +72,25 @@ class GgufWeight(_Rows, StoredLinear):
 
 
 class GgufEmbedding(_Rows):
-    """An embedding, whose rows are its vectors. ``kind``: as for ``GgufWeight``."""
+    """An embedding, whose rows are its vectors. ``kind``: as for ``GgufWeight``; ``scale``: what the
+    model multiplies with them (``engine.model.layers.embed_scale``)."""
 
-    def __init__(self, kind: int, num_embeddings: int, embedding_dim: int) -> None:
+    def __init__(
+        self, kind: int, num_embeddings: int, embedding_dim: int, scale: float = 1.0
+    ) -> None:
         super().__init__(embedding_dim, num_embeddings)
+        self.embed_scale = scale
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self._hold(kind)
+
+
+def block_scales(rows: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    """Returns numbers of all blocks of ``rows`` ``[rows, bytes]`` that are finite where weights are:
+    their float16 numbers, or the largest weights that exponents allow."""
+    blocks = rows.view(len(rows), -1, kind.num_bytes)
+    if not kind.halves:
+        return largest_mxfp4(blocks[..., 0].flatten())
+    return torch.cat([_half(blocks, start).flatten() for start in kind.halves])
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
@@ -176,6 +188,63 @@ def _read_q6_k(blocks: torch.Tensor) -> GroupedWeight:
     )
 
 
+IQ4_VALUES = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
+"""What codes of IQ4_NL and IQ4_XS stand for, plus 128."""
+MXFP4_VALUES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""What codes of MXFP4 stand for: twice the numbers of 4 bits (a sign, two bits of exponent, one of
+fraction), plus 12."""
+
+
+def _read_iq4_nl(blocks: torch.Tensor) -> GroupedWeight:
+    low = _fields(blocks[..., 2:], _EVEN_AND_ODD, 16, 15)
+    return GroupedWeight(_codes(low), 4, 128, 32, _half(blocks, 0), table=IQ4_VALUES)
+
+
+def _read_iq4_xs(blocks: torch.Tensor) -> GroupedWeight:
+    """Of a block of 256 the 8 scales of 6 bits, plus 32, have two bits each in two bytes, and four in
+    the next four."""
+    codes = _fields(blocks[..., 8:], _EVEN_AND_ODD, 16, 15)
+    high = _fields(blocks[..., 2:4], (0, 2, 4, 6), 1, 3)
+    low = _fields(blocks[..., 4:8], _EVEN_AND_ODD, 1, 15)
+    scales = (low | (high << 4)).to(torch.int8) - 32
+    return GroupedWeight(
+        _codes(codes),
+        4,
+        128,
+        256,
+        _half(blocks, 0),
+        inner_span=32,
+        inner_scales=scales.flatten(1),
+        table=IQ4_VALUES,
+    )
+
+
+def _read_mxfp4(blocks: torch.Tensor) -> GroupedWeight:
+    codes = _fields(blocks[..., 1:], _EVEN_AND_ODD, 16, 15)
+    return from_mxfp4(codes, blocks[..., 0])
+
+
+def from_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> GroupedWeight:
+    """Returns weights of ``codes`` ``[rows, blocks, 32]`` and the ``exponents`` ``[rows, blocks]`` uint8
+    of blocks, plus 127. A block of zeros has a scale of 0."""
+    is_zero = ((codes & 7) == 0).all(2)
+    scales = _half_powers(exponents).masked_fill(is_zero, 0)
+    return GroupedWeight(codes.flatten(1), 4, 12, 32, scales, table=MXFP4_VALUES)
+
+
+def largest_mxfp4(exponents: torch.Tensor) -> torch.Tensor:
+    """Returns the largest numbers of blocks with these ``exponents``, or infinity."""
+    return 12 * _half_powers(exponents)
+
+
+def _half_powers(exponents: torch.Tensor) -> torch.Tensor:
+    """Returns half of two to each power, given plus 127. The smallest two floats have no exponent of
+    their own."""
+    wide = exponents.int()
+    bits = torch.where(wide < 2, 0x00200000 << wide.clamp(max=1), (wide - 1) << 23)
+    return bits.view(torch.float32)
+
+
 BLOCK_TYPES = {
     2: BlockType("Q4_0", 32, 18, (0,), _read_q4_0),
     3: BlockType("Q4_1", 32, 20, (0, 2), _read_q4_1),
@@ -185,5 +254,8 @@ BLOCK_TYPES = {
     12: BlockType("Q4_K", 256, 144, (0, 2), _read_q4_k),
     13: BlockType("Q5_K", 256, 176, (0, 2), _read_q5_k),
     14: BlockType("Q6_K", 256, 210, (208,), _read_q6_k),
+    20: BlockType("IQ4_NL", 32, 18, (0,), _read_iq4_nl),
+    23: BlockType("IQ4_XS", 256, 136, (0,), _read_iq4_xs),
+    39: BlockType("MXFP4", 32, 17, (), _read_mxfp4),
 }
 """The types that stay as they are, by ggml's numbers."""

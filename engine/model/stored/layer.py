@@ -26,7 +26,8 @@ class StoredWeight(nn.Module):
 
     ``scheme``: what users are told, such as "Q4_K" or "4 bits, groups of 128, zero points". ``bits``: of
     a weight. ``method``: the format that it came in. ``packs``: it has parts; else floats are made of it.
-    ``order``: which input feature each column of the weights is for, None:
+    ``embed_scale``: of an embedding, what is multiplied with what it looks up. ``order``: which input
+    feature each column of the weights is for, None:
     they come in the features' order.
     """
 
@@ -34,6 +35,7 @@ class StoredWeight(nn.Module):
     method: str
     bits: float
     packs: bool = True
+    embed_scale: float = 1.0
     order: torch.Tensor | None = None
 
     def __init__(self, in_features: int, out_features: int) -> None:

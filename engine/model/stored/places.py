@@ -15,10 +15,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from engine.model.stored.experts import StoredExperts, place_experts
 from engine.model.stored.layer import StoredWeight, fixed
 from engine.request.errors import UnsupportedModelError
 
@@ -57,6 +60,7 @@ class StoredTensors:
     def __init__(self, entries: Mapping[str, StoredTensor], prefix: str = "") -> None:
         self.entries = entries
         self._prefix = f"{prefix}." if prefix else ""
+        self._modules = {name.rpartition(".")[0] for name in entries}
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> StoredTensors:
@@ -65,12 +69,14 @@ class StoredTensors:
 
     @classmethod
     def read(
-        cls, files: Iterable[str], prefix: str, key_mapping: Mapping[str, str]
+        cls, files: Iterable[str], model: PreTrainedModel, key_mapping: Mapping[str, str]
     ) -> StoredTensors:
         """Reads the headers alone. ``key_mapping``: patterns in names, and what stands there in the
-        model's. Raises SafetensorError for damaged files, UnsupportedModelError for
-        files of another kind."""
+        model's; transformers has more for some models. Raises SafetensorError for damaged files,
+        UnsupportedModelError for files of another kind."""
         entries = {}
+        conversions = get_model_conversion_mapping(model)
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         for path in files:
             if not path.endswith(".safetensors"):
                 raise UnsupportedModelError(
@@ -82,12 +88,17 @@ class StoredTensors:
                     dtype = _DTYPES.get(found.get_dtype())
                     for pattern, new in key_mapping.items():
                         name = re.sub(pattern, new, name, count=1)
+                    name = apply_renamings(name, renamings)
                     entries[name] = StoredTensor(dtype, tuple(found.get_shape()))
-        return cls(entries, prefix)
+        return cls(entries, model.base_model_prefix)
 
     def get(self, name: str) -> StoredTensor | None:
         """Returns a tensor of this name in the model, or None."""
         return self.entries.get(name) or self.entries.get(name.removeprefix(self._prefix))
+
+    def has_module(self, name: str) -> bool:
+        """Whether there are tensors of a module of this name in the model."""
+        return not self._modules.isdisjoint({name, name.removeprefix(self._prefix)})
 
     def has(self, name: str) -> bool:
         """Whether there is such a tensor."""
@@ -158,16 +169,25 @@ class StoredQuantizer(HfQuantizer):
             assert place is not None, "loaded by this package alone"
             _put(model, place)
             return
-        tensors = StoredTensors.read(
-            checkpoint_files, model.base_model_prefix, self.quantization_config.key_mapping
-        )
+        tensors = StoredTensors.read(checkpoint_files, model, self.quantization_config.key_mapping)
+
+        def found(name: str, module: nn.Module) -> nn.Module | None:
+            def layer(part: str, plain: nn.Linear) -> nn.Module | None:
+                return by_tensors(f"{name}.{part}", plain, tensors)
+
+            def has(part: str) -> bool:
+                return tensors.has_module(f"{name}.{part}")
+
+            experts = place_experts(module, has, layer)
+            return by_tensors(name, module, tensors) if experts is None else experts
+
+        _put(model, found)
         _refuse_experts(model, tensors)
-        _put(model, lambda name, module: by_tensors(name, module, tensors))
         _refuse_codes(model, tensors)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         for name, module in model.named_modules():
-            if isinstance(module, StoredWeight):
+            if isinstance(module, StoredWeight | StoredExperts):
                 module.loaded(name)
         # It is a model of ours, whose layers will be replaced.
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
@@ -207,7 +227,8 @@ def _refuse_experts(model: PreTrainedModel, tensors: StoredTensors) -> None:
 
 def _refuse_codes(model: PreTrainedModel, tensors: StoredTensors) -> None:
     """Raises UnsupportedModelError where a layer that stayed would take codes for values."""
-    stored = {name for name, each in model.named_modules() if isinstance(each, StoredWeight)}
+    kinds = StoredWeight | StoredExperts
+    stored = {name for name, each in model.named_modules() if isinstance(each, kinds)}
     for name, _ in model.named_parameters():
         found = tensors.get(name)
         if found and found.dtype not in _FLOATS and name.rpartition(".")[0] not in stored:

@@ -148,7 +148,7 @@ def test_blocks_and_first_keys_are_those_of_the_step_that_is_run_again() -> None
 
 
 @pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "qwen3_moe", "gpt_oss"])
 def test_so_have_those_of_models_in_8_bits(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
     quantize_model(model)

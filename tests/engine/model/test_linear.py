@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -301,25 +301,17 @@ def test_packing_replaces_every_linear_and_leaves_the_tied_embedding() -> None:
 
 
 class Experts(nn.Module):
-    """Weights that are no layers, as routers and experts have them, multiplied in three ways.
-    ``is_transposed``: how experts lie, where transformers says so."""
+    """Weights that are no layers, as routers and experts have them, multiplied in three ways."""
 
-    def __init__(self, dtype: torch.dtype, is_transposed: bool | None = None) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         weights = [make_linear(256, 40, dtype=dtype).weight for _ in range(2)]
         turned = torch.stack([each.T for each in weights])
         self.router = nn.Parameter(weights[0], requires_grad=False)
         self.turned = nn.Parameter(turned, requires_grad=False)
-        if is_transposed is not None:
-            self.is_transposed = is_transposed
-        if is_transposed is False:
-            self.turned = nn.Parameter(torch.stack(weights), requires_grad=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if getattr(self, "is_transposed", True):
-            turned = rows @ self.turned[0] + torch.matmul(rows, self.turned[torch.tensor(1)])
-        else:
-            turned = F.linear(rows, self.turned[0]) + F.linear(rows, self.turned[1])
+        turned = rows @ self.turned[0] + torch.matmul(rows, self.turned[torch.tensor(1)])
         return torch.cat([F.linear(rows, self.router), turned], dim=-1)
 
 
@@ -334,17 +326,16 @@ class Batched(Experts):
 
 @every_dtype
 @torch.inference_mode()
-@pytest.mark.parametrize("is_transposed", [None, True, False, "batched"])
+@pytest.mark.parametrize("kind", [Experts, Batched])
 def test_weights_outside_of_layers_give_a_row_the_same_bits_too(
-    is_transposed: bool | Literal["batched"] | None, dtype: torch.dtype
+    kind: type[Experts], dtype: torch.dtype
 ) -> None:
-    batched = Batched(dtype) if is_transposed == "batched" else None
-    model = nn.Sequential(batched or Experts(dtype, is_transposed))
+    model = nn.Sequential(kind(dtype))
     rows = cancelling_rows(70, 256, dtype)
     expected = model(rows).double()
     assert pack_linears(model, MOST_ROWS, exact=True) == set()
     alone = torch.cat([model(row) for row in rows.split(1)])
-    assert len(list(model.parameters())) == (2 if is_transposed is None else 1)
+    assert len(list(model.parameters())) == (2 if kind is Experts else 1)
     torch.testing.assert_close(alone.double(), expected, rtol=0, atol=0.05)
     for count in (1, 2, 3, 5, 13, 16, 31, 33, 70):
         assert torch.equal(model(rows[:count]), alone[:count])

@@ -15,6 +15,7 @@ from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.kernels.integers import can_multiply
 from engine.model import quantization
+from engine.model.experts import is_experts, packed_experts
 from engine.model.int8 import GROUP, quantize_by_channel
 from engine.model.layers import GroupedLinear
 from engine.model.linear import pack_linears
@@ -33,7 +34,7 @@ from engine.request.info import QuantizationInfo
 from engine.states.build import checked_states
 from engine.states.seam import gates_of
 from slipstream.tools.quantize.written import store_int8
-from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, HYBRIDS, tiny_model
+from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, HYBRIDS, MIXTURES, tiny_model
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="this CPU has no AVX2")
 
@@ -62,16 +63,20 @@ def test_every_architecture_runs_in_8_bits(name: str) -> None:
         for weight in model.parameters():
             weight.mul_(0.4 if weight.dim() == 2 else 1)
     before = reference_logits(model)
-    gates = gates_of(model)
+    gates, num_weights = gates_of(model), model.num_parameters()
     info = quantized(model)
-    assert info.num_layers == len(grouped_layers(model)) > 0
+    experts = [product for _, each in packed_experts(model) for product in each.products]
+    assert info.num_layers == len(grouped_layers(model)) + len(experts) > 0
+    assert bool(experts) == (name in MIXTURES)
+    assert not any(is_experts(each) for each in model.modules())
+    assert info.num_parameters == num_weights or name not in MIXTURES  # a tied head is a copy
     assert 0 < info.share <= 1
     assert {module for module in model.modules() if type(module) is nn.Linear} == gates
     after = reference_logits(model)
     error = float((after - before).norm() / before.norm())
     assert 0 < error < 0.25  # large random weights are no kind case
     shapes = attach_attention(model)
-    pack_linears(model, 64, exact=True)  # routers, and experts kept in one tensor
+    pack_linears(model, 64, exact=True)  # routers
     needs = AttentionNeeds.of(model, shapes, "exact", BLOCK_SIZE)
     states = checked_states(state_shapes(model), model.device)
     runner = ModelRunner(model, build_attention(needs, 24), states=states)

@@ -336,7 +336,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, fault: str) -> None:
 
 
 def test_experts_in_one_tensor_are_refused_with_what_they_are(tmp_path: Path) -> None:
-    write_folder(tmp_path, packed_as(), make_all(packed), "qwen3_moe")
+    write_folder(tmp_path, packed_as(), make_all(packed), "qwen3_moe", experts=())
     expert = "model.layers.0.mlp.experts.3.up_proj"
     change(tmp_path, {f"{expert}.{key}": each for key, each in packed(draw(32, 64)).items()})
     with pytest.raises(UnsupportedModelError, match=f"{expert}.*: experts in few bits are not"):

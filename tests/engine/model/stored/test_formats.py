@@ -242,7 +242,7 @@ def test_a_file_that_is_damaged_is_named(tmp_path: Path) -> None:
 
 
 def test_models_without_and_formats_of_others_are_left_to_transformers() -> None:
-    for found in (None, "awq", {}, {"quant_method": "mxfp4"}, {"quant_method": ["awq"]}):
+    for found in (None, "awq", {}, {"quant_method": "torchao"}, {"quant_method": ["awq"]}):
         config = SimpleNamespace(quantization_config=found)
         assert read_places(config) is None
         assert config.quantization_config is found

@@ -25,6 +25,8 @@ def any_rows(kind: int, out_features: int = OUT, in_features: int = IN) -> torch
     for start in block.halves:
         halves = random.normal(0, 0.01, shape[:2]).astype(np.float16)
         blocks[..., start : start + 2] = halves[..., None].view(np.uint8)
+    if not block.halves:  # an exponent
+        blocks[..., 0] = random.integers(0, 253, shape[:2])
     return torch.from_numpy(blocks).flatten(1)
 
 
@@ -56,7 +58,7 @@ def test_a_part_is_its_channels_in_the_ranges_that_are_promised(kind: int) -> No
     assert part.codes.dtype == torch.uint8
     assert int(part.codes.max()) == 2**part.bits - 1
     assert part.scales is not None
-    assert part.scales.dtype == torch.float16
+    assert part.scales.dtype == (torch.float16 if BLOCK_TYPES[kind].halves else torch.float32)
     assert part.scales.shape == (33, IN // part.span)
     for inner in (part.inner_scales, part.inner_minima):
         assert inner is None or inner.shape == (33, IN // part.inner_span)
@@ -77,11 +79,15 @@ def test_scales_are_all_that_may_not_be_finite(kind: int) -> None:
     rows = any_rows(kind, 5)
     assert bool(held(kind, rows).block_scales().isfinite().all())
     block = BLOCK_TYPES[kind]
-    for start in block.halves:
-        for value in (np.inf, np.nan):
-            broken = rows.clone()
-            at = block.num_bytes + start
-            broken[3, at : at + 2] = torch.from_numpy(np.array([value], np.float16).view(np.uint8))
-            weight = held(kind, broken)
-            assert not bool(weight.block_scales().isfinite().all())
-            assert not bool(weight.dequantized(torch.float32).isfinite().all())
+    broken_values = [
+        (start, np.array([value], np.float16).view(np.uint8))
+        for start in block.halves
+        for value in (np.inf, np.nan)
+    ]
+    for start, octets in broken_values or [(0, np.array([253, 7], np.uint8))]:
+        broken = rows.clone()
+        at = block.num_bytes + start
+        broken[3, at : at + 2] = torch.from_numpy(octets)
+        weight = held(kind, broken)
+        assert not bool(weight.block_scales().isfinite().all())
+        assert not bool(weight.dequantized(torch.float32).isfinite().all())

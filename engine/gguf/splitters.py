@@ -1,0 +1,101 @@
+"""How a GGUF file's vocabulary has text cut before it is merged (tokenizer.ggml.pre)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS_OF_LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_KANJI_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_EAST_ASIAN = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+    "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_MARKED_WORDS = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    + _ENDS_OF_LINES
+)
+
+
+def _words(digits: str, marks: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*", letters: str = r"\p{L}+") -> str:
+    """Contractions, words with one sign before them, digits, marks and white space."""
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}|{marks}|{_ENDS_OF_LINES}"
+
+
+def _cased(others: str) -> str:
+    """Words that end where a capital follows small letters. ``others``: scripts that are none of them."""
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^{others}]]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^{others}]]"
+    start, end = r"[^\r\n\p{L}\p{N}]?", rf"{_CONTRACTIONS}?"
+    return f"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}"
+
+
+_HAN = r"\p{Han}"
+_DEEPSEEK = (r"\p{N}{1,3}", _KANJI_AND_KANA, _MARKED_WORDS)
+_SPLITTERS: dict[str, tuple[str, ...]] = {
+    "afmoe": (r"\d{1,3}(?=(?:\d{3})*(?!\d))", _EAST_ASIAN, _MARKED_WORDS),
+    "bailingmoe": (_words(r"\p{N}").replace(r"\s*[\r\n]+", r"\s*[\r\n]"),),
+    "chatglm-bpe": (_words(r"\p{N}{1,3}"),),
+    "deepseek-coder": (
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}",
+    ),
+    "deepseek-v3": _DEEPSEEK,
+    "exaone-moe": (
+        _words(
+            r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
+        ).replace(r"\s*[\r\n]+", r"\s*[\r\n]"),
+    ),
+    "glm4": (_words(r"\p{N}{1,3}"),),
+    "grok-2": (_words(r"\p{N}"),),
+    "hunyuan": (_words(r"\p{N}"),),
+    "hunyuan-dense": _DEEPSEEK,
+    "joyai-llm": _DEEPSEEK,
+    "kimi-k2": (
+        rf"\p{{Han}}+|{_cased(_HAN)}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS_OF_LINES}",
+    ),
+    "seed-coder": (_words(r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+"),),
+    "solar-open": (_words(r"\p{N}"),),
+    "stablelm2": (_words(r"\p{N}"),),
+    "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+}  # fmt: skip
+"""Ways of cutting that transformers does not know: patterns that cut one after the other what the earlier
+ones left (llama.cpp's src/llama-vocab.cpp)."""
+_SPLITTERS["bailingmoe2"] = _SPLITTERS["llada-moe"] = _SPLITTERS["bailingmoe"]
+_WITHOUT_MERGES = {
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
+}  # fmt: skip
+"""Ways of cutting whose pieces are taken whole where they are tokens, whatever merges would make."""
+_DIGIT_SPLITTERS = {
+    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
+}  # fmt: skip
+"""Those that are GPT-2's, with each digit apart; transformers would take GPT-2's."""
+_GPT2_SPLITTERS = {
+    "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "exaone4", "trillion",
+}  # fmt: skip
+
+
+def split(backend: Any, splitter: str | None, known: Mapping[str, str]) -> None:
+    """Has a tokenizer cut text as its vocabulary was trained, by the name of the way ("pre"). ``known``:
+    ways that have been seen to. One that is unknown is GPT-2's, with a warning."""
+    from tokenizers import Regex, pre_tokenizers
+
+    backend.model.ignore_merges = splitter in _WITHOUT_MERGES
+    if splitter in _DIGIT_SPLITTERS:
+        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]
+        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif splitter in _SPLITTERS:
+        steps = [pre_tokenizers.Split(Regex(each), "isolated") for each in _SPLITTERS[splitter]]
+        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    else:
+        if splitter is not None and splitter not in known and splitter not in _GPT2_SPLITTERS:
+            logger.warning(
+                "the file's way of cutting text, %r, is unknown here: GPT-2's is taken, and token ids "
+                "may be others than those that the model was trained with",
+                splitter,
+            )
+        return
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytewise])
