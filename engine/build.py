@@ -40,7 +40,6 @@ from engine.drafting.heads import DraftHeads, prepare_heads
 from engine.drafting.located import located
 from engine.drafting.models import DraftModels, prepare_drafts
 from engine.grammar.compiler import Constrain, GrammarCompiler
-from engine.hub.name import called
 from engine.kv_events.begin import begin_kv_events, check_kv_events
 from engine.logs import log_through_root
 from engine.lora.adapters import Adapters, load_all
@@ -99,8 +98,6 @@ from kvpool.tier import BlockTier
 
 logger = logging.getLogger(__name__)
 
-BUNDLED_NAME = "slipstream-bundled"
-
 
 def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizerBase]:
     """Loads the model and builds an engine around it; not yet started.
@@ -116,7 +113,7 @@ def build_engine(config: EngineConfig) -> tuple[AsyncEngine, PreTrainedTokenizer
     config = located(config)
     completed = with_bundled_drafts(with_fastest_weights(config))
     ranks = join_ranks(config)
-    name = BUNDLED_NAME if config.is_bundled else called(config.served_model)
+    name = config.model_name
     model = _load(completed, ranks)
     tokenizer = load_tokenizer(config.served_model, config.revision, config.trust_remote_code)
     return build_engine_for(model, tokenizer, completed, name, ranks), tokenizer
@@ -270,6 +267,7 @@ def build_engine_for(
         embeddings=config.embeddings,
         sampling_defaults=sampling_defaults(model),
         states=_states_info(model, config, sizes),
+        kv_bytes=runner.store.num_bytes + draft_bytes * num_blocks,
     )
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
     return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting, adapters)
@@ -449,6 +447,8 @@ def _kv_bytes(model: PreTrainedModel, config: EngineConfig, ranks: Ranks | None)
     available = free_bytes(model.device)
     if model.device.type == "cpu" and config.kv_offload_file is None:
         available = max(0, available - (config.kv_offload_bytes or 0))
+    if model.device.type == "cpu":
+        available = max(0, available - config.promised_bytes)
     if ranks is not None and model.device.type == "cpu":
         available //= ranks.place.local_size
     return int(available * config.kv_memory_fraction)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from drafters.options import check_ranges, described
-from engine.names import BUNDLED_MODEL
+from engine.hub.name import called
+from engine.names import BUNDLED_MODEL, BUNDLED_NAME
 from engine.request.info import Determinism
 from engine.request.params import Pooling
 
@@ -170,6 +171,8 @@ class EngineConfig:
     )
     revision: str | None = described(None, "Branch, tag or commit of the model on the hub.")
     check_integrity: bool = False
+    promised_bytes: int = 0
+    """What others on this host will take yet of the memory that is free at start."""
 
     def __post_init__(self) -> None:
         check_ranges(type(self), {each.name: getattr(self, each.name) for each in fields(self)})
@@ -195,6 +198,11 @@ class EngineConfig:
     def is_bundled(self) -> bool:
         """Whether the model served is the one that comes with Slipstream."""
         return self.served_model == BUNDLED_MODEL
+
+    @property
+    def model_name(self) -> str:
+        """What the engine calls the model."""
+        return BUNDLED_NAME if self.is_bundled else called(self.served_model)
 
     def _check_kv_events(self) -> None:
         """Raises ValueError naming a setting of KV events that cannot be or is without effect."""

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 BUNDLED = Path(__file__).parent / "bundled"
 BUNDLED_MODEL = "bundled"
 """The small code model in this folder, which is always there."""
+BUNDLED_NAME = "slipstream-bundled"
+"""What the API calls it."""
 BUNDLED_HYBRID = "bundled_hybrid"
 """A smaller one whose layers are Qwen3.5's, most of them with a state, and that has an MTP layer."""
 SMOLLM2 = "smollm2"

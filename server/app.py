@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.process.streams import EventStreams
 from engine.request.info import EngineInfo
-from server.endpoints import Services, routers
+from server.endpoints import routers
 from server.errors import install_error_handlers
 from server.http.framing import HeadLimits
 from server.http.hosts import Hosts
@@ -28,6 +28,8 @@ from server.http.protocol import HttpConfig, Patience
 from server.metrics.finished import FinishedMiddleware
 from server.metrics.prometheus import Metrics, RequestMetrics
 from server.metrics.telemetry.begin import begin_telemetry
+from server.models.services import Services
+from server.models.table import Model, Models
 from server.plan import IGNORED_HEADER
 from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
@@ -46,10 +48,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The things that several applications in front of one engine share. ``metrics``: steps included."""
+    """What several applications in front of one engine share, or the models of one application.
+    ``metrics``: steps included, which are counted here where they are this process's own.
+    ``change_speculation``: None: it is decided here."""
 
     metrics: RequestMetrics
-    change_speculation: ChangeSpeculation
+    change_speculation: ChangeSpeculation | None
     ask_store: AskStore
 
 
@@ -62,8 +66,28 @@ def build_app(
     Raises ValueError where the settings' speculative defaults or caps do not fit the engine, or the file
     of API keys cannot be used.
     """
-    services = _services(engine, tokenizer, settings, shared)
-    telemetry = begin_telemetry(settings.otlp_endpoint, services.model_name)
+    name = public_name(engine.info, settings)
+    if shared is None:
+        own = Metrics(engine.info, name, is_draining=lambda: models.state == "draining")
+        shared = Shared(own, None, ResponseStore(settings.stored_response_bytes).ask)
+    services = services_of(engine, tokenizer, settings, shared)
+    models = Models(
+        [Model(name, services=services)],
+        settings,
+        shared.metrics,
+        shared.ask_store,
+    )
+    limit = default_body_bytes(engine.info.max_model_len, tokenizer)
+    return application(models, settings, engine.info.drafters, limit)
+
+
+def application(
+    models: Models, settings: Settings, drafters: Collection[str], body_bytes: int
+) -> FastAPI:
+    """The application in front of these models. ``drafters``: those that can be named; ``body_bytes``:
+    the longest body where no setting says it. Raises as ``build_app``."""
+    # Where there are several models, there is none.
+    telemetry = begin_telemetry(settings.otlp_endpoint, models.all[0].name)
     app = FastAPI(
         title="Slipstream",
         summary="LLM inference in which every request drafts, and no output changes for it.",
@@ -71,17 +95,16 @@ def build_app(
         # Its own pages for these load scripts from elsewhere; endpoints/docs.py has one that does not.
         docs_url=None,
         redoc_url=None,
-        lifespan=lambda _: _serving(services, telemetry),
+        lifespan=lambda _: _serving(models, telemetry),
         # As they are: FastAPI makes what it includes anew, models of all answers and all, and on the
         # first request to each application.
         routes=[route for router in routers() for route in router.routes],
     )
-    install_error_handlers(app, partial(services.metrics.count, "rejections"))
-    describe_as_it_is(app, engine.info.drafters)
-    app.state.services = services
+    install_error_handlers(app, partial(models.metrics.count, "rejections"))
+    describe_as_it_is(app, drafters)
+    app.state.models = models
     # The last one added is the outermost.
-    limit = settings.max_body_bytes or default_body_bytes(engine.info.max_model_len, tokenizer)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=limit)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes or body_bytes)
     if settings.request_log is not None:
         app.add_middleware(FinishedMiddleware, path=settings.request_log)
     # With a key all are answered: a page of another site does not know it.
@@ -89,8 +112,8 @@ def build_app(
     app.add_middleware(
         GuardMiddleware,
         admin_key=None if settings.admin_key is None else settings.admin_key.get_secret_value(),
-        find=keys_of(settings.api_key, settings.api_keys_file, engine.info.drafters),
-        is_draining=lambda: services.state == "draining",
+        find=keys_of(settings.api_key, settings.api_keys_file, drafters),
+        is_draining=lambda: models.state == "draining",
         hosts=None if settings.has_key else hosts,
     )
     if telemetry is not None:
@@ -98,7 +121,7 @@ def build_app(
         from server.metrics.telemetry.pipeline import WatchMiddleware
 
         app.add_middleware(WatchMiddleware, telemetry=telemetry)
-    app.add_middleware(AnswerMiddleware, metrics=services.metrics)
+    app.add_middleware(AnswerMiddleware, metrics=models.metrics)
     if settings.cors_origins:
         # Around what refuses: a page can only read why with these headers.
         app.add_middleware(
@@ -111,9 +134,15 @@ def build_app(
     return app
 
 
-def _services(
-    engine: EventStreams, tokenizer: Any, settings: Settings, shared: Shared | None
+def services_of(
+    engine: EventStreams,
+    tokenizer: Any,
+    settings: Settings,
+    shared: Shared,
+    *,
+    may_go: bool = False,
 ) -> Services:
+    """What answers in front of an engine. ``may_go``: it comes and goes. Raises as ``build_app``."""
     info = engine.info
     model_name = public_name(info, settings)
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
@@ -132,29 +161,26 @@ def _services(
         formats,
         settings.sampling.over(info.sampling_defaults if takes_models else {}),
         settings.log_client_fields,
+        may_go,
     )
     engine.add_adapter_listener(translator.adopt_adapters)
     bodies = BodyReader(translator, settings.body_processes, settings.log_options())
     if model_name in translator.adapters:
         raise ValueError(f"lora: the model itself is called {model_name!r}")
-    if shared is None:
-        own = Metrics(
-            info,
-            model_name,
-            lambda: engine.is_alive,
-            lambda: services.state == "draining",
-        )
+    change = shared.change_speculation
+    if isinstance(own := shared.metrics, Metrics):
+        own.show_engine(info, lambda: engine.is_alive)
         engine.add_step_listener(own.observe_step)
         engine.add_adapter_listener(own.show_adapters)
         own.show_speculation(resolver.defaults)
-        responses = ResponseStore(settings.stored_response_bytes)
-        shared = Shared(own, _changing(translator, own), responses.ask)
+        change = change or _changing(translator, own)
+    assert change is not None
     texts = TokenTexts(tokenizer)
-    services = Services(
+    return Services(
         engine=engine,
         metrics=shared.metrics,
         bodies=bodies,
-        change_speculation=shared.change_speculation,
+        change_speculation=change,
         ask_store=shared.ask_store,
         choices=ChoiceSource(engine, tokenizer, texts, shared.metrics),
         texts=texts,
@@ -162,23 +188,19 @@ def _services(
         fingerprint=_fingerprint(info, model_name),
         has_chat_template=bool(template),
         step_timeout=settings.step_timeout,
-        drain_seconds=settings.drain_seconds,
-        drops_unknown=settings.unknown_fields == "tell",
-        pulls=asyncio.Semaphore(1) if settings.allow_pull else None,
     )
-    return services
 
 
 @asynccontextmanager
-async def _serving(services: Services, telemetry: Telemetry | None) -> AsyncIterator[None]:
+async def _serving(models: Models, telemetry: Telemetry | None) -> AsyncIterator[None]:
     """The application's life."""
-    await services.engine.start()
-    services.state = "serving"
+    for each in models.kept:
+        await each.engine.start()
+    models.state = "serving"
     try:
         yield
     finally:
-        await services.drain()
-        services.bodies.close()
+        await models.close()
         if telemetry is not None:
             await asyncio.to_thread(telemetry.close)
 
@@ -198,10 +220,13 @@ def _changing(translator: Translator, metrics: Metrics) -> ChangeSpeculation:
 def public_name(info: EngineInfo, settings: Settings) -> str:
     """The model's name in the API: a hub id as it is; of a local folder or file only its name, since
     paths are nobody's business."""
-    path = Path(info.model)
-    own = path.name if path.is_absolute() or path.exists() else info.model
-    own = own.removesuffix(".gguf")
-    return settings.served_model_name or own
+    return settings.served_model_name or own_name(info.model)
+
+
+def own_name(model: str) -> str:
+    path = Path(model)
+    own = path.name if path.is_absolute() or path.exists() else model
+    return own.removesuffix(".gguf")
 
 
 def _fingerprint(info: EngineInfo, model_name: str) -> str:
@@ -219,7 +244,7 @@ def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
         read=settings.read_timeout,
         write=settings.write_timeout,
         keep_alive=settings.keep_alive_timeout,
-        cut_off=partial(app.state.services.metrics.count, "connections_cut_off"),
+        cut_off=partial(app.state.models.metrics.count, "connections_cut_off"),
     )
     limits = HeadLimits(settings.max_header_bytes, settings.max_headers)
     return HttpConfig(app, patience, limits)

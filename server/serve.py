@@ -5,8 +5,13 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from fastapi import FastAPI
 
 from engine.config import EngineConfig
 from engine.drafting.drafts import check_name, check_names
@@ -17,43 +22,56 @@ from engine.process.launch import EngineProcess
 from engine.process.light_imports import light_imports, without_torch
 from engine.process.memory import settle_memory
 from engine.process.preload import preload_environment
-from engine.process.streams import EventStreams
 from engine.ranks.rank import rank_here
 from engine.request.info import EngineInfo
 from engine.tokenizer import load_tokenizer
-from server.app import build_app, http_config, public_name
+from server.app import (
+    Shared,
+    application,
+    build_app,
+    http_config,
+    own_name,
+    public_name,
+    services_of,
+)
 from server.http.draining import DrainingServer, exit_at_signals
 from server.http.hosts import is_loopback
 from server.http.listener import bind
 from server.metrics.finished import add_line
 from server.metrics.prometheus import Metrics
+from server.metrics.several import SeveralMetrics
 from server.metrics.telemetry.begin import check_telemetry
+from server.models.launcher import EngineLauncher
+from server.models.services import Services
+from server.models.table import Model, Models
 from server.request.speculative import SpeculativeResolver
 from server.response_store import ResponseStore
 from server.settings import Settings
 from server.tenants.keys import keys_of
-from server.workers.parent import Serve, Workers
+from server.workers.parent import Serve, Workers, wished
 
 logger = logging.getLogger("slipstream")
 
 
+_KEEP_ALIVE = 300.0
+"""Seconds that each of several models stays loaded where no setting says it: as in Ollama."""
+_BODY_BYTES = 64 << 20
+"""Of the longest body where no setting says it and the models' lengths are not known."""
+OneModel = tuple[Settings, EngineConfig]
+
+
 def serve(settings: Settings, config: EngineConfig) -> None:
-    """Serve until a signal says to end; returns once that has been done in order. Raises EngineError,
-    ValueError or OSError where the model, the settings or the port rule it out, and SystemExit with 128
-    and the signal's number where one ended it at once: a second one, or one before it served."""
+    """Serve one model until a signal says to end; returns once that has been done in order. Raises
+    EngineError, ValueError or OSError where the model, the settings or the port rule it out, and
+    SystemExit with 128 and the signal's number where one ended it at once: a second one, or one before
+    it served."""
     check(settings, config)
     config = located(config)
     rank = rank_here(config.tensor_parallel_size)
     if rank is not None and rank.number > 0:
         _follow(config)
         return
-    with exit_at_signals(), bind(settings.host, settings.port) as listener:
-        is_local = is_loopback(listener.getsockname()[0])
-        if not (is_local or settings.has_key or settings.allow_open):
-            raise ValueError(
-                f"host: other machines reach {settings.host}, and there is no API key: set api_key or "
-                "api_keys_file, or allow_open to serve whoever reaches the port"
-            )
+    with _listening(settings) as listener:
         if not settings.engine_process:
             if settings.api_workers > 1:
                 raise ValueError("api_workers: several need the engine in a process of its own")
@@ -65,7 +83,7 @@ def serve(settings: Settings, config: EngineConfig) -> None:
             with light_imports(config):
                 from engine.build import build_engine
 
-            _speak_http(*build_engine(config), settings, listener)
+            _speak_http(build_app(*build_engine(config), settings), settings, listener)
             return
         process = EngineProcess(
             config, logs=settings.log_options(), environment=preloads(settings, config)
@@ -78,6 +96,104 @@ def serve(settings: Settings, config: EngineConfig) -> None:
                 _serve_with_workers(process, settings, config, listener)
         finally:
             process.stop()
+
+
+def serve_several(settings: Settings, models: Sequence[OneModel]) -> None:
+    """Serve models that are loaded when they are asked for; ``settings``: the server's. Raises as
+    ``serve``."""
+    _check_several(settings, models)
+    models = [(own, located(config)) for own, config in models]
+    with _listening(settings) as listener:
+        app = _several_app(settings, models)
+        try:
+            _speak_http(app, settings, listener)
+        finally:
+            # Where a second signal ended all at once, or a thread would wait for one that loads.
+            for each in app.state.models.all:
+                each.launcher.end_process()
+
+
+def _several_app(settings: Settings, models: Sequence[OneModel]) -> FastAPI:
+    # All tokenizers now: what has none is refused at start, and reading one takes the interpreter.
+    with without_torch():
+        tokenizers = [
+            load_tokenizer(each.served_model, each.revision, each.trust_remote_code)
+            for _, each in models
+        ]
+    names = [_name(*each) for each in models]
+    metrics = SeveralMetrics(
+        names,
+        lambda: (each.name for each in table.all if each.ready),
+        lambda: table.state == "draining",
+    )
+    ask_store = ResponseStore(settings.stored_response_bytes).ask
+
+    def launched(own: Settings, config: EngineConfig, tokenizer: Any, name: str) -> Model:
+        def answer(engine: RemoteEngine, resolver: SpeculativeResolver | None) -> Services:
+            known = {"served_model_name": name} | ({} if resolver is None else wished(resolver))
+            shared = Shared(metrics.of(name, engine.info), None, ask_store)
+            goes_by = own.model_copy(update=known)
+            return services_of(engine, tokenizer, goes_by, shared, may_go=True)
+
+        launcher = EngineLauncher(
+            config,
+            answer,
+            logs=settings.log_options(),
+            environment=preloads(settings, config),
+            step_timeout=settings.step_timeout,
+        )
+        keep_alive = _KEEP_ALIVE if own.keep_alive is None else own.keep_alive
+        return Model(name, launcher=launcher, keep_alive=keep_alive)
+
+    found = [
+        launched(*each, tokenizer, name)
+        for each, tokenizer, name in zip(models, tokenizers, names, strict=True)
+    ]
+    table = Models(found, settings, metrics, ask_store)
+    drafters = dict.fromkeys(name for _, config in models for name in check_names(config))
+    return application(table, settings, tuple(drafters), _BODY_BYTES)
+
+
+def _name(settings: Settings, config: EngineConfig) -> str:
+    return settings.served_model_name or own_name(config.model_name)
+
+
+def _check_several(settings: Settings, models: Sequence[OneModel]) -> None:
+    """Raises ValueError for what is not for models that come and go, and as ``check``."""
+    at_odds = {
+        "api_workers": settings.api_workers > 1,
+        "engine_process": not settings.engine_process,
+        "restart_engine": settings.restart_engine,
+        "request_log": settings.request_log is not None,
+        "otlp_endpoint": check_telemetry(settings.otlp_endpoint),
+        "tensor_parallel_size": any(each.tensor_parallel_size > 1 for _, each in models),
+    }
+    for name, is_given in at_odds.items():
+        if is_given:
+            raise ValueError(f"{name}: not where models are loaded when they are asked for")
+    for each in models:
+        check(*each)
+    names = [(_name(*each), *parse_adapters(each[1].lora)) for each in models]
+    seen = Counter(name for own in names for name in own)
+    if twice := [name for name, count in seen.items() if count > 1]:
+        raise ValueError(f"served_model_name: two models or adapters are called {twice[0]!r}")
+    for setting in ("kv_offload_file", "kv_events_endpoint"):
+        given = Counter(getattr(config, setting) for _, config in models)
+        if any(count > 1 for value, count in given.items() if value is not None):
+            raise ValueError(f"{setting}: two models cannot have the same one")
+
+
+@contextmanager
+def _listening(settings: Settings) -> Iterator[socket.socket]:
+    """The bound socket, within which signals end the process. Raises ValueError, OSError."""
+    with exit_at_signals(), bind(settings.host, settings.port) as listener:
+        is_local = is_loopback(listener.getsockname()[0])
+        if not (is_local or settings.has_key or settings.allow_open):
+            raise ValueError(
+                f"host: other machines reach {settings.host}, and there is no API key: set api_key or "
+                "api_keys_file, or allow_open to serve whoever reaches the port"
+            )
+        yield listener
 
 
 def check(settings: Settings, config: EngineConfig) -> None:
@@ -116,7 +232,7 @@ def _serve_alone(
 
     engine.add_adapter_listener(process.keep_adapters)
     process.watch(replace if settings.restart_engine else None, settings.step_timeout)
-    _speak_http(engine, tokenizer, settings, listener)
+    _speak_http(build_app(engine, tokenizer, settings), settings, listener)
 
 
 def _serve_with_workers(
@@ -140,13 +256,12 @@ def _serve_with_workers(
     workers.run(settings.drain_seconds, settings.restart_engine, settings.step_timeout)
 
 
-def _speak_http(
-    engine: EventStreams, tokenizer: Any, settings: Settings, listener: socket.socket
-) -> None:
-    app = build_app(engine, tokenizer, settings)
-    app.state.services.bodies.warm()
+def _speak_http(app: FastAPI, settings: Settings, listener: socket.socket) -> None:
+    models: Models = app.state.models
+    for each in models.kept:
+        each.bodies.warm()
     settle_memory()
-    server = DrainingServer(http_config(app, settings), app.state.services.drain)
+    server = DrainingServer(http_config(app, settings), models.drain)
     server.run([listener])
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +24,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
+    ValidationError,
     create_model,
     field_validator,
     model_validator,
@@ -50,6 +51,7 @@ from server.formats.registry import reasoning_formats, tool_call_formats
 from server.request.body import described_by
 from server.request.sampling_defaults import SamplingDefaults
 from server.request.speculative import SpeculativeCaps, SpeculativeField
+from server.request.wish import seconds_of
 from server.setting_names import (
     NESTED,
     PREFIX,
@@ -89,6 +91,13 @@ def _split_paths(value: object) -> object:
     if value.lstrip().startswith("["):
         return json.loads(value)
     return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _seconds(value: object) -> object:
+    """Returns the seconds of a duration; infinity for what is below 0."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?", value):
+        value = float(value)
+    return seconds_of(value) if isinstance(value, str | int | float) else value
 
 
 Names = Annotated[list[str] | None, NoDecode, BeforeValidator(_split)]
@@ -245,6 +254,20 @@ class Settings(BaseSettings):
     otlp_endpoint: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics of requests; needs the
     extra otel. Default: what OTEL_EXPORTER_OTLP_ENDPOINT says."""
+    models: str | None = None
+    """YAML, TOML or JSON file of several models: under `models` a list, each by its name, or by `model`
+    and settings of its own, which go before those given for all."""
+    keep_alive: Annotated[float | None, BeforeValidator(_seconds)] = Field(
+        default=None, allow_inf_nan=True
+    )
+    """How long a model stays loaded that nothing uses: seconds, or 90s, 5m, 1h30m; 0: it is ended after
+    each request; below 0: it stays. It is then loaded when it is first asked for. Default: 5m for each of
+    several models; a server of one model loads it at start, and keeps it."""
+    max_loaded_models: int | None = Field(default=None, ge=1)
+    """Most models that are loaded at a time; for another one the least recently used goes that nothing
+    uses. Default: as many as memory allows, on CPUs; say it on GPUs."""
+    load_timeout: float = Field(default=600.0, gt=0)
+    """Seconds that a model may take to load when it is asked for; requests for it get a 503 then."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """On shutdown: how long running requests may take to finish."""
     read_timeout: float = Field(default=60.0, ge=0)
@@ -372,6 +395,64 @@ class Settings(BaseSettings):
         own = self.drafter.model_dump(exclude_defaults=True)
         values["drafter_settings"] = {name: given for name, given in own.items() if given}
         return EngineConfig(**values)
+
+
+_OF_ONE_MODEL = {
+    *(each.name for each in fields(EngineConfig)),
+    "served_model_name",
+    "keep_alive",
+    "drafter",
+    "generation_config",
+    "sampling",
+    "speculative",
+    "speculative_caps",
+    "tool_call_parser",
+    "reasoning_parser",
+}
+"""The settings that a model of a file may have for itself."""
+
+
+def settings_of_models(settings: Settings, more: Sequence[str]) -> list[Settings]:
+    """Returns what each model goes by: the one of the settings and ``more``, or those of the file. Raises
+    ValueError, and pydantic's ValidationError."""
+    if settings.models is None:
+        names = [settings.model, *more] if more else [settings.model]
+        return [settings.model_copy(update={"model": name}) for name in names]
+    if settings.model is not None:
+        raise ValueError("models: the file names all models; leave out those of the command line")
+    where = f"models file {settings.models}"
+    try:
+        content = read_document(Path(settings.models))
+    except DocumentError as error:
+        raise ValueError(f"cannot read the {where}: {error}") from error
+    listed = content.get("models") if isinstance(content, dict) and len(content) == 1 else None
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"the {where} does not hold a list under models, and nothing else")
+    return [_of_model(settings, each, f"{where}: models.{at}") for at, each in enumerate(listed)]
+
+
+def _of_model(settings: Settings, entry: object, where: str) -> Settings:
+    entry = {"model": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict) or "model" not in entry:
+        raise ValueError(f"{where} is no model's name, nor a mapping with its model")
+    kind = type(settings)
+    try:
+        own = with_field_names(kind, entry)
+        if faults := unknown_names(kind, own):
+            raise ValueError(faults[0])
+        if others := sorted(own.keys() - _OF_ONE_MODEL):
+            raise ValueError(f"{others[0]} is the server's, not a model's")
+        common = {name: getattr(settings, name) for name in settings.model_fields_set}
+        for name in own.keys() & common.keys():
+            if isinstance(own[name], dict) and isinstance(common[name], BaseModel):
+                own[name] = common[name].model_dump(exclude_unset=True) | own[name]
+        return kind(**{**common, **own, "config": None})
+    except ValidationError as error:
+        finding: Any = error.errors(include_url=False)[0]
+        name, message = ".".join(map(str, finding["loc"])), finding["msg"]
+        raise ValueError(f"{where}.{name}: {message.removeprefix('Value error, ')}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def with_drafters(declared: Mapping[str, type]) -> type[Settings]:

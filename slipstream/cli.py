@@ -19,7 +19,7 @@ from engine.logs import escaped
 from engine.names import usual_model
 from engine.request.errors import EngineError
 from server.setting_names import all_settings, unknown_flag
-from server.settings import Flags, Settings, add_flags, load_settings
+from server.settings import Flags, Settings, add_flags, load_settings, settings_of_models
 from server.version import server_version
 from slipstream.client.commands import add_client_commands
 from slipstream.tools.models.command import add_model_commands
@@ -32,6 +32,7 @@ logger = logging.getLogger("slipstream")
 _EXAMPLES = """examples:
   slipstream serve
   slipstream serve path/to/model --port 9000 --max-num-seqs 32
+  slipstream serve path/to/one path/to/another --keep-alive 10m
   slipstream serve --speculative.draft-strategy ngram --speculative-caps.max-speculative-tokens 12
   SLIPSTREAM_API_KEY=... slipstream serve --config slipstream.yaml
 
@@ -62,6 +63,10 @@ class _Parser(argparse.ArgumentParser):
         for each in unknown:
             if each.startswith("-"):
                 self.error(unknown_flag(each, self._option_string_actions))
+        if hasattr(found, "more"):
+            # argparse takes positional arguments that stand together alone.
+            found.more += unknown
+            return found, []
         if unknown:
             self.error(f"one argument too many: {unknown[0]}")
         return found, unknown
@@ -82,11 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
         "serve",
         help="serve a model over OpenAI's API",
         description=(Settings.__doc__ or "").replace("\n    ", "\n"),
-        usage="slipstream serve [MODEL] [--flag VALUE ...]",
+        usage="slipstream serve [MODEL ...] [--flag VALUE ...]",
         epilog=_EXAMPLES,
         formatter_class=_HelpFormatter,
     )
-    serve.set_defaults(run=partial(_serve, add_flags(serve)))
+    flags = add_flags(serve)
+    serve.add_argument(
+        "more", nargs="*", metavar="MODEL", help="further models, loaded when they are asked for"
+    )
+    serve.set_defaults(run=partial(_serve, flags))
     add_model_commands(commands)
     add_client_commands(commands)
     add_replay(commands)
@@ -96,21 +105,29 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(flags: Flags, parsed: argparse.Namespace) -> int:
-    del parsed.run
+    more = parsed.more
+    del parsed.run, parsed.more
     try:
         settings = load_settings(flags, parsed)
-        config = settings.engine_config()
+        models = [(each, each.engine_config()) for each in settings_of_models(settings, more or ())]
     except (ValidationError, SettingsError, ValueError) as error:
         return _refuse(_explain(error))
     settings.log_options().begin()
-    if config.model is None:
-        config = replace(config, model=usual_model())
-    logger.info("slipstream %s: loading %s", server_version(), config.model)
+    models = [
+        (each, config if config.model else replace(config, model=usual_model()))
+        for each, config in models
+    ]
+    named = ", ".join(config.served_model for _, config in models)
     # Imported late: --help and the client's commands need no web framework.
-    from server.serve import serve
+    from server.serve import serve, serve_several
 
     try:
-        serve(settings, config)
+        if len(models) > 1 or models[0][0].keep_alive is not None:
+            logger.info("slipstream %s: %s, when asked for", server_version(), named)
+            serve_several(settings, models)
+        else:
+            logger.info("slipstream %s: loading %s", server_version(), named)
+            serve(*models[0])
     except (EngineError, ValueError, OSError) as error:
         if settings.log_format == "json":
             logger.error("%s", error)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from server.endpoints import Services
+from server.models.services import Services
 from server.request.speculative import SpeculativeChange, SpeculativeResolver
 
 

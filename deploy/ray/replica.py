@@ -76,7 +76,7 @@ class Replica:
             self._engine = CountingEngine(info, self._process.connect(), self._process.pulse)
             self._process.watch(None, settings.step_timeout)
             self._app = build_app(self._engine, tokenizer, settings)
-            self._services = self._app.state.services
+            self._services = self._app.state.models.only
             self._services.bodies.warm()
             await self._open.enter_async_context(self._app.router.lifespan_context(self._app))
             fingerprint = hashlib.blake2b(settings.model_dump_json().encode()).hexdigest()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -175,23 +175,24 @@ class EngineProcess:
 
     def _relaunch(self) -> EngineInfo:
         if self._adapters is not None:
-            there = [each for each in self._adapters if Path(each.path).expanduser().is_dir()]
-            for each in set(self._adapters) - set(there):
-                logger.error("adapter %s is lost: its folder is gone", each.name)
-            lora = tuple(f"{each.name}={each.path}" for each in there)
-            config = replace(self._launch.config, lora=lora)
+            config = with_adapters(self._launch.config, self._adapters)
             self._launch = replace(self._launch, config=config)
         return self.start()
 
     def watch(
-        self, restarted: Callable[[EngineInfo], None] | None, step_timeout: float = math.inf
+        self,
+        restarted: Callable[[EngineInfo], None] | None,
+        step_timeout: float = math.inf,
+        *,
+        ends_hung: bool = False,
     ) -> None:
         """Say in the log when the engine ends by itself. With ``restarted`` it is launched anew, as often
-        as it takes, and ``restarted`` is called from a thread each time it is back; one that stalls for
-        longer than ``step_timeout`` seconds, in a step or at rest, is ended for that."""
+        as it takes, and ``restarted`` is called from a thread each time it is back; then, or with
+        ``ends_hung``, one that stalls for longer than ``step_timeout`` seconds, in a step or at rest, is
+        ended for that."""
         threading.Thread(target=self._watch, args=(restarted,), daemon=True).start()
         if step_timeout < math.inf:
-            arguments = (step_timeout, restarted is not None)
+            arguments = (step_timeout, ends_hung or restarted is not None)
             threading.Thread(target=self._look, args=arguments, daemon=True).start()
 
     def stop(self) -> None:
@@ -247,6 +248,17 @@ class EngineProcess:
                     logger.error("the engine does not come back: %s", error)
             else:
                 return
+
+
+def with_adapters(config: EngineConfig, adapters: Iterable[AdapterInfo]) -> EngineConfig:
+    """Returns the settings of an engine that loads these, as far as their folders are there."""
+    found = []
+    for each in adapters:
+        if Path(each.path).expanduser().is_dir():
+            found.append(f"{each.name}={each.path}")
+        else:
+            logger.error("adapter %s is lost: its folder is gone", each.name)
+    return replace(config, lora=tuple(found))
 
 
 def child_environment() -> dict[str, str]:

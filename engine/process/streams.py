@@ -129,6 +129,7 @@ class EventStreams(ABC):
         self._streams: dict[str, _Stream] = {}
         self._listeners: list[StepListener] = []
         self._adapter_listeners: list[AdapterListener] = []
+        self._idle_listeners: list[Callable[[], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: str | None = "the engine has not been started"
         self._stopping = False
@@ -158,6 +159,10 @@ class EventStreams(ABC):
     def add_adapter_listener(self, callback: AdapterListener) -> None:
         """Call back on the event loop with all adapters whenever one has come or gone."""
         self._adapter_listeners.append(callback)
+
+    def add_idle_listener(self, callback: Callable[[], None]) -> None:
+        """Call back on the event loop whenever the last open request has ended."""
+        self._idle_listeners.append(callback)
 
     async def load_adapter(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:
         """Load an adapter, which requests may name once this returns, whoever sends them to the engine.
@@ -227,10 +232,12 @@ class EventStreams(ABC):
             if timer is not None:
                 timer.cancel()
             self._release(request_id)
-            if not self._streams:
-                self._drained.set()
             if not stream.has_ended:
                 self.abort(request_id)
+            if not self._streams:
+                self._drained.set()
+                for listener in self._idle_listeners:
+                    listener()
 
     def _expire_later(self, request: GenerationRequest) -> asyncio.TimerHandle | None:
         """The engine ends late requests between steps; this ends one where it does not come to that."""

@@ -100,7 +100,8 @@ class EngineInfo:
     ``adapters``: those that are loaded; None: none can be. ``architecture``: the model's kind in its
     configuration's word, as "llama"; ``hidden_size``: features of a hidden state; ``embeddings``: how
     states are pooled, if requests may ask for that. ``sampling_defaults``: what the model's files say
-    of ``SAMPLED`` parameters, unchecked. ``states``: None where the model's layers keep none."""
+    of ``SAMPLED`` parameters, unchecked. ``states``: None where the model's layers keep none.
+    ``kv_bytes``: of keys and values, those of drafts included, once all of their memory has been used."""
 
     model: str
     vocab_size: int
@@ -128,3 +129,4 @@ class EngineInfo:
     embeddings: Pooling = "none"
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     states: StatesInfo | None = None
+    kv_bytes: int = 0

@@ -9,10 +9,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from server.endpoints import Served, Services
+from server.endpoints import Served
 from server.endpoints.drafters import caps_of, described_fields, policy_names
 from server.errors import bad_request
 from server.http.openapi import REFUSED_BODY, errors
+from server.models.services import Services
 from server.request.large_bodies import BodyRoute, LargeBody
 from server.request.speculative import SpeculativeChange, SpeculativeResolver
 from server.request.translate import Translator

@@ -11,9 +11,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from engine.request.info import AdapterInfo
-from server.endpoints import Served, Services
+from server.endpoints import Served
 from server.errors import bad_request
 from server.http.openapi import REFUSED_BODY, errors
+from server.models.services import Services
+from server.models.table import Models
 from server.request.body import Body
 from server.request.large_bodies import BodyRoute, LargeBody
 from server.request.translate import Translator
@@ -58,11 +60,12 @@ async def unload_adapter(name: str, served: Served) -> dict[str, Any]:
 async def _load(
     body: AdapterToLoad | LargeBody, request: Request, served: Services, *, may_replace: bool
 ) -> Response:
-    del request
+    models: Models = request.app.state.models
     wanted = await served.bodies.read(body, _as_it_is)
-    if wanted.name == served.model_name:
-        raise bad_request("name", "name: the model itself is called that")
-    if not may_replace and wanted.name in (each.name for each in served.adapters):
+    own = {each.name for each in served.adapters}
+    if wanted.name in set(models.names) - own:
+        raise bad_request("name", "name: a model or an adapter of another one is called that")
+    if not may_replace and wanted.name in own:
         raise bad_request("name", "name: an adapter of that name is loaded; PUT replaces it")
     found = await served.engine.load_adapter(wanted.name, wanted.path, may_replace)
     fields = {"adapter": found.name, "path": found.path, "digest": found.digest}

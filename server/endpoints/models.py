@@ -9,9 +9,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from engine.request.info import AdapterInfo
-from server.endpoints import Served, Services
+from server.endpoints import Table
 from server.errors import unknown_model
 from server.http.openapi import errors
+from server.models.services import Services
+from server.models.table import Model, Models
 from server.request.sampling_defaults import API_DEFAULTS
 
 router = APIRouter(tags=["catalogue"])
@@ -21,9 +23,10 @@ _ANTHROPIC = "anthropic-version"
 
 
 @router.get("/v1/models", responses=errors(401))
-async def list_models(request: Request, served: Served) -> dict[str, Any]:
-    """What is served: the model, and the adapters that are loaded, which have it as their parent."""
-    cards = [_card(served), *(_adapter_card(served, each) for each in served.adapters_for(request))]
+async def list_models(request: Request, models: Table) -> dict[str, Any]:
+    """What is served: the models, and the adapters that are loaded, which have one as their parent. Of a
+    model that is not loaded little is known."""
+    cards = [card for each in models.all for card in _cards(models, each, request)]
     if _ANTHROPIC in request.headers:
         ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
         return {"data": [*map(_as_anthropics, cards)], "has_more": False, **ends}
@@ -31,13 +34,24 @@ async def list_models(request: Request, served: Served) -> dict[str, Any]:
 
 
 @router.get("/v1/models/{name:path}", responses=errors(401, 404))
-async def retrieve_model(name: str, request: Request, served: Served) -> dict[str, Any]:
-    """The card of the model served, or of an adapter."""
-    found = {each.name: each for each in served.adapters_for(request)}
-    if name != served.model_name and name not in found:
-        raise unknown_model(name, served.model_name, tuple(found))
-    card = _card(served) if name == served.model_name else _adapter_card(served, found[name])
+async def retrieve_model(name: str, request: Request, models: Table) -> dict[str, Any]:
+    """The card of a model, or of an adapter."""
+    found = {card["id"]: card for each in models.all for card in _cards(models, each, request)}
+    if name not in found:
+        first, *others = found
+        raise unknown_model(name, first, others)
+    card = found[name]
     return _as_anthropics(card) if _ANTHROPIC in request.headers else card
+
+
+def _cards(models: Models, model: Model, request: Request) -> list[dict[str, Any]]:
+    """Returns that of the model, and those of its adapters that the request's key may name."""
+    own = {"id": model.name, "object": "model", "created": models.created, "owned_by": "slipstream"}
+    own |= {"root": model.name, "parent": None, "state": model.state, "max_model_len": None}
+    if (served := model.ready) is None:
+        return [own]
+    own |= _facts(served)
+    return [own, *(_adapter_card(own, each) for each in served.adapters_for(request))]
 
 
 def _as_anthropics(card: dict[str, Any]) -> dict[str, Any]:
@@ -52,15 +66,9 @@ def _as_anthropics(card: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _card(served: Services) -> dict[str, Any]:
+def _facts(served: Services) -> dict[str, Any]:
     info = served.engine.info
     return {
-        "id": served.model_name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "slipstream",
-        "root": served.model_name,
-        "parent": None,
         "max_model_len": info.max_model_len,
         "dtype": info.dtype,
         "num_parameters": info.num_parameters,
@@ -82,11 +90,12 @@ def _card(served: Services) -> dict[str, Any]:
     }
 
 
-def _adapter_card(served: Services, adapter: AdapterInfo) -> dict[str, Any]:
-    """Its folder is nobody's business but the operator's."""
-    return _card(served) | {
+def _adapter_card(card: dict[str, Any], adapter: AdapterInfo) -> dict[str, Any]:
+    """Returns that of an adapter of the model with this card. Its folder is nobody's business but the
+    operator's."""
+    return card | {
         "id": adapter.name,
-        "parent": served.model_name,
+        "parent": card["id"],
         "lora": {
             "rank": adapter.rank,
             "num_layers": adapter.num_layers,

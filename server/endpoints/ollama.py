@@ -7,9 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from server.endpoints import Served, Services
+from server.endpoints import Served
 from server.errors import OllamaError
 from server.http.openapi import REFUSED_BODY, errors, written_in_lines
+from server.models.services import Services
 from server.reply.ollama import (
     EmbedWriter,
     GenerateWriter,
@@ -76,17 +77,18 @@ async def ollama_old_embed(
 
 
 def _loaded(
-    body: OllamaChatRequest | OllamaGenerateRequest, served: Services, **piece: Any
+    body: OllamaChatRequest | OllamaGenerateRequest, served: Services | None, **piece: Any
 ) -> JSONResponse:
-    """The answer to nothing, by which Ollama's clients load a model ahead, or unload it. Raises ApiError
-    404."""
-    translator = served.bodies.translator
-    translator.check_model(known_name(body.model, translator.served_names))
+    """The answer to nothing, by which Ollama's clients load a model ahead, or unload it; ``served`` is
+    None where one is not loaded that is to be unloaded. Raises ApiError 404."""
+    if served is not None:
+        translator = served.bodies.translator
+        translator.check_model(known_name(body.model, translator.served_names))
     reply = {
-        "model": body.model or served.model_name,
+        "model": body.model or (served.model_name if served else ""),
         "created_at": timestamp(),
         **piece,
         "done": True,
-        "done_reason": "unload" if body.is_unload else "load",
+        "done_reason": "unload" if body.only_unloads else "load",
     }
     return JSONResponse(reply)

@@ -1,20 +1,24 @@
-"""What Ollama's clients ask about a server: its model, the facts of it, its version. The model was chosen
-at start, so what would change it is refused.
+"""What Ollama's clients ask about a server: its models, the facts of each, its version. The models were
+chosen at start, so what would change them is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from datetime import timedelta
+from time import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from engine.request.info import EngineInfo
-from server.endpoints import Served, Services
+from server.endpoints import Served, Table
 from server.errors import ApiError, OllamaError
 from server.http.openapi import REFUSED_BODY, errors
+from server.models.services import Services
+from server.models.table import Model
 from server.reply.ollama import timestamp
 from server.request.large_bodies import AnyTypeRoute
 from server.request.ollama import OllamaShowRequest, known_name, tagged
@@ -48,27 +52,36 @@ async def ollama_version() -> dict[str, str]:
 
 @router.get("/api/tags", responses=_REFUSED)
 @router.head("/api/tags", include_in_schema=False)
-async def ollama_tags(request: Request, served: Served) -> dict[str, Any]:
-    """Ollama's: the model served, and its adapters."""
-    when = {"modified_at": timestamp(served.created)}
-    return {"models": [each | when for each in _cards(served, request)]}
+async def ollama_tags(request: Request, models: Table) -> dict[str, Any]:
+    """Ollama's: the models served, and their adapters. Of a model that is not loaded little is known."""
+    when = {"modified_at": timestamp(models.created)}
+    cards = (card for each in models.all for card in _cards(each, request))
+    return {"models": [each | when for each in cards]}
 
 
 @router.get("/api/ps", responses=_REFUSED)
-async def ollama_ps(request: Request, served: Served) -> dict[str, Any]:
-    """Ollama's: the model served, and its adapters, as what stays loaded."""
-    info = served.engine.info
-    on_device = 0 if info.device == "cpu" else _num_bytes(info)
-    running = {
-        "expires_at": timestamp(served.created + _FOR_EVER.total_seconds()),
-        "size_vram": on_device,
-        "context_length": info.max_model_len,
-    }
-    return {"models": [each | running for each in _cards(served, request)]}
+async def ollama_ps(request: Request, models: Table) -> dict[str, Any]:
+    """Ollama's: the models that are loaded, and their adapters, with the time when each goes if nothing
+    uses it meanwhile."""
+    found = []
+    for model in models.all:
+        if (served := model.ready) is None:
+            continue
+        info, seconds = served.engine.info, model.expires_in
+        ends = (
+            time() + seconds if seconds < math.inf else models.created + _FOR_EVER.total_seconds()
+        )
+        running = {
+            "expires_at": timestamp(ends),
+            "size_vram": 0 if info.device == "cpu" else _num_bytes(info),
+            "context_length": info.max_model_len,
+        }
+        found += [each | running for each in _cards(model, request)]
+    return {"models": found}
 
 
 async def ollama_show(body: OllamaShowRequest, request: Request, served: Served) -> Response:
-    """Ollama's: facts of the model served."""
+    """Ollama's: facts of a model, which is loaded for that."""
     (template, capabilities), headers = await served.read_apart(body, request, _facts)
     info = served.engine.info
     family = info.architecture or "unknown"
@@ -86,7 +99,7 @@ async def ollama_show(body: OllamaShowRequest, request: Request, served: Served)
             f"{family}.vocab_size": info.vocab_size,
         },
         "capabilities": capabilities,
-        "modified_at": timestamp(served.created),
+        "modified_at": timestamp(request.app.state.models.created),
     }
     return JSONResponse(shown, headers=headers)
 
@@ -119,14 +132,17 @@ def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[s
 @router.post("/api/copy", include_in_schema=False)
 @router.post("/api/create", include_in_schema=False)
 @router.post("/api/push", include_in_schema=False)
-async def ollama_refused(request: Request, served: Served) -> Response:
-    """Ollama's: refused, since the model is chosen at start."""
+async def ollama_refused(request: Request, models: Table) -> Response:
+    """Ollama's: refused, since the models are chosen at start."""
     what = request.url.path.split("/")[2]
-    message = f"{what} is not supported: this server serves '{served.model_name}', chosen at start."
+    served = ", ".join(f"'{each.name}'" for each in models.all)
+    message = f"{what} is not supported: this server serves {served}, chosen at start."
     raise ApiError(400, message, code="unsupported")
 
 
-def _cards(served: Services, request: Request) -> list[dict[str, Any]]:
+def _cards(model: Model, request: Request) -> list[dict[str, Any]]:
+    if (served := model.ready) is None:
+        return [_card_of_file(model)]
     adapters = served.adapters_for(request)
     return [_card(served, name) for name in (None, *(each.name for each in adapters))]
 
@@ -141,6 +157,19 @@ def _card(served: Services, adapter: str | None) -> dict[str, Any]:
         "size": _num_bytes(info),
         "digest": hashlib.sha256(served.fingerprint_of(adapter).encode()).hexdigest(),
         "details": _details(info) | {"parent_model": parent},
+    }
+
+
+def _card_of_file(model: Model) -> dict[str, Any]:
+    """Returns that of a model which is not loaded."""
+    name = tagged(model.name)
+    unknown = ("parent_model", "format", "family", "parameter_size", "quantization_level")
+    return {
+        "name": name,
+        "model": name,
+        "size": 0 if model.launcher is None else model.launcher.file_bytes,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": {**dict.fromkeys(unknown, ""), "families": []},
     }
 
 

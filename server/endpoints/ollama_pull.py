@@ -16,12 +16,12 @@ from pydantic_core import to_json
 from engine.hub.choice import HubError, HubFile
 from engine.hub.fetch import fetch
 from engine.hub.name import HubName, read_name
-from server.endpoints import Served
+from server.endpoints import Table
 from server.errors import ApiError, OllamaError, refused
 from server.http.openapi import REFUSED_BODY, errors
-from server.request.large_bodies import AnyTypeRoute
+from server.plan import ignored_header
+from server.request.large_bodies import LargeBody, TableRoute
 from server.request.ollama import OllamaPullRequest
-from server.request.translate import Translator
 
 router = APIRouter(tags=["ollama"])
 _NOT_ALLOWED = "pull: this server fetches no models; its setting allow_pull (--allow-pull) is off."
@@ -29,17 +29,19 @@ _SUCCESS = {"status": "success"}
 Line = dict[str, Any]
 
 
-async def ollama_pull(body: OllamaPullRequest, request: Request, served: Served) -> Response:
+async def ollama_pull(body: OllamaPullRequest, request: Request, models: Table) -> Response:
     """Ollama's: fetch a model of the hub into this machine's cache, where `--allow-pull` is set."""
-    wanted, headers = await served.read_apart(body, request, _as_it_is)
-    if served.pulls is None:
+    wanted: Any = body.parse() if isinstance(body, LargeBody) else body
+    headers = ignored_header(wanted.ignored())
+    if models.pulls is None:
         raise ApiError(403, _NOT_ALLOWED, code="pull_not_allowed")
     try:
         name = read_name(wanted.model)
     except ValueError as error:
         raise refused("model", f": {error}") from None
-    await served.charge(request)
-    lines = _pull(name, served.pulls)
+    for served in models.kept:
+        await served.charge(request)
+    lines = _pull(name, models.pulls)
     if wanted.stream:
         written = (to_json(line) + b"\n" async for line in lines)
         return StreamingResponse(written, 200, headers, "application/x-ndjson")
@@ -53,14 +55,9 @@ router.add_api_route(
     "/api/pull",
     ollama_pull,
     methods=["POST"],
-    route_class_override=AnyTypeRoute,
+    route_class_override=TableRoute,
     responses=errors(*REFUSED_BODY, 403, 429, 500, 503, shape=OllamaError),
 )
-
-
-def _as_it_is(translator: Translator, body: OllamaPullRequest) -> OllamaPullRequest:
-    del translator
-    return body
 
 
 async def _pull(name: HubName, pulls: asyncio.Semaphore) -> AsyncIterator[Line]:

@@ -5,28 +5,31 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from server.endpoints import Served
+from server.endpoints import Table
 from server.version import server_version
 
 router = APIRouter(tags=["operations"])
 
 
 @router.get("/health", responses={503: {"description": "The engine is dead."}})
-async def health(served: Served) -> JSONResponse:
-    """200 while the event loop answers and the engine goes on, or ends as it was told: restart if not."""
-    if not (served.engine.is_alive or served.state == "draining"):
+async def health(models: Table) -> JSONResponse:
+    """200 while the event loop answers and the engine goes on, or ends as it was told: restart if not.
+    Models that come and go are no reason to."""
+    is_alive = all(each.engine.is_alive for each in models.kept)
+    if not (is_alive or models.state == "draining"):
         return JSONResponse({"status": "dead"}, 503)
-    if served.is_hung:
+    if any(each.is_hung for each in models.kept):
         return JSONResponse({"status": "hung"}, 503)
     return JSONResponse({"status": "ok"})
 
 
 @router.get("/ready", responses={503: {"description": "Not yet, or no more."}})
-async def ready(served: Served) -> JSONResponse:
+async def ready(models: Table) -> JSONResponse:
     """200 while requests are taken: send no traffic if not."""
-    if served.state == "draining":
+    if models.state == "draining":
         return JSONResponse({"status": "draining"}, 503)
-    if served.state != "serving" or not served.engine.is_alive or served.is_hung:
+    works = all(each.engine.is_alive and not each.is_hung for each in models.kept)
+    if models.state != "serving" or not works:
         return JSONResponse({"status": "not ready"}, 503)
     return JSONResponse({"status": "ready"})
 
@@ -38,7 +41,7 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def show_metrics(request: Request, served: Served) -> Response:
+async def show_metrics(request: Request, models: Table) -> Response:
     """Figures for Prometheus."""
-    content, content_type = await served.metrics.expose(request.headers.get("accept", ""))
+    content, content_type = await models.metrics.expose(request.headers.get("accept", ""))
     return Response(content, headers={"content-type": content_type})

@@ -10,9 +10,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from server.endpoints import Served, Services
+from server.endpoints import Served, Table
 from server.errors import ApiError, clip
 from server.http.openapi import REFUSED_BODY, errors, generated
+from server.models.services import Services, tenant_of
+from server.models.table import Models
 from server.plan import ignored_header
 from server.reply.responses import ModelResponse, ResponseEvent, ResponsesWriter
 from server.reply.streaming import answer
@@ -45,7 +47,7 @@ async def create_response(body: ResponsesRequest, request: Request, served: Serv
     work = partial(plan_response, known=known)
     writer = await served.writer(ResponsesWriter, given, request, work)
     if writer.plan.repeated["response"]["store"]:
-        writer.keep = partial(served.ask_store, "keep", served.tenant_of(request))
+        writer.keep = partial(served.ask_store, "keep", tenant_of(request))
     return await answer(request, served.choices.run, writer)
 
 
@@ -59,21 +61,21 @@ async def count_input_tokens(body: ResponsesRequest, request: Request, served: S
 
 
 @router.get(_PATH + "/{response_id}", responses=_OF_ONE)
-async def get_response(response_id: str, request: Request, served: Served) -> Response:
+async def get_response(response_id: str, request: Request, models: Table) -> Response:
     """A response that is kept."""
-    return JSONResponse(json.loads(await _have("find", response_id, request, served))["response"])
+    return JSONResponse(json.loads(await _have("find", response_id, request, models))["response"])
 
 
 @router.delete(_PATH + "/{response_id}", responses=_OF_ONE)
-async def delete_response(response_id: str, request: Request, served: Served) -> Response:
+async def delete_response(response_id: str, request: Request, models: Table) -> Response:
     """It is kept no longer."""
-    await _have("drop", response_id, request, served)
+    await _have("drop", response_id, request, models)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-async def _have(act: str, response_id: str, request: Request, served: Services) -> bytes:
+async def _have(act: str, response_id: str, request: Request, models: Models) -> bytes:
     """Returns the record that the store finds, or found and dropped. Raises ApiError 404."""
-    record = await served.ask_store(act, served.tenant_of(request), response_id)
+    record = await models.ask_store(act, tenant_of(request), response_id)
     if record is None:
         raise ApiError(404, f"Response with id '{clip(response_id, 64)}' not found.")
     return record
@@ -85,7 +87,7 @@ async def _with_known(
     """The body, as a large one where what it goes on from is large, and the responses that it names."""
     if isinstance(body, LargeBody) and not any(each in body.content for each in _NAMING):
         return body, {}
-    tenant, known = served.tenant_of(request), {}
+    tenant, known = tenant_of(request), {}
     for each in await served.bodies.read(body, references):
         if (record := await served.ask_store("find", tenant, each)) is not None:
             known[each] = record

@@ -26,7 +26,7 @@ from server.errors import (
     unknown_host,
 )
 from server.http.hosts import Hosts
-from server.metrics.prometheus import RequestMetrics
+from server.metrics.prometheus import AnswerMetrics
 
 KEY_OF = "slipstream.key_of"
 _GUARDED = ("/v1", "/api", "/tokenize", "/detokenize")
@@ -40,7 +40,7 @@ class AnswerMiddleware:
     name that Anthropic's clients read, and counts them by route template and status. An unexpected
     exception becomes its 500 here, since the framework would answer outside of all middleware."""
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: AnswerMetrics) -> None:
         self._app = app
         self._metrics = metrics
 

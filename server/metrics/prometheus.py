@@ -39,7 +39,7 @@ from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.stats import SpeculativeStats, StepStats, idle_stats
 from server.metrics.drift import AcceptanceDrift
 
-_PREFIX = "slipstream_"
+PREFIX = "slipstream_"
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -59,7 +59,7 @@ _SHOWN_DEFAULTS = (
 
 
 # By name, after "slipstream_": what it counts, and its labels.
-_COUNTERS = {
+COUNTERS = {
     "spec_draft_tokens": ("Draft tokens verified.", "drafter"),
     "spec_accepted_tokens": ("Draft tokens accepted.", "drafter"),
     "spec_accepted_tokens_per_position": ("Accepted, by depth from 0.", "drafter", "position"),
@@ -98,7 +98,7 @@ _COUNTERS = {
     "connections_cut_off": ("Connections of clients that took too long.", "waiting_for"),
     "speculative_changes": ("Changes of speculative defaults and caps while serving.",),
 }
-_GAUGES = {
+GAUGES = {
     "spec_speedup_ratio": ("Estimated speed-up over gamma 0, last 512 steps.",),
     "draft_agreement": ("Share of a draft's tokens that were the target's at start.", "drafter"),
     "drafter_acceptance_recent": (
@@ -192,12 +192,10 @@ class _Aliases:
 
     def same(self, alias: str, name: str) -> Metric:
         """Returns a family of ours under another name, summed over its labels."""
-        if name in _COUNTERS:
-            return self._add(
-                _COUNTER, alias, _COUNTERS[name][0], {(): self._total(f"{name}_total")}
-            )
-        if name in _GAUGES:
-            return self._add(_GAUGE, alias, _GAUGES[name][0], {(): self._total(name)})
+        if name in COUNTERS:
+            return self._add(_COUNTER, alias, COUNTERS[name][0], {(): self._total(f"{name}_total")})
+        if name in GAUGES:
+            return self._add(_GAUGE, alias, GAUGES[name][0], {(): self._total(name)})
         text = _HISTOGRAMS[name][1]
         found = HistogramMetricFamily(f"vllm:{alias}", text, labels=["model_name"])
         buckets = list(self._by(f"{name}_bucket", "le").items())
@@ -256,13 +254,13 @@ class _Aliases:
     def _by(self, name: str, label: str) -> dict[str, float]:
         """The series ``slipstream_NAME``, by that label's values, summed over other labels."""
         found: dict[str, float] = defaultdict(float)
-        for labels, value in self._samples[f"{_PREFIX}{name}"]:
+        for labels, value in self._samples[f"{PREFIX}{name}"]:
             found[labels[label]] += value
         return found
 
     def _total(self, name: str) -> float:
         """The same, summed over all labels."""
-        return sum(value for _, value in self._samples[f"{_PREFIX}{name}"])
+        return sum(value for _, value in self._samples[f"{PREFIX}{name}"])
 
 
 def _keyed(figures: dict[str, float]) -> _Series:
@@ -290,7 +288,7 @@ class _Gammas(Collector):
 
     def collect(self) -> Iterator[Metric]:
         text = "Draft tokens granted per request and step."
-        found = HistogramMetricFamily(f"{_PREFIX}spec_gamma", text, labels=["drafter"])
+        found = HistogramMetricFamily(f"{PREFIX}spec_gamma", text, labels=["drafter"])
         for drafter, counts in list(self._counts.items()):
             buckets = [
                 (
@@ -304,16 +302,20 @@ class _Gammas(Collector):
         yield found
 
 
-class RequestMetrics(Protocol):
-    """The metrics as the answering of requests and ``/metrics`` see them: ``Metrics`` itself, or the way
-    to it from another process."""
-
-    def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None: ...
+class AnswerMetrics(Protocol):
+    """The metrics as answers and ``/metrics`` see them."""
 
     def count(self, name: str, *labels: str) -> None: ...
 
     async def expose(self, accept: str) -> tuple[bytes, str]:
         """All figures for a client with this Accept header, and their content type."""
+
+
+class RequestMetrics(AnswerMetrics, Protocol):
+    """The metrics as the answering of a model's requests sees them, too: ``Metrics`` itself, or the way
+    to it from another process."""
+
+    def observe_request(self, info: FinishInfo, num_tokens: int, tenant: str) -> None: ...
 
 
 class Metrics(Collector):
@@ -323,21 +325,21 @@ class Metrics(Collector):
         self,
         info: EngineInfo,
         model_name: str,
-        is_alive: Callable[[], bool],
+        is_alive: Callable[[], bool] = lambda: True,
         is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         ProcessCollector(registry=self.registry)
         self._metrics: dict[str, Any] = {}
-        for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
+        for kind, table in ((Counter, COUNTERS), (Gauge, GAUGES)):
             for name, (text, *labels) in table.items():
                 if name in _OF_STATES and info.states is None:
                     continue
-                self._metrics[name] = kind(f"{_PREFIX}{name}", text, labels, registry=self.registry)
+                self._metrics[name] = kind(f"{PREFIX}{name}", text, labels, registry=self.registry)
         for name, (buckets, text, names) in _HISTOGRAMS.items():
             self._metrics[name] = Histogram(
-                f"{_PREFIX}{name}", text, names, registry=self.registry, buckets=buckets
+                f"{PREFIX}{name}", text, names, registry=self.registry, buckets=buckets
             )
         self._gammas = _Gammas()
         self.registry.register(self._gammas)
@@ -348,8 +350,19 @@ class Metrics(Collector):
         self._baseline = self._taken = 0.0
         self._num_recent = 0
         self._drifts: dict[str, AcceptanceDrift] = {}
-        self._metrics["engine_up"].set_function(lambda: float(is_alive()))
         self._metrics["draining"].set_function(lambda: float(is_draining()))
+        self._model = Info(f"{PREFIX}model", "What is served.", registry=self.registry)
+        self.show_engine(info, is_alive)
+        name, text = "speculative_defaults", "Speculation of requests that do not say otherwise."
+        self._defaults = Info(f"{PREFIX}{name}", text, registry=self.registry)
+        self.show_speculation(SpeculativeParams())
+        for name, values in _SHOWN_AS_ZERO.items():
+            for value in values:
+                self._series(name, value)
+
+    def show_engine(self, info: EngineInfo, is_alive: Callable[[], bool]) -> None:
+        """Shows the facts of an engine, the first one or a later one of the same model."""
+        self._metrics["engine_up"].set_function(lambda: float(is_alive()))
         self._metrics["kv_blocks_total"].set(info.num_blocks)
         self._metrics["kv_block_size"].set(info.block_size)
         # Until the first step tells.
@@ -357,22 +370,13 @@ class Metrics(Collector):
             self._series("kv_blocks", state).set(count)
         if info.states is not None:
             self._series("state_slots", "free").set(info.states.num_slots)
-        self._show_model(info, model_name)
         self.show_adapters(info.adapters or ())
         for drafter, draft in info.drafts.items():
             if draft.agreement is not None:
                 self._series("draft_agreement", drafter).set(draft.agreement)
-        name, text = "speculative_defaults", "Speculation of requests that do not say otherwise."
-        self._defaults = Info(f"{_PREFIX}{name}", text, registry=self.registry)
-        self.show_speculation(SpeculativeParams())
-        for name, values in _SHOWN_AS_ZERO.items():
-            for value in values:
-                self._series(name, value)
-
-    def _show_model(self, info: EngineInfo, model_name: str) -> None:
-        Info(f"{_PREFIX}model", "What is served.", registry=self.registry).info(
+        self._model.info(
             {
-                "model_name": model_name,
+                "model_name": self._model_name,
                 "device": info.device,
                 "dtype": info.dtype,
                 "determinism": info.determinism,
@@ -404,9 +408,7 @@ class Metrics(Collector):
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All figures for a client with this Accept header, and their content type."""
-        encode, content_type = choose_encoder(accept)
-        # All names are valid as they are. Other ways to escape write "vllm_" for "vllm:" in OpenMetrics.
-        return encode(self, escaping=ALLOWUTF8), content_type  # type: ignore[call-arg]
+        return exposition(self, accept)
 
     def observe_step(self, stats: StepStats) -> None:
         """The engine's step listener, of one step or several as one."""
@@ -512,3 +514,10 @@ class Metrics(Collector):
         """Adds one to a counter. Its labels have few values: codes of errors, templates of routes, never
         what a client made up."""
         (self._series(name, *labels) if labels else self._metrics[name]).inc()
+
+
+def exposition(shown: Collector, accept: str) -> tuple[bytes, str]:
+    """All figures of a collector for a client with this Accept header, and their content type."""
+    encode, content_type = choose_encoder(accept)
+    # All names are valid as they are. Other ways to escape write "vllm_" for "vllm:" in OpenMetrics.
+    return encode(shown, escaping=ALLOWUTF8), content_type  # type: ignore[call-arg]

@@ -32,6 +32,7 @@ export class EnginePanel {
       }),
     );
     this.busy = false;
+    this.model = "";
     document.addEventListener("visibilitychange", () => this.watch());
     this.watch();
   }
@@ -54,11 +55,12 @@ export class EnginePanel {
     }
   }
 
-  _draw(values) {
+  _draw(all) {
+    const values = ofModel(all, this.model);
     const read = (name) => values.get(`slipstream_${name}`) ?? 0;
     const sum = (name) =>
       [...values].reduce(
-        (total, [key, value]) => (key.startsWith(`slipstream_${name}{`) ? total + value : total),
+        (total, [key, value]) => (key.startsWith(`slipstream_${name}{`) && !key.includes("{model=") ? total + value : total),
         0,
       );
     const now = {
@@ -92,4 +94,11 @@ export class EnginePanel {
       part.hidden = blocks === 0;
     }
   }
+}
+
+// Of several models this one's series, called as those of a server of one model.
+function ofModel(values, model) {
+  const own = `model=${JSON.stringify(model)}`;
+  const name = (key) => key.replace(`{${own}}`, "").replace(`{${own},`, "{");
+  return new Map([...values].map(([key, value]) => [name(key), value]));
 }

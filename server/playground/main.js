@@ -17,17 +17,23 @@ plain.name("Without drafts", "One token in every step.");
 const engine = new EnginePanel();
 let speculation = null;
 let race = null;
+let model = null;
 
 let newestLoad = 0;
 
 async function load() {
   const thisLoad = (newestLoad += 1);
   try {
-    const [models, catalogue] = await Promise.all([getJson("v1/models"), getJson("v1/drafters")]);
+    // Of several models the one that the page's address names, else the first; asking for its drafters
+    // loads it, and only then does its card say all.
+    const first = (await getJson("v1/models")).data[0];
+    const name = new URLSearchParams(location.search).get("model") ?? first.id;
+    const catalogue = await getJson(`v1/drafters?model=${encodeURIComponent(name)}`);
+    const card = (await getJson("v1/models")).data.find((each) => each.id === name) ?? first;
     if (thisLoad !== newestLoad) return;
     byId("key-form").hidden = true;
     byId("notice").hidden = true;
-    setUp(models.data[0], catalogue);
+    setUp(card, catalogue);
   } catch (error) {
     // An earlier key's refusal may come after a later key was taken.
     if (thisLoad !== newestLoad) return;
@@ -50,6 +56,7 @@ function say(text) {
 }
 
 function setUp(card, catalogue) {
+  model = engine.model = card.id;
   byId("model").textContent = describe(card);
   const chats = card.has_chat_template;
   radio("mode", "chat").disabled = !chats;
@@ -144,7 +151,7 @@ async function run() {
   setRunning(true);
   // On a phone the panes are below the form.
   if (!WIDE.matches) byId("output").scrollIntoView({ block: "start" });
-  const both = bodies(request(), speculation.object(), speculation.prediction);
+  const both = bodies({ model, ...request() }, speculation.object(), speculation.prediction);
   const how = { apart: chosen("timing") === "apart", verification: speculation.verification };
   try {
     await race.run(PATHS[chosen("mode")], both, how);

@@ -20,8 +20,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -32,6 +33,7 @@ from typing import Any, TypeVar, get_type_hints
 from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from engine.logs import LogOptions
@@ -43,6 +45,7 @@ from server.request.parsing import check_content_type, parse
 from server.request.render_limit import LIMIT, SlowTemplateError
 from server.request.speculative import SpeculativeResolver
 from server.request.translate import Translator
+from server.request.wish import Wish
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,25 @@ class LargeBody:
         return parse(self.kind, self.content, drops_unknown=self.drops_unknown)
 
 
+def wish_of(body: Body | LargeBody, named: str | None) -> Wish:
+    """Returns what is asked of the model. ``named``: in the query, for bodies that have no such field.
+    Raises ApiError where a large body cannot be read."""
+    known = (body.kind if isinstance(body, LargeBody) else type(body)).model_fields
+    if "model" not in known:
+        return Wish(named)
+    fields: Any = None
+    if isinstance(body, LargeBody) and isinstance(body.content, bytes):
+        try:
+            # Some milliseconds for a megabyte.
+            fields = from_json(body.content)
+        except ValueError:
+            body = body.parse()
+    if not isinstance(fields, dict):
+        fields = {name: getattr(body, name, None) for name in ("model", "keep_alive")}
+    keep_alive = fields.get("keep_alive") if "keep_alive" in known else None
+    return Wish.of(fields.get("model"), keep_alive, getattr(body, "only_unloads", False))
+
+
 class BodyRoute(APIRoute):
     """Reads a body of JSON, and hands it to the endpoint as the model that its ``body`` is annotated
     with; a large one unread, as ``LargeBody``. The endpoint's other parameters are the request and
@@ -99,16 +121,42 @@ class BodyRoute(APIRoute):
                 return Response(status_code=CLIENT_GONE_STATUS)
             if self.needs_type:
                 check_content_type(request.headers.get("content-type", ""))
-            services = request.app.state.services
+            models = request.app.state.models
             # Who operates the server is told of a wrong name in any case.
-            drops_unknown = services.drops_unknown and not self.path.startswith("/admin")
+            drops_unknown = models.settings.unknown_fields == "tell" and not self.path.startswith(
+                "/admin"
+            )
             unread = LargeBody(kind, content, drops_unknown)
             body = unread if len(content) > LARGE else unread.parse()
-            with panics_as_errors():
-                response: Response = await self.endpoint(body, request, services)
-            return response
+            wish = partial(wish_of, body, request.query_params.get("model"))
+            async with self._answering(models, request, wish) as found:
+                with panics_as_errors():
+                    response: Response = await self.endpoint(body, request, found)
+                return response
 
         return handle
+
+    @staticmethod
+    def _answering(
+        models: Any, request: Request, wish: Callable[[], Wish]
+    ) -> AbstractAsyncContextManager[Any]:
+        """What the endpoint's last parameter is."""
+        found: AbstractAsyncContextManager[Any] = models.using(request, wish)
+        return found
+
+
+class TableRoute(BodyRoute):
+    """Is about the server, not one model: the endpoint's last parameter is ``Table``. Takes a body for
+    JSON whatever it is called."""
+
+    needs_type = False
+
+    @staticmethod
+    def _answering(
+        models: Any, request: Request, wish: Callable[[], Wish]
+    ) -> AbstractAsyncContextManager[Any]:
+        del request, wish
+        return nullcontext(models)
 
 
 class AnyTypeRoute(BodyRoute):

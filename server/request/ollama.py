@@ -29,9 +29,9 @@ from server.request.protocol import (
     sharing,
 )
 from server.request.translate import Translator
+from server.request.wish import DURATION, seconds_of
 
 LATEST = ":latest"
-_DURATION = r"^[+-]?(0|(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+)$"
 _EFFORT = "reasoning_effort"
 _USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _OWN = ("priority", "timeout", "cache_salt", "user", "metadata", "speculative")
@@ -116,7 +116,8 @@ _Format = Annotated[
     ),
 ]
 TextsField = str | Annotated[list[str], Field(min_length=1)]
-_Duration = Annotated[str, Field(pattern=_DURATION, max_length=64)]
+_Duration = Annotated[str, Field(pattern=DURATION, max_length=64)]
+_KeepAlive = Annotated[float | _Duration | None, Hint()]
 
 
 class _OllamaRequest(Body):
@@ -135,7 +136,7 @@ class _OllamaRequest(Body):
     think: bool | Literal["low", "medium", "high"] | None = optional(
         "Whether the model is to think, where its template has a switch, or how much."
     )
-    keep_alive: Annotated[float | _Duration | None, Hint()] = None
+    keep_alive: _KeepAlive = None
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
@@ -145,8 +146,9 @@ class _OllamaRequest(Body):
         return not getattr(self, self.asks_by)
 
     @property
-    def is_unload(self) -> bool:
-        return self.keep_alive in (0, "0", "0s", "0m", "0h")
+    def only_unloads(self) -> bool:
+        """Whether nothing is asked but that the model goes."""
+        return self.is_empty and self.keep_alive is not None and seconds_of(self.keep_alive) == 0
 
     def for_translator(self, translator: Translator) -> ChatRequest | CompletionRequest:
         """The request that says the same. Raises ApiError 400."""
@@ -267,6 +269,7 @@ class _EmbedFields(Body):
     model: str | None = optional("The served model's name, with ':latest' or without.")
     dimensions: int | None = optional("Only the model's own number.", ge=1)
     truncate: bool | None = optional("Keep what there is room for of a longer text.")
+    keep_alive: _KeepAlive = None
     options: OllamaOptions | None = optional("They say nothing of embeddings, and are told.")
 
 
@@ -305,7 +308,12 @@ def plan_ollama_embeddings(
     options = () if body.options is None else sorted(body.options.model_fields_set)
     ignored = [f"options.{each}" for each in options]
     repeated = {"model": body.model or translator.model_name}
-    return plan.in_words_of(str, [*ignored, *body.ignored()], repeated)
+    return plan.in_words_of(str, [*ignored, *_ignored(body, translator)], repeated)
+
+
+def _ignored(body: Body, translator: Translator) -> list[str]:
+    """The hints that nothing comes of."""
+    return [each for each in body.ignored() if each != "keep_alive" or not translator.may_go]
 
 
 def known_name(name: str | None, served: Iterable[str]) -> str | None:
@@ -410,7 +418,7 @@ def plan_ollama(
     except ApiError as error:
         raise _in_own_words(error, body) from error
     name = body.model or translator.model_name
-    return plan.in_words_of(_own_name, body.ignored(), {"model": name})
+    return plan.in_words_of(_own_name, _ignored(body, translator), {"model": name})
 
 
 def _in_own_words(error: ApiError, body: OllamaChatRequest | OllamaGenerateRequest) -> ApiError:

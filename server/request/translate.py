@@ -65,9 +65,11 @@ class Translator:
         formats: MessageFormats,
         sampling: dict[str, Any],
         logs_client_fields: bool = False,
+        may_go: bool = False,
     ) -> None:
         """``max_seconds``: from a request's arrival to its deadline, where it names no earlier one.
-        ``sampling``: defaults of the model's or the operator's, before those of an API."""
+        ``sampling``: defaults of the model's or the operator's, before those of an API. ``may_go``:
+        whether requests may say how long the model stays loaded."""
         self.info = info
         self._prompts = Prompts(info, tokenizer)
         self.template = self._prompts.template
@@ -79,6 +81,7 @@ class Translator:
         self._max_seconds = max_seconds
         self._logged = CLIENT_FIELDS if logs_client_fields else ()
         self.sampling = sampling
+        self.may_go = may_go
         self._vocabulary = Vocabulary(
             info.vocab_size,
             partial(tokenizer.encode, add_special_tokens=False),

@@ -27,10 +27,10 @@ from engine.request.events import FinishInfo
 from engine.request.info import EngineInfo
 from engine.tokenizer import load_tokenizer
 from server.app import Shared, build_app, http_config
-from server.endpoints import Services
 from server.errors import ApiError
 from server.http.draining import Drain, DrainingServer, exit_at_signals
 from server.http.protocol import HttpConfig
+from server.models.table import Models
 from server.request.speculative import SpeculativeChange, SpeculativeResolver
 from server.settings import Settings
 
@@ -116,20 +116,20 @@ def main() -> int:
     except (EngineError, ValueError, OSError) as error:
         link.call("failed", str(error))
         return 2
-    services: Services = app.state.services
+    models: Models = app.state.models
 
     def replace(info: EngineInfo, handle: int) -> None:
         engine.replace(info, Connection(handle))
 
     def adopt(resolver: SpeculativeResolver) -> None:
-        services.bodies.translator.resolver = resolver
+        models.only.bodies.translator.resolver = resolver
 
     # Without the process that launched it, this one ends.
     link.listen_in_thread({"replace": replace, "adopt": adopt}, lambda: os._exit(1))
-    services.bodies.warm()
+    models.only.bodies.warm()
     settle_memory()
     with exit_at_signals():
-        server = _Server(http_config(app, settings), services.drain, link)
+        server = _Server(http_config(app, settings), models.drain, link)
         server.run([socket.socket(fileno=listening)])
     return 0
 

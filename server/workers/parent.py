@@ -169,11 +169,7 @@ class Workers:
                 worker.process.kill()
 
     def _launch(self) -> _Worker:
-        wished = {
-            "speculative": SpeculativeField(**self._resolver.wished),
-            "speculative_caps": self._resolver.caps,
-        }
-        settings = {**self._serve.settings, **wished}
+        settings = {**self._serve.settings, **wished(self._resolver)}
         with self._engine.connect(wants_steps=False) as to_engine:
             handles = (self._listener.fileno(), to_engine.fileno(), self._engine.pulse_handle)
             first = replace(self._serve, info=self._info, settings=settings)
@@ -245,3 +241,11 @@ class Workers:
         del events
         for step in steps:
             self._metrics.observe_step(step)
+
+
+def wished(resolver: SpeculativeResolver) -> dict[str, Any]:
+    """Returns the settings that make such a resolver."""
+    return {
+        "speculative": SpeculativeField(**resolver.wished),
+        "speculative_caps": resolver.caps,
+    }

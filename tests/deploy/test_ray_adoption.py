@@ -24,7 +24,7 @@ async def replica(
     name: str, settings: str = "same", **more: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, SharedSpeculation]]:
     async with serve(ScriptedEngine(), admin_key="secret", body_processes=0, **more) as client:
-        services = client.app.state.services  # type: ignore[attr-defined]
+        services = client.app.state.models.only  # type: ignore[attr-defined]
         yield client, SharedSpeculation(name, settings, services)
 
 

@@ -291,7 +291,7 @@ async def test_a_change_is_made_in_all_replicas() -> None:
         done = await found.client.patch("/admin/speculative", json=change, headers=ADMIN)
         assert done.json()["defaults"]["draft_strategy"] == "nasd"
         for app in found.replicas.apps.values():
-            assert app.state.services.resolver.defaults.draft_strategy == "nasd"
+            assert app.state.models.only.resolver.defaults.draft_strategy == "nasd"
         found.replicas.lives = {"a": 0, "b": 0}
         lost = await found.client.patch("/admin/speculative", json=change, headers=ADMIN)
         assert (lost.status_code, lost.json()["error"]["code"]) == (503, "not_adopted")

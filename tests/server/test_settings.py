@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -15,7 +16,13 @@ from drafters.registry import drafter_settings
 from engine.config import EngineConfig
 from server.serve import check, serve
 from server.setting_names import OTHER_VARIABLES, unknown_variables
-from server.settings import Settings, add_flags, load_settings, with_drafters
+from server.settings import (
+    Settings,
+    add_flags,
+    load_settings,
+    settings_of_models,
+    with_drafters,
+)
 
 
 def load(*arguments: str) -> Settings:
@@ -347,7 +354,7 @@ def test_an_unknown_flag_exits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # Costs much and serves the engine's own tests only.
-ENGINE_ONLY = {"check_integrity"}
+ENGINE_ONLY = {"check_integrity", "promised_bytes"}
 ALONE = {"tensor_parallel_size": 2}
 KV_EVENTS = {
     "kv_events_endpoint": "tcp://*:5557",
@@ -462,3 +469,65 @@ def test_without_settings_the_engine_has_its_own_defaults() -> None:
 
 def test_an_api_key_is_not_shown() -> None:
     assert "s3cret" not in repr(Settings(api_key="s3cret"))
+
+
+def test_models_of_a_file_have_settings_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(
+        "models:\n- org/one\n- model: two.gguf\n  max-model-len: 64\n  keep_alive: -1\n"
+        "  speculative: {draft_strategy: none}\n"
+    )
+    common = Settings(
+        models=str(file),
+        port=1,
+        max_model_len=128,
+        keep_alive="90s",
+        speculative={"return_drafted": True},
+    )
+    one, two = settings_of_models(common, ())
+    assert (one.model, one.max_model_len, one.keep_alive) == ("org/one", 128, 90)
+    assert (two.model, two.max_model_len, two.keep_alive) == ("two.gguf", 64, math.inf)
+    assert one.speculative.given() == {"return_drafted": True}
+    assert two.speculative.given() == {"return_drafted": True, "draft_strategy": "none"}
+    assert one.port == two.port == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("models: []", "does not hold a list under models"),
+        ("- a", "does not hold a list under models"),
+        ("models: [a]\nport: 1", "does not hold a list under models"),
+        ("models: [{draft: [b]}]", "models.0 is no model's name, nor a mapping with its model"),
+        ("models: [a, {model: b, max_model_length: 3}]", "models.1: max_model_length: no such"),
+        ("models: [{model: b, port: 3}]", "models.0: port is the server's, not a model's"),
+        ("models: [{model: b, max_model_len: 0}]", "models.0.max_model_len: "),
+        ("models: [{model: b, keep_alive: soon}]", "models.0.keep_alive: must be seconds"),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_models_is_said_with_its_place(
+    tmp_path: Path, content: str, part: str
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(part)) as refused:
+        settings_of_models(Settings(models=str(file)), ())
+    assert str(file) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("1.5s", 1.5),
+        (0, 0),
+        ("0", 0),
+        (-1, math.inf),
+        ("-1m", math.inf),
+        ("90", 90),
+    ],
+)
+def test_durations_are_gos_or_seconds(given: Any, seconds: float) -> None:
+    assert Settings(keep_alive=given).keep_alive == seconds

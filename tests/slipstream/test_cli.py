@@ -63,7 +63,7 @@ def test_bad_settings_are_explained_in_one_line(
         (["serve", "--draft-strategy", "x"], "did you mean --speculative.draft-strategy?"),
         (["serve", "--max-num-s", "3"], "did you mean --max-num-seqs?"),
         (["serve", "--colour"], "there is no flag --colour"),
-        (["serve", "a", "b"], "one argument too many: b"),
+        (["chat", "b"], "one argument too many: b"),
         (["serve", "--port"], "--port: expected one argument"),
         (["bench", "--round", "3"], "did you mean --rounds?"),
         (["serv"], "invalid choice: 'serv'"),
@@ -90,3 +90,27 @@ def test_a_variable_that_is_no_setting_ends_the_start_in_one_line(
     assert capsys.readouterr().err == (
         "slipstream: variable SLIPSTREAM_APIKEY: no such setting; did you mean SLIPSTREAM_API_KEY?\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["bundled", "bundled"], "two models or adapters are called 'slipstream-bundled'"),
+        (
+            ["bundled", "--port", "0", "bundled_hybrid", "--api-workers", "2"],
+            "api_workers: not where",
+        ),
+        (["bundled", "--keep-alive", "5m", "--no-engine-process"], "engine_process: not where"),
+        (["bundled", "--keep-alive", "soon"], "keep-alive: must be seconds, or a duration as 90s"),
+        (["bundled", "nowhere/at/all.gguf", "--port", "0"], "nowhere/at/all.gguf"),
+        (["bundled", "--models", "models.yaml"], "leave out those of the command line"),
+        (["--models", "none.yaml"], "cannot read the models file none.yaml: No such file"),
+    ],
+)
+def test_what_rules_out_several_models_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    assert main(["serve", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert part in err
+    assert err.splitlines()[-1].startswith("slipstream: ")

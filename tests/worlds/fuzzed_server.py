@@ -20,7 +20,7 @@ async def main(port: int, keys: str, admin_key: str) -> None:
     settings = Settings(api_keys_file=keys, admin_key=admin_key, max_request_seconds=60)
     app = build_app(ScriptedEngine(), byte_tokenizer(), settings)
     with bind("127.0.0.1", port) as listener:
-        server = DrainingServer(http_config(app, settings), app.state.services.drain)
+        server = DrainingServer(http_config(app, settings), app.state.models.drain)
         await server.serve([listener])
 
 

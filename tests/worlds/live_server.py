@@ -49,7 +49,7 @@ async def live(engine: Any, **settings: Any) -> AsyncIterator[Live]:
     chosen = Settings(**(own | settings))
     app = build_app(engine, byte_tokenizer(), chosen)
     with bind("127.0.0.1", 0) as listener:
-        server = DrainingServer(http_config(app, chosen), app.state.services.drain)
+        server = DrainingServer(http_config(app, chosen), app.state.models.drain)
         address = listener.getsockname()
         # What a second signal ended ends by it in turn, which is not the tests' own end.
         raised: list[int] = []

@@ -185,12 +185,17 @@ class ScriptedEngine:
         self.stopped_with: float | None = None
         self._listeners: list[Callable[[StepStats], None]] = []
         self._adapter_listeners: list[Callable[[tuple[AdapterInfo, ...]], None]] = []
+        self._idle_listeners: list[Callable[[], None]] = []
         self.refused_adapter: EngineError | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self.open)
 
     async def start(self) -> None:
         self.is_alive = True
 
-    async def stop(self, drain_seconds: float) -> None:
+    async def stop(self, drain_seconds: float = 0.0) -> None:
         self.stopping = True
         self.stopped_with = drain_seconds
         with contextlib.suppress(TimeoutError):
@@ -203,6 +208,9 @@ class ScriptedEngine:
 
     def add_step_listener(self, callback: Callable[[StepStats], None]) -> None:
         self._listeners.append(callback)
+
+    def add_idle_listener(self, callback: Callable[[], None]) -> None:
+        self._idle_listeners.append(callback)
 
     def add_adapter_listener(self, callback: Callable[[tuple[AdapterInfo, ...]], None]) -> None:
         self._adapter_listeners.append(callback)
@@ -272,6 +280,9 @@ class ScriptedEngine:
             self.open.discard(request.request_id)
             if not finished:
                 self.closed_early.append(request.request_id)
+            if not self.open:
+                for listener in self._idle_listeners:
+                    listener()
 
     def _events(self, request: GenerationRequest) -> list[TokenEvent]:
         token_ids, reason, stop_id = self._run(request)

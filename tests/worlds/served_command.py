@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool]) -> None:
 def serving(
     folder: Path,
     *flags: str,
-    model: str = "bundled",
+    model: str | Sequence[str] = "bundled",
     launcher: Sequence[str] = (),
     path: Path | None = None,
 ) -> Iterator[Server]:
@@ -77,7 +77,8 @@ def serving(
     where its modules are looked for first."""
     log = folder / "log"
     command = [sys.executable, *([] if not launcher else ["-m", *launcher])]
-    command += ["-m", "slipstream.cli", "serve", model, "--port", "0", *flags]
+    models = [model] if isinstance(model, str) else model
+    command += ["-m", "slipstream.cli", "serve", *models, "--port", "0", *flags]
     environment = child_environment()
     if path is not None:
         environment["PYTHONPATH"] = f"{path}{os.pathsep}{environment['PYTHONPATH']}"

@@ -40,7 +40,7 @@ async def test_tokens_are_counted_and_told(
 async def test_a_large_body_is_read_elsewhere(client: Any) -> None:
     body = {"prompt": "a<|user|>" + "b" * 20_000, "return_token_strs": True}
     reply = (await client.post("http://test/tokenize", json=body)).json()
-    assert client.app.state.services.bodies._pool is not None  # type: ignore[attr-defined]
+    assert client.app.state.models.only.bodies._pool is not None  # type: ignore[attr-defined]
     assert (reply["count"], reply["token_strs"][:3]) == (20_002, ["a", "<|user|>", "b"])
 
 

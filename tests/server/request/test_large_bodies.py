@@ -102,7 +102,7 @@ async def test_a_process_that_was_killed_costs_nobody_an_error(connect: Connect)
         headers = {"content-type": "application/json"}
         content = json.dumps(COMPLETION) + PADDING
         assert (await client.post("completions", content=content, headers=headers)).is_success
-        reader = client.app.state.services.bodies  # type: ignore[attr-defined]
+        reader = client.app.state.models.only.bodies  # type: ignore[attr-defined]
         pool = reader._pool
         (pid,) = pool._processes
         reading = asyncio.create_task(
@@ -225,11 +225,11 @@ async def test_without_a_pool_the_server_reads_them_itself(connect: Connect) -> 
     tokenizer = byte_tokenizer()
     async with connect(ScriptedEngine(), body_processes=0) as client:
         assert (await client.post("completions", content=content, headers=headers)).is_success
-        assert client.app.state.services.bodies._pool is None  # type: ignore[attr-defined]
+        assert client.app.state.models.only.bodies._pool is None  # type: ignore[attr-defined]
     tokenizer.odd = lambda: None  # type: ignore[attr-defined]  # what cannot be sent
     async with connect(ScriptedEngine(), tokenizer=tokenizer) as client:
         assert (await client.post("completions", content=content, headers=headers)).is_success
-        assert client.app.state.services.bodies._pool is None  # type: ignore[attr-defined]
+        assert client.app.state.models.only.bodies._pool is None  # type: ignore[attr-defined]
 
 
 async def test_the_default_limit_follows_from_the_context(connect: Connect) -> None:
