@@ -153,10 +153,15 @@ def test_the_server_says_in_one_line_which_folder_and_what_is_wrong(
 
 def test_what_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    faults = {str(tmp_path / "none"): "no such folder", __file__: "it is a file", "a/b": ""}
+    none = str(tmp_path / "none")
+    faults = {
+        none: f"cannot load '{none}': .*no such folder",
+        __file__: f"cannot load '{__file__}': .*it is a file",
+        "a/b": "a/b: it is not in the cache",
+    }
     for name, fault in faults.items():
         for load in (lambda name: load_model(name, CPU), load_tokenizer):
-            with pytest.raises(OSError, match=f"cannot load '{name}': .*{fault}"):
+            with pytest.raises(OSError, match=fault):
                 load(name)
 
 
