@@ -9,7 +9,6 @@ more that gates what it reads, and a sum of each row's experts in the order in w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from engine.kernels.float_product import PackedFloats
     from engine.kernels.grouped_product import Gate
     from engine.kernels.routes import Routes
-
-logger = logging.getLogger(__name__)
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 _LEAST_CHANNELS = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,32 +47,31 @@ def begin_offload(
     parts = parts_of(
         drafters, runner.model.config.get_text_config().hidden_size, runner.model.dtype
     )
-
-    def known() -> dict[str, str]:
-        return identity(config, runner, weights, determinism, parts, drafts)
-
-    rows, most = BlockRows(runner.store, parts), config.kv_offload_bytes
+    most, path = config.kv_offload_bytes, config.kv_offload_file
+    rows, known = BlockRows(runner.store, parts), {}
+    if path is not None:
+        known = identity(config, runner, weights, determinism, parts, drafts)
     if runner.states is None:
-        return Offload(_tier(rows, "block", most, config.kv_offload_file, known))
+        return Offload(_tier(rows, "block", most, path, known))
     for_states = int(most * _STATES_SHARE)
-    path = None if config.kv_offload_file is None else f"{config.kv_offload_file}.states"
-    states = _tier(StateBytes(runner.states.store), "state", for_states, path, known)
-    blocks = _tier(rows, "block", most - for_states, config.kv_offload_file, known)
-    return Offload(blocks, states)
+    beside = None if path is None else f"{path}.states"
+    states = _tier(StateBytes(runner.states.store), "state", for_states, beside, known)
+    return Offload(_tier(rows, "block", most - for_states, path, known), states)
 
 
 def _tier(
-    content: BlockBytes, name: str, most: int, path: str | None, known: Callable[[], dict[str, str]]
+    content: BlockBytes, name: str, most: int, path: str | None, known: Mapping[str, str]
 ) -> BlockTier:
-    """Returns a tier of ``most`` bytes. ``name``: of what it keeps, for messages."""
+    """Returns a tier of ``most`` bytes. ``name``: of what it keeps, for messages; ``known``: the identity
+    of its file."""
     size = content.num_bytes
     num_slots = most // size if path is None else num_slots_for(most, size)
     if num_slots < 1:
         raise ValueError(f"kv_offload_bytes: {most} has no room for a {name} of {size}")
-    slots: Slots
-    if path is None:
-        slots = MemorySlots(num_slots, size)
-    else:
-        slots = SlotFile(Path(path), num_slots, size, known())
+    slots: Slots = (
+        MemorySlots(num_slots, size)
+        if path is None
+        else SlotFile(Path(path), num_slots, size, known)
+    )
     logger.info("KV offload: %d of %s, %d bytes each, %s", num_slots, name, size, path or "memory")
     return BlockTier(content, slots)

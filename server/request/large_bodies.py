@@ -145,11 +145,14 @@ class BodyRoute(APIRoute):
         return found
 
 
-class TableRoute(BodyRoute):
-    """Is about the server, not one model: the endpoint's last parameter is ``Table``. Takes a body for
-    JSON whatever it is called."""
+class AnyTypeRoute(BodyRoute):
+    """Takes a body for JSON whatever it is called, as Ollama does: ``curl -d`` calls it a form."""
 
     needs_type = False
+
+
+class TableRoute(AnyTypeRoute):
+    """Is about the server, not one model: the endpoint's last parameter is ``Table``."""
 
     @staticmethod
     def _answering(
@@ -157,12 +160,6 @@ class TableRoute(BodyRoute):
     ) -> AbstractAsyncContextManager[Any]:
         del request, wish
         return nullcontext(models)
-
-
-class AnyTypeRoute(BodyRoute):
-    """Takes a body for JSON whatever it is called, as Ollama does: ``curl -d`` calls it a form."""
-
-    needs_type = False
 
 
 Result = TypeVar("Result")
