@@ -20,7 +20,7 @@ added nothing is left out but in every ``_ASKED_EVERY``-th step.
 Besides, it takes one head, a drafter that reads the target's hidden states. It is the very drafter that
 requests may name: ``auto`` opens its own requests in it under their ids and hands on what it is to know
 of them, asked or not. After the members it is asked, once for all requests for which it is expected to
-pay (``asking.py``), and its drafts are laid over theirs as one more member's.
+pay (``ledger.py``), and its drafts are laid over theirs as one more member's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from drafters.asking import Asking, Hope, expected_tokens
+from drafters.ledger import Hope, Ledger, expected_tokens
 from drafters.base import (
     REGISTERED,
     Drafter,
@@ -132,7 +132,7 @@ class AutoDrafter(Drafter):
         self._vocab_size = vocab_size
         self._wanted_head, self._clock = head, clock
         self._head: Drafter | None = None
-        self._asking = Asking()
+        self._asking = Ledger()
         self._standings: dict[str, Standing] = {}
         self._trials = Trials()
         self._tokens_per_second = 0.0

@@ -6,16 +6,21 @@ _EMA = 0.1
 
 
 class BatchTimes:
-    """Seconds of a batch by its number of rows or requests, rounded up to a power of two."""
+    """Seconds of a batch by its number of rows or requests, rounded up to a power of two. The first one of
+    a size may have warmed something up: it only bounds what the second is believed to have taken."""
 
     def __init__(self) -> None:
+        self._first: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
 
     def observe(self, size: int, seconds: float) -> None:
         key = size.bit_length()
-        known = self._seconds.get(key, seconds)
+        if key not in self._first:
+            self._first[key] = seconds
+            return
+        known = self._seconds.get(key, min(seconds, self._first[key]))
         self._seconds[key] = known + _EMA * (min(seconds, 4 * known) - known)
 
     def expect(self, size: int) -> float:
-        """0 while no batch of about that size has been timed."""
+        """0 while fewer than two batches of about that size have been timed."""
         return self._seconds.get(size.bit_length(), 0.0)

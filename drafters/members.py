@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import exp
 from operator import attrgetter
 
-from drafters.asking import HeadGain
+from drafters.ledger import Gain as HeadGain
 from drafters.base import Drafter, Observation, RequestState
 from drafters.checks import count_of, is_interrupt
 from drafters.estimator import RequestAcceptance
@@ -91,7 +91,7 @@ class HeadMember(Member):
     def count(self, num_added: int) -> None:
         """Drafts that it could not make say nothing of those that it can."""
         if self.tree.token_ids:
-            self.added.observe(self.num_free, num_added)
+            self.added.observe(num_added, self.num_free)
 
     def view(self, seen: Observation) -> Observation:
         """Of its own draft what the text has reached, as if that had been verified: it learns by features

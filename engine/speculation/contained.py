@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from drafters.base import Drafter, DraftRequest, Observation
 from drafters.checks import count_of, is_interrupt
+from drafters.ledger import Gain
 from drafters.tree import DraftTree
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
@@ -32,6 +33,13 @@ class Drafting:
     drafter: Drafter
     policy: GammaPolicy
     acceptance: Acceptance
+    gain: Gain
+    row_tokens: float = 0.0
+    """The tokens that the engine did not write while it verified the rows of the last draft."""
+    num_whole: int = 0
+    """The rows of the last draft, where such are granted whole or not at all."""
+    has_verified: bool = False
+    """A draft of the request was verified."""
     num_failures: int = 0
     is_open: bool = True
     """False: the drafter could not start the request."""
@@ -52,6 +60,11 @@ class Drafting:
     @property
     def name(self) -> str:
         return self.drafter.info.name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether drafts are granted whole or not at all."""
+        return self.drafter.info.needs.all_or_nothing
 
     @property
     def is_asked(self) -> bool:

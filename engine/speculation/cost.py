@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from drafters.batch_times import BatchTimes
+
 _EMA_RATE = 0.1
 _LARGEST_ERROR = 0.15
 """Relative error of an overhead beyond which it counts no more (Huber)."""
@@ -83,9 +85,7 @@ class CostModel:
         # Half of all rows: over these the curve's steepness beyond them is taken.
         self._half = max(bisect_right(self._rows, self._rows[-1] // 2) - 1, 0)
         self._correction = Correction(len(self._rows))
-        self._asked_seconds: dict[str, float] = {}
-        """Per drafter, a request's share of a step: where it was asked, and below where it was not."""
-        self._idle_seconds: dict[str, float] = {}
+        self._draft_times: dict[str, BatchTimes] = {}
         self._redraw()
 
     def step_seconds(
@@ -145,27 +145,16 @@ class CostModel:
         error = max(-_LARGEST_ERROR, min(_LARGEST_ERROR, error))
         self.overhead_seconds *= 1.0 + _EMA_RATE * error
 
-    def observe_draft(
-        self, drafter: str, num_requests: int, seconds: float, num_asked: int | None = None
-    ) -> None:
-        """Learn what ``drafter`` took in a step for ``num_requests`` requests: ``num_asked`` of them were
-        asked for drafts (all, if not told), the others only shown what came."""
-        if num_requests < 1:
-            return
-        asked = num_requests if num_asked is None else num_asked
-        idle = self._idle_seconds.get(drafter)
-        if asked == 0:
-            self._idle_seconds[drafter] = _moved(idle, seconds / num_requests)
-        else:
-            share = max(0.0, seconds - (num_requests - asked) * (idle or 0.0)) / asked
-            known = self._asked_seconds.get(drafter)
-            self._asked_seconds[drafter] = _moved(known, share)
+    def observe_draft(self, drafter: str, num_asked: int, seconds: float) -> None:
+        """Learn what a call of ``drafter`` for so many requests took, that it was told of what came
+        included."""
+        self._draft_times.setdefault(drafter, BatchTimes()).observe(num_asked, seconds)
 
-    def draft_seconds(self, drafter: str) -> float:
-        """Price of one more request that asks ``drafter``: its share of a call, beyond what is spent on
-        one that does not ask; 0 while it was never timed."""
-        idle = self._idle_seconds.get(drafter, 0.0)
-        return max(0.0, self._asked_seconds.get(drafter, 0.0) - idle)
+    def draft_seconds(self, drafter: str, num_asked: int) -> float:
+        """What a call of ``drafter`` for so many requests takes; 0 while none of about so many was
+        timed."""
+        times = self._draft_times.get(drafter)
+        return 0.0 if times is None else times.expect(num_asked)
 
     def _drafts(self, num_requests: int, has_drafts: bool) -> float:
         return self._draft_factor if has_drafts and num_requests > 1 else 1.0
@@ -253,14 +242,6 @@ class Correction:
         covariance -= spread[:, None] * gain
         gain *= surprise
         self._logs += gain
-
-
-def _moved(known: float | None, seconds: float) -> float:
-    """An average that one slow call does not move far."""
-    if known is None:
-        return seconds
-    limit = known * (1.0 + 4 * _LARGEST_ERROR)
-    return known + _EMA_RATE * (min(seconds, limit) - known)
 
 
 def _fit(points: Sequence[Measurement]) -> tuple[list[int], list[float], tuple[float, float]]:

@@ -42,11 +42,11 @@ from engine.speculation.gamma.policy import (
     DraftCandidate,
     Grant,
     Load,
-    Traffic,
     grant_all,
     registered_policies,
 )
 from engine.speculation.hidden import WaitingStates
+from engine.speculation.ledgers import Ledgers
 from kvpool.block_pool import BlockPool
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class Speculation:
         self._shed, self._shed_queue = shed, shed_queue
         self._vocab_size = vocab_size
         self._estimator = AcceptanceEstimator()
+        self._ledgers = Ledgers(cost)
         self._policies = {kind.name: kind(cost) for kind in registered_policies()}
         self._drafting: dict[str, Drafting] = {}
         self._unread: dict[str, Drafting] = {}
@@ -107,8 +108,9 @@ class Speculation:
         acceptance = new_acceptance(
             self._estimator, wanted.draft_strategy, request.sampling.verification
         )
-        drafting = self._drafting[request_id] = Drafting(drafter, policy, acceptance)
-        policy.open(request_id, Traffic.of(params, request.sampling.verification))
+        is_whole = drafter.info.needs.all_or_nothing
+        gain = self._ledgers.gain(wanted.draft_strategy, is_whole, request)
+        drafting = self._drafting[request_id] = Drafting(drafter, policy, acceptance, gain)
 
         def start() -> bool:
             drafter.open(request_id, request.token_ids, wanted.options, params.cache_salt)
@@ -204,14 +206,13 @@ class Speculation:
             return
         with self._weighed(plan):
             drafting = [each for each in plan.scheduled if self._bound(each, plan.num_waiting)]
-            asked = {self._drafting[each.request.request_id].policy for each in drafting}
-            for policy in self._policies.values():
-                if policy not in asked:
-                    policy.pass_step()
             if drafting:
-                self._propose(drafting, plan, readback)
+                rate = self._ledgers.begin_step(plan)
+                self._propose(self._chosen(drafting, plan), plan, readback, rate)
+                drafting = [each for each in drafting if each.max_nodes > 0]
                 _constrain(drafting)
                 self._grant(drafting, plan)
+                self._ledgers.granted(plan)
             for each in plan.scheduled:
                 self._want(each)
 
@@ -244,7 +245,7 @@ class Speculation:
         wanted, policy = request.params.speculative, drafting.policy
         num_nodes = policy.num_to_propose(request.request_id, wanted)
         if num_nodes <= 0:
-            each.reason = policy.why_not_asked(request.request_id)
+            each.reason = policy.bound
         elif self._sheds(num_waiting, policy.weighs_cost):
             each.reason, num_nodes = "shed", 0
         grammar = request.sampling.grammar
@@ -261,13 +262,17 @@ class Speculation:
         if each.max_depth <= 0:
             each.reason = each.reason or "client_cap"
             return False
-        each.max_nodes = each.num_asked = min(num_nodes, most)
-        if grammar is not None:
-            # What is forced is worth its rows whether or not the drafter rests or yields.
-            cap = max(wanted.num_speculative_tokens, wanted.max_speculative_tokens)
-            num_free = min(len(grammar.forced()), cap)
-            each.max_nodes = min(max(each.num_asked, num_free), most)
+        each.num_asked = min(num_nodes, most)
+        each.max_nodes = min(max(each.num_asked, self._num_forced(request)), most)
         return True
+
+    @staticmethod
+    def _num_forced(request: Request) -> int:
+        """Returns how many nodes a grammar forces: these are worth their rows whether or not the drafter
+        rests or yields."""
+        grammar, wanted = request.sampling.grammar, request.params.speculative
+        cap = max(wanted.num_speculative_tokens, wanted.max_speculative_tokens)
+        return 0 if grammar is None else min(len(grammar.forced()), cap)
 
     def _sheds(self, num_waiting: int, weighs_cost: bool) -> bool:
         """Returns whether a request whose policy ``weighs_cost`` or does not goes without a draft."""
@@ -291,20 +296,36 @@ class Speculation:
 
     # --- proposals ---
 
-    def _propose(
-        self, drafting: Sequence[ScheduledRequest], plan: Plan, readback: Readback
-    ) -> None:
-        """Have drafters propose. Each is asked for all its requests at once, since those with a model
-        batch; all begin before what they read of the device is fetched, once."""
-        by_drafter: dict[str, list[ScheduledRequest]] = {}
+    def _chosen(
+        self, drafting: Sequence[ScheduledRequest], plan: Plan
+    ) -> dict[str, list[ScheduledRequest]]:
+        """Returns by drafter whom it is asked for; the others rest in this step."""
+        groups: dict[str, list[tuple[ScheduledRequest, Drafting]]] = {}
         for each in drafting:
             if each.num_asked > 0:
-                name = self._drafting[each.request.request_id].name
-                by_drafter.setdefault(name, []).append(each)
-        plain_seconds = self._cost.step_seconds(
-            plan.num_rows, plan.num_context_tokens, len(plan.scheduled)
-        )
-        rate = plan.num_sampling / plain_seconds
+                own = self._drafting[each.request.request_id]
+                groups.setdefault(own.name, []).append((each, own))
+        asked: dict[str, list[ScheduledRequest]] = {}
+        for name, group in groups.items():
+            chosen = self._ledgers.choose(name, group, plan)
+            if chosen:
+                asked[name] = [group[at][0] for at in chosen]
+            for at in set(range(len(group))).difference(chosen):
+                each = group[at][0]
+                each.num_asked, each.reason = 0, "low_acceptance"
+                each.max_nodes = min(each.max_nodes, self._num_forced(each.request))
+        return asked
+
+    def _propose(
+        self,
+        by_drafter: Mapping[str, Sequence[ScheduledRequest]],
+        plan: Plan,
+        readback: Readback,
+        rate: float,
+    ) -> None:
+        """Have drafters propose. Each is asked for all its requests at once, since those with a model
+        batch; all begin before what they read of the device is fetched, once. ``rate``: tokens per second
+        that the step would write without drafts."""
         if by_drafter:
             self._tell_hidden(plan)
         begun, waiting = [], []
@@ -403,8 +424,10 @@ class Speculation:
             tree,
             drafting.acceptance.survivals(tree) if tree.token_ids else (),
             each.max_nodes,
-            all_or_nothing=drafting.drafter.info.needs.all_or_nothing,
+            all_or_nothing=drafting.is_whole,
+            gain=drafting.gain.expect() if drafting.is_whole else 0.0,
             is_asked=each.num_asked > 0,
+            is_first=not drafting.has_verified,
         )
 
     def _take(self, each: ScheduledRequest, grant: Grant) -> None:
@@ -440,7 +463,7 @@ class Speculation:
             for each in requests:
                 drafting = self._drafting.get(each.request.request_id)
                 if drafting is not None and drafting.is_asked:
-                    seen = _learn(each, drafting)
+                    seen = self._learn(each, drafting)
                     if seen is not None:
                         by_drafter.setdefault(drafting.name, []).append((each, seen))
             for name, told in by_drafter.items():
@@ -449,6 +472,24 @@ class Speculation:
                 with _timed(plan, name):
                     guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
         self._account(plan, by_drafter)
+
+    def _learn(self, each: ScheduledRequest, drafting: Drafting) -> Observation | None:
+        """Policy, ledger and estimates learn from a request's step. Returns what its drafter is to hear of
+        it at once, if anything."""
+        request, outcome = each.request, each.outcome
+        assert outcome is not None
+        num_verified, num_accepted = _counts(each)
+        drafting.policy.observe(request.request_id, num_verified, num_accepted)
+        self._ledgers.learn(each, drafting, num_verified, num_accepted)
+        drafting.has_verified |= num_verified > 0
+        is_told = drafting.is_told(each.num_asked)
+        if not is_told:
+            drafting.num_missed += len(outcome.emitted_token_ids)
+            if not each.proposal.token_ids and not drafting.acceptance.is_waiting:
+                return None
+        seen = _observation(request, each, outcome)
+        drafting.acceptance.observe(each.proposal, seen)
+        return seen if is_told else None
 
     def _account(
         self, plan: Plan, by_drafter: Mapping[str, Sequence[tuple[ScheduledRequest, Observation]]]
@@ -463,7 +504,8 @@ class Speculation:
             seconds = plan.draft_seconds[name] + own * num_asked[name]
             for each, _ in told:
                 each.draft_seconds = seconds / len(told)
-            self._cost.observe_draft(name, len(told), seconds, num_asked[name])
+            if num_asked[name]:
+                self._cost.observe_draft(name, num_asked[name], seconds)
 
     def observe_hidden(
         self, requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]
@@ -494,22 +536,6 @@ def _timed(plan: Plan, *names: str) -> Iterator[None]:
     seconds = (time.perf_counter() - start) / len(names)
     for name in names:
         plan.draft_seconds[name] = plan.draft_seconds.get(name, 0.0) + seconds
-
-
-def _learn(each: ScheduledRequest, drafting: Drafting) -> Observation | None:
-    """Policy and estimates learn from a request's step. Returns what its drafter is to hear of it at
-    once, if anything."""
-    request, outcome = each.request, each.outcome
-    assert outcome is not None
-    drafting.policy.observe(request.request_id, *_counts(each))
-    is_told = drafting.is_told(each.num_asked)
-    if not is_told:
-        drafting.num_missed += len(outcome.emitted_token_ids)
-        if not each.proposal.token_ids and not drafting.acceptance.is_waiting:
-            return None
-    seen = _observation(request, each, outcome)
-    drafting.acceptance.observe(each.proposal, seen)
-    return seen if is_told else None
 
 
 def _observation(request: Request, each: ScheduledRequest, outcome: Outcome) -> Observation:

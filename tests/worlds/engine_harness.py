@@ -55,8 +55,7 @@ class DictatedCost(CostModel):
         self, row_seconds: float = 0.01, drafting: Mapping[str, float] | None = None
     ) -> None:
         super().__init__([(1, 0, 1.0), (64, 0, 1.0 + 63 * row_seconds)])
-        for drafter, seconds in (drafting or {}).items():
-            super().observe_draft(drafter, 1, seconds)
+        self._drafting = dict(drafting or {})
 
     def observe(
         self,
@@ -74,12 +73,13 @@ class DictatedCost(CostModel):
     def observe_overhead(self, seconds: float) -> None:
         assert seconds >= 0
 
-    def observe_draft(
-        self, drafter: str, num_requests: int, seconds: float, num_asked: int | None = None
-    ) -> None:
+    def observe_draft(self, drafter: str, num_asked: int, seconds: float) -> None:
         assert drafter
-        assert 0 <= (num_asked or 0) <= num_requests > 0
+        assert num_asked > 0
         assert seconds >= 0
+
+    def draft_seconds(self, drafter: str, num_asked: int) -> float:
+        return num_asked * self._drafting.get(drafter, 0.0)
 
 
 @dataclass(frozen=True)

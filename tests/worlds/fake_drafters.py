@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from drafters.base import Drafter, DrafterInfo, DraftRequest, Observation, OptionValue
+from drafters.base import Drafter, DrafterInfo, DrafterNeeds, DraftRequest, Observation, OptionValue
 from drafters.tree import EMPTY, DraftTree, chain
 
 Propose = Callable[[DraftRequest], Any]
@@ -22,9 +22,10 @@ class FakeDrafter(Drafter):
         fails: str = "",
         failing: set[str] | None = None,
         num_top: int = 0,
+        needs: DrafterNeeds = DrafterNeeds(),
     ) -> None:
         super().__init__()
-        self.info = DrafterInfo(name, "Does as it is told.")
+        self.info = DrafterInfo(name, "Does as it is told.", needs=needs)
         self.opened: list[str] = []
         self.closed: list[str] = []
         self.asks: list[list[DraftRequest]] = []

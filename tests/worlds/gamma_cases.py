@@ -34,8 +34,8 @@ class DictatedCost:
         assert num_requests > 0
         return [self.seconds(num_rows + k) for k in range(num_extra + 1)]
 
-    def draft_seconds(self, drafter: str) -> float:
-        return self.drafting.get(drafter, 0.0)
+    def draft_seconds(self, drafter: str, num_asked: int) -> float:
+        return num_asked * self.drafting.get(drafter, 0.0)
 
 
 def grants_of(cost: StepCost, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
@@ -125,7 +125,7 @@ def plain_grants(
         depths = each.tree.depths()
         own = sorted((-survivals[node], depths[node], rank, node) for node in range(len(depths)))
         params = each.params
-        most = max(params.min_speculative_tokens, params.num_speculative_tokens)
+        most = params.max_speculative_tokens
         own = own[: max(0, min(most, params.max_speculative_tokens, each.max_nodes))]
         floor = min(params.min_speculative_tokens, len(own), load.num_spare_rows - floors)
         floors += floor

@@ -22,22 +22,15 @@ from typing import NamedTuple
 from drafters.tree import DraftTree
 from engine.request.params import SpeculativeParams
 from engine.request.stats import Reason
-from engine.speculation.gamma.backoff import Account, Purse, grant_whole
 from engine.speculation.gamma.policy import (
     DraftCandidate,
     GammaPolicy,
     Grant,
     Load,
     StepCost,
-    Traffic,
     gamma_policy,
     why_nothing_offered,
 )
-
-MAX_NUM_KINDS = 1024
-"""Kinds of traffic that are remembered; the one that was not met for longest is forgotten."""
-_FREE_TOKENS = 0.005
-"""A draft that costs less time than the batch takes to write this many tokens counts as free."""
 
 
 class _Offer(NamedTuple):
@@ -70,9 +63,8 @@ class GoodputPolicy(GammaPolicy):
     """Between ``min_speculative_tokens`` (granted whatever it costs) and ``max_speculative_tokens`` per
     request; ``num_speculative_tokens`` is the most until a draft of the request has been verified. With
     a ``target_acceptance_rate``, the mean survival of what a request is granted never falls below it.
-    Drafts that are granted whole or not at all come last, at the price of the rows that are left, by
-    what they gain on average (``grant_whole``); their drafter has fitted them to
-    ``max_speculative_tokens``.
+    Drafts whose rows are there for later steps (the window of Lookahead, the guesses of Jacobi) come last,
+    whole or not at all: that their rows pay was weighed before they were asked for (``Ledger``).
 
     Hysteresis: the last allocation is remembered as the survival down to which it went. It is kept
     while the best one gains no more than ``hysteresis`` on the tokens of the requests it would
@@ -83,28 +75,9 @@ class GoodputPolicy(GammaPolicy):
         super().__init__(cost)
         self._hysteresis = hysteresis
         self._held_survival: float | None = None
-        self._purses: dict[Traffic, Purse] = {}
-        """The one that was not opened for longest comes first."""
-        self._accounts: dict[str, Account] = {}
-        self._step = 0
 
-    def open(self, request_id: str, traffic: Traffic) -> None:
-        purse = self._purses[traffic] = self._purses.pop(traffic, Purse())
-        self._accounts[request_id] = Account(purse)
-        if len(self._purses) > MAX_NUM_KINDS:
-            del self._purses[next(iter(self._purses))]
-
-    def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:
-        account = self._accounts.get(request_id)
-        is_resting = account is not None and account.purse.is_resting(self._step)
-        return 0 if is_resting else params.max_speculative_tokens
-
-    def why_not_asked(self, request_id: str) -> Reason:  # noqa: ARG002
-        """It rests."""
-        return "low_acceptance"
-
-    def pass_step(self) -> None:
-        self._step += 1
+    def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:  # noqa: ARG002
+        return params.max_speculative_tokens
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         offers: list[_Offer] = []
@@ -118,7 +91,7 @@ class GoodputPolicy(GammaPolicy):
         if num_certain:
             load = load.with_nodes(num_certain, gain)
         pool, ranks = _pooled(offers)
-        num_nodes, plain_seconds, row_seconds = self._choose(pool, ranks, load)
+        num_nodes = self._choose(pool, ranks, load)
         counts = [offer.num_certain for offer in offers]
         for rank in ranks[:num_nodes]:
             counts[rank] += 1
@@ -126,50 +99,27 @@ class GoodputPolicy(GammaPolicy):
         grants = []
         for candidate, offer, count in zip(candidates, offers, counts, strict=True):
             if candidate.all_or_nothing and candidate.tree.token_ids:
-                account = self._accounts[candidate.request_id]
-                grant, left = grant_whole(candidate, left, account, self.cost, self._step)
+                grant, left = _grant_whole(candidate, left)
             else:
                 reason = self._why(candidate, offer, count, load)
                 grant = Grant(sorted(offer.nodes[:count]), reason)
             grants.append(grant)
-        self._charge(candidates, counts, row_seconds, plain_seconds / load.expected_tokens)
-        self._step += 1
         return grants
 
-    def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:
-        """Acceptance of nodes reaches this policy through the survivals; only the first draft is
-        news, and what drafts granted whole gained."""
-        account = self._accounts.get(request_id)
-        if account is not None and num_granted:
-            account.purse.earn(num_accepted)
-            account.observe(num_accepted)
-
-    def forget(self, request_id: str) -> None:
-        account = self._accounts.pop(request_id, None)
-        if account is not None and account.purse.trier == request_id:
-            account.purse.trier = ""
-
-    def _offered(self, candidate: DraftCandidate, num_spare: int) -> _Offer:
-        """Returns the nodes that the request may be granted. One that was never announced is of its
-        drafter's kind."""
-        account = self._accounts.get(candidate.request_id)
-        if account is None:
-            self.open(candidate.request_id, Traffic(candidate.drafter))
-            account = self._accounts[candidate.request_id]
+    @staticmethod
+    def _offered(candidate: DraftCandidate, num_spare: int) -> _Offer:
+        """Returns the nodes that the request may be granted."""
         if not candidate.tree.token_ids:
             return _NOTHING
         params = candidate.params
         wanted = params.max_speculative_tokens
-        if not account.has_verified:
+        if candidate.is_first:
             first = max(params.min_speculative_tokens, params.num_speculative_tokens)
             wanted = min(first, wanted)
         return _offer(candidate, min(wanted, candidate.max_nodes), num_spare)
 
-    def _choose(
-        self, pool: Sequence[float], ranks: Sequence[int], load: Load
-    ) -> tuple[int, float, float]:
-        """Returns how many nodes of the pool to grant, the seconds of a step without them, and the mean
-        seconds of a granted row, or of the next one where none is granted."""
+    def _choose(self, pool: Sequence[float], ranks: Sequence[int], load: Load) -> int:
+        """Returns how many nodes of the pool to grant."""
         limit = min(len(pool), load.num_spare_rows)
         table = self.cost.step_seconds_table(
             load.num_rows, limit, load.num_kv_tokens, load.num_requests
@@ -178,9 +128,7 @@ class GoodputPolicy(GammaPolicy):
         tokens = accumulate(islice(pool, limit), initial=load.expected_tokens)
         rates = [total / (drafting + seconds) for total, seconds in zip(tokens, table, strict=True)]
         best = rates.index(max(rates))  # the fewest nodes among equals
-        chosen = self._hold(pool, ranks, rates, best, load) if limit > 0 else 0
-        rows = max(chosen, 1)
-        return chosen, table[0], (table[min(rows, limit)] - table[0]) / rows
+        return self._hold(pool, ranks, rates, best, load) if limit > 0 else 0
 
     def _hold(
         self,
@@ -204,31 +152,9 @@ class GoodputPolicy(GammaPolicy):
         self._held_survival = (last_in + first_out) / 2
         return best
 
-    def _charge(
-        self,
-        candidates: Sequence[DraftCandidate],
-        counts: Sequence[int],
-        row_seconds: float,
-        token_seconds: float,
-    ) -> None:
-        """Purses pay for drafts that were made, and ``row_seconds`` for each node that is verified.
-        ``token_seconds``: what the batch takes to write a token without drafts."""
-        for candidate, count in zip(candidates, counts, strict=True):
-            if not candidate.is_asked or candidate.max_nodes <= 0:
-                continue
-            is_whole = candidate.all_or_nothing and candidate.tree.token_ids
-            if is_whole or candidate.params.min_speculative_tokens > 0:
-                continue
-            price = self.cost.draft_seconds(candidate.drafter)
-            if price > _FREE_TOKENS * token_seconds:
-                purse = self._accounts[candidate.request_id].purse
-                purse.charge((price + count * row_seconds) / token_seconds)
-
     def _why(self, candidate: DraftCandidate, offer: _Offer, count: int, load: Load) -> Reason:
         num_offered = len(candidate.tree.token_ids)
         if num_offered == 0:
-            if self._accounts[candidate.request_id].purse.is_resting(self._step):
-                return "low_acceptance"
             most = candidate.params.max_speculative_tokens
             return why_nothing_offered(candidate, most, "client_cap")
         if count == num_offered:
@@ -247,6 +173,22 @@ class GoodputPolicy(GammaPolicy):
         rates = [total / seconds for total, seconds in zip(totals, table, strict=True)]
         rates[0] *= 1.0 + self._hysteresis
         return rates.index(max(rates))
+
+
+def _grant_whole(candidate: DraftCandidate, load: Load) -> tuple[Grant, Load]:
+    """Returns the grant of a draft that is not empty, all of it or nothing, and the load with it."""
+    params, num_nodes = candidate.params, len(candidate.tree)
+    gain = max(candidate.gain, sum(candidate.survivals))
+    reason: Reason = ""
+    if num_nodes > min(candidate.max_nodes, params.max_speculative_tokens):
+        reason = "client_cap"
+    elif num_nodes > load.num_spare_rows:
+        reason = "overload"
+    elif gain < (params.target_acceptance_rate or 0.0) * num_nodes:
+        reason = "policy"
+    if reason:
+        return Grant((), reason), load
+    return Grant(range(num_nodes), ""), load.with_nodes(num_nodes, gain)
 
 
 def _offer(candidate: DraftCandidate, most: int, num_spare: int) -> _Offer:

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from drafters.tree import DraftTree
-from engine.request.params import GenerationRequest, SpeculativeParams
+from engine.request.params import SpeculativeParams
 from engine.request.stats import Reason
-
-
-class Traffic(NamedTuple):
-    """A kind of request: what drafting earns is remembered for each. ``cache_salt`` names the tenant, so
-    that nothing remembered of one steers another. ``heat`` and ``length`` are buckets of temperature and
-    of the prompt's length."""
-
-    drafter: str
-    cache_salt: str = ""
-    verification: str = "match"
-    heat: int = 0
-    length: int = 0
-
-    @classmethod
-    def of(cls, params: GenerationRequest, verification: str) -> Traffic:
-        """Buckets: greedy, up to 0.5, up to 0.85, above; lengths by powers of four. ``verification``: of
-        what is sampled (a greedy request is always matched)."""
-        return cls(
-            params.speculative.draft_strategy,
-            params.cache_salt,
-            verification,
-            sum(params.sampling.temperature > edge for edge in (0.0, 0.5, 0.85)),
-            len(params.prompt_token_ids).bit_length() // 2,
-        )
 
 
 @dataclass(slots=True)
@@ -42,8 +19,9 @@ class DraftCandidate:
 
     ``survivals[i]``: estimated probability that node i and all its ancestors are accepted.
     ``max_nodes``: what tokens left and model length allow. ``all_or_nothing``: the drafter's rows are of
-    use only together (``DrafterNeeds``). ``is_asked``: the drafter was; else there is no more in the tree
-    than a grammar forces.
+    use only together (``DrafterNeeds``), and ``gain`` is what such drafts have brought, in tokens.
+    ``is_asked``: the drafter was; else there is no more in the tree than a grammar forces. ``is_first``: no
+    draft of the request was verified yet.
     """
 
     request_id: str
@@ -53,7 +31,9 @@ class DraftCandidate:
     survivals: Sequence[float]
     max_nodes: int
     all_or_nothing: bool = False
+    gain: float = 0.0
     is_asked: bool = True
+    is_first: bool = False
 
 
 class Grant(NamedTuple):
@@ -98,7 +78,7 @@ class StepCost(Protocol):
     def step_seconds_table(
         self, num_rows: int, num_extra: int, num_kv_tokens: int, num_requests: int
     ) -> Sequence[float]: ...
-    def draft_seconds(self, drafter: str) -> float: ...
+    def draft_seconds(self, drafter: str, num_asked: int) -> float: ...
 
 
 class GammaPolicy(ABC):
@@ -135,17 +115,7 @@ class GammaPolicy(ABC):
             num_spare -= grants[-1].gamma
         return grants
 
-    def why_not_asked(self, request_id: str) -> Reason:  # noqa: ARG002
-        """Returns why ``num_to_propose`` was 0."""
-        return self.bound
-
     # A policy that learns nothing keeps nothing.
-
-    def pass_step(self) -> None:  # noqa: B027
-        """A step passes in which none of its requests is asked, and so nothing to grant."""
-
-    def open(self, request_id: str, traffic: Traffic) -> None:  # noqa: B027
-        """A request of this kind starts."""
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:  # noqa: B027
         """Learn how the request's grant of this step fared."""
@@ -198,10 +168,10 @@ def grant_all(
 
     Each of ``policies``, by name, has its turn, and what it grants is base load for the next: those that
     weigh cost are the last, since to them the others' rows are facts. The time that the candidates'
-    drafters took is added to the load.
+    drafters took is added to the load, once for each call.
     """
-    asked = (each for each in candidates if each.is_asked and each.max_nodes > 0)
-    spent = sum(cost.draft_seconds(each.drafter) for each in asked)
+    asked = Counter(each.drafter for each in candidates if each.is_asked and each.max_nodes > 0)
+    spent = sum(cost.draft_seconds(drafter, number) for drafter, number in asked.items())
     load = load._replace(draft_seconds=load.draft_seconds + spent)
     granted: dict[int, Grant] = {}
     for name, policy in policies.items():

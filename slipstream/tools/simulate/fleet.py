@@ -41,7 +41,7 @@ class Fleet:
         """Raises ValueError for numbers below 1, and for drafters that cannot be simulated."""
         if num_replicas < 1 or per_machine < 1:
             raise ValueError("replicas and replicas per machine must be at least 1")
-        cost = SimulatedCost(profile.costs, speculative.draft_strategy)
+        cost = SimulatedCost(profile.costs)
         self._replicas = [
             Replica(number, profile, cost, speculative) for number in range(num_replicas)
         ]

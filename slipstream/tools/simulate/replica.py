@@ -30,16 +30,16 @@ class SimulatedCost(CostModel):
     """The engine's cost model as measured: gamma policies ask it, and the simulation's time is made of
     it. What a drafter's Python takes here is nobody's time, so it learns nothing from that."""
 
-    def __init__(self, costs: Costs, drafter: str) -> None:
+    def __init__(self, costs: Costs) -> None:
         super().__init__(costs.steps, costs.overhead)
         self._draft_factor = costs.with_drafts
-        if costs.drafting:
-            super().observe_draft(drafter, 1, costs.drafting)
+        self._drafting = costs.drafting
 
-    def observe_draft(
-        self, drafter: str, num_requests: int, seconds: float, num_asked: int | None = None
-    ) -> None:
+    def observe_draft(self, drafter: str, num_asked: int, seconds: float) -> None:
         """What was measured is not learnt again."""
+
+    def draft_seconds(self, drafter: str, num_asked: int) -> float:  # noqa: ARG002
+        return num_asked * self._drafting
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +163,7 @@ class Replica:
             num_rows, num_tokens, len(plan.scheduled), has_drafts=num_drafts > 0
         )
         num_asked = sum(each.num_asked > 0 for each in plan.scheduled)
-        seconds += num_asked * self._cost.draft_seconds(self._speculative.draft_strategy)
+        seconds += self._cost.draft_seconds(self._speculative.draft_strategy, num_asked)
         seconds += num_sampling * self._costs.per_request
         self.totals.num_steps += 1
         self.totals.num_rows += num_rows

@@ -161,17 +161,18 @@ def test_overhead_is_added_to_every_step_and_learnt_apart_from_the_rows() -> Non
     assert model.overhead_seconds == pytest.approx(0.25, rel=0.01)
 
 
-def test_a_draft_costs_what_asking_adds_to_looking_on() -> None:
+def test_a_call_of_a_drafter_costs_what_calls_for_about_as_many_took() -> None:
     model = measured_exactly()
-    for step in range(400):
-        num_asked = (8, 0, 3)[step % 3]
-        model.observe_draft("ngram", 8, 0.001 * 8 + 0.004 * num_asked, num_asked)
+    assert model.draft_seconds("ngram", 8) == 0.0
+    for _ in range(400):
+        model.observe_draft("ngram", 8, 0.040)
+        model.observe_draft("ngram", 3, 0.020)
         model.observe_draft("model", 4, 0.008)
-        model.observe_draft("silent", 0, 1.0)
     model.observe_draft("model", 4, 10.0)
-    assert model.draft_seconds("ngram") == pytest.approx(0.004, rel=0.05)
-    assert model.draft_seconds("model") == pytest.approx(0.002, rel=0.1)
-    assert model.draft_seconds("silent") == 0.0
+    assert model.draft_seconds("ngram", 9) == pytest.approx(0.040, rel=0.05)
+    assert model.draft_seconds("ngram", 2) == pytest.approx(0.020, rel=0.05)
+    assert model.draft_seconds("model", 4) == pytest.approx(0.008, rel=0.4)
+    assert model.draft_seconds("ngram", 100) == 0.0
 
 
 def test_steps_that_mix_numbers_of_rows_are_learnt_apart() -> None:

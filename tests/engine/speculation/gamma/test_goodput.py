@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from engine.sampling.state import SamplingState
+from engine.request.params import SpeculativeParams
 from engine.speculation.gamma.goodput import GoodputPolicy
-from engine.speculation.gamma.policy import DraftCandidate, Grant, Traffic
+from engine.speculation.gamma.policy import DraftCandidate, Grant
 from worlds.gamma_cases import (
     DictatedCost,
     best_goodput,
@@ -152,162 +150,13 @@ def test_one_drafting_request_among_many_is_not_drowned_by_hysteresis() -> None:
     assert grants[-1].gamma == 1
 
 
-def _run(
-    policy: GoodputPolicy,
-    num_steps: int,
-    accepted: int = 0,
-    *,
-    request_ids: Sequence[str] = ("r",),
-    survivals: Sequence[float] = BAD,
-) -> str:
-    """One letter per step: ``x`` asked, ``.`` at rest. All requests are asked in the same steps."""
-    story = ""
-    for _ in range(num_steps):
-        wanted = [policy.num_to_propose(each, SpeculativeParams()) > 0 for each in request_ids]
-        assert len(set(wanted)) == 1
-        asked = wanted[0]
-        candidates = [
-            replace(
-                chain_candidate(each, survivals if asked else [], drafter="model"),
-                max_nodes=64 if asked else 0,
-            )
-            for each in request_ids
-        ]
-        grants = policy.grant(candidates, load_of(len(request_ids)))
-        for request_id, grant in zip(request_ids, grants, strict=True):
-            policy.observe(request_id, grant.gamma, min(accepted, grant.gamma))
-        story += "x" if asked else "."
-    return story
-
-
-def _rests(story: str) -> list[int]:
-    return [len(run) for run in story.strip(".").split("x") if run]
-
-
-DEAR = {"model": 0.3}
-
-
-@pytest.mark.parametrize("survivals", [BAD, GOOD])
-def test_a_costly_drafter_rests_longer_and_longer_while_it_does_not_pay(
-    survivals: list[float],
-) -> None:
-    """Accepted tokens count, not those hoped for; one that is nearly free never rests."""
-    policy = GoodputPolicy(DictatedCost(flat, DEAR))
-    story = _run(policy, 600, survivals=survivals)
-    trial, rests = story.index("."), _rests(story)
-    assert 2 <= trial <= 5  # a step's worth of time is lost by then
-    assert rests[:5] == sorted(rests[:5])
-    assert rests[0] <= 3
-    assert 24 <= max(rests) <= 63
-    assert "x" in story[-130:]
-    assert story.count("x") < 30
-    assert _run(policy, 130).count(".") > 100
-    silent = replace(chain_candidate("r", [], drafter="model"), max_nodes=0)
-    while policy.num_to_propose("r", SpeculativeParams()):
-        _run(policy, 1)
-    assert policy.grant([silent], load_of(1))[0].reason == "low_acceptance"
-    assert set(_run(GoodputPolicy(DictatedCost(flat, {"model": 0.001})), 50)) == {"x"}
-    # Where it pays again it stops resting.
-    story = _run(policy, 200, accepted=3, survivals=GOOD)
-    assert set(story[story.index("x") :]) == {"x"}
-
-
-@pytest.mark.parametrize(("price", "longest"), [(0.3, 32), (2.5, 256), (80.0, 1024)])
-def test_dear_trials_are_so_rare_that_they_cost_a_hundredth(price: float, longest: int) -> None:
-    """As those of a head are, which first has to read what its requests have written meanwhile."""
-    story = _run(GoodputPolicy(DictatedCost(flat, {"model": price})), 8000)
-    last = _rests(story)[-1]
-    assert longest // 2 <= last <= 2 * longest
-    assert price / last < 0.02 or longest == 1024
-
-
-def test_a_trial_is_paid_for_once_and_not_by_every_request() -> None:
-    policy = GoodputPolicy(DictatedCost(flat, DEAR))
-    kind = Traffic("model", "tenant")
-    num_asked = 0
-    for turn in range(60):
-        policy.open(f"r{turn}", kind)
-        num_asked += _run(policy, 10, request_ids=[f"r{turn}"]).count("x")
-        policy.forget(f"r{turn}")
-    assert num_asked < 30
-
-
-def test_rests_of_different_kinds_end_in_the_same_steps() -> None:
-    policy = GoodputPolicy(DictatedCost(flat, DEAR))
-    ends: dict[str, list[int]] = {"a": [], "b": []}
-    for request_id, kind in (("a", Traffic("model", "x")), ("b", Traffic("model", "y"))):
-        policy.open(request_id, kind)
-    for step in range(900):
-        candidates = []
-        for request_id in ("a", "b"):
-            asked = policy.num_to_propose(request_id, SpeculativeParams()) > 0
-            if request_id == "b" and step < 5:
-                asked = False  # it is still at its prompt
-            elif asked:
-                ends[request_id].append(step)
-            each = chain_candidate(request_id, BAD if asked else [], drafter="model")
-            candidates.append(replace(each, max_nodes=64 if asked else 0))
-        policy.grant(candidates, load_of(2))
-    late = [{step for step in steps if step > 300} for steps in ends.values()]
-    assert late[0] == late[1]
-    assert len(late[0]) > 5
-    # Of one kind they are asked in the same steps, however late they come.
-    request_ids = ["r0"]
-    for rank in range(1, 8):
-        policy.open(f"r{rank - 1}", Traffic("model"))
-        _run(policy, 7, request_ids=request_ids)  # asserts it
-        request_ids.append(f"r{rank}")
-
-
-def test_one_tenant_never_steers_another() -> None:
-    """Not even through what the two have in common: drafter, temperature and length."""
-    policy = GoodputPolicy(DictatedCost(flat, DEAR))
-    policy.open("loser", Traffic("model", "unlucky"))
-    _run(policy, 200, request_ids=["loser"])
-    assert policy.num_to_propose("loser", SpeculativeParams()) == 0
-    alone = GoodputPolicy(DictatedCost(flat, DEAR))
-    stories = []
-    for each in (policy, alone):
-        each.forget("loser")
-        each.open("other", Traffic("model", "tenant"))
-        stories.append(_run(each, 20, request_ids=["other"]).index("."))
-    assert stories[0] == stories[1]
-    # Its own next request goes on where the last one ended.
-    policy.open("again", Traffic("model", "unlucky"))
-    assert _run(policy, 20, request_ids=["again"]).count("x") <= 2
-
-
-def test_other_temperatures_and_lengths_are_other_kinds() -> None:
-    def traffic(verification: str, temperature: float, length: int) -> Traffic:
-        params = GenerationRequest(
-            "r",
-            (0,) * length,
-            SamplingParams(temperature=temperature),
-            SpeculativeParams(verification=verification),  # type: ignore[arg-type]
-        )
-        return Traffic.of(params, SamplingState(params, (), 9, 9999).verification)
-
-    kinds = {
-        traffic(verification, temperature, length)
-        for verification in ("match", "rejection")
-        for temperature in (0.3, 0.7, 1.0, 2.0)
-        for length in (1, 100, 120, 500, 2_000)
-    }
-    assert len(kinds) == 2 * 3 * 4
-    assert traffic("match", 0.0, 1) not in kinds
-
-
 def test_the_first_draft_of_a_request_is_held_to_num_tokens() -> None:
     params = SpeculativeParams(num_speculative_tokens=3, max_speculative_tokens=8)
-    candidate = chain_candidate("a", GOOD, params)
+    candidate = replace(chain_candidate("a", GOOD, params), is_first=True)
     policy = GoodputPolicy(DictatedCost(flat))
     assert policy.grant([candidate], load_of(1))[0] == Grant([0, 1, 2], "client_cap")
-    policy.observe("a", 0, 0)  # a step without a draft proves nothing
-    assert policy.grant([candidate], load_of(1))[0].gamma == 3
-    policy.observe("a", 3, 3)
+    candidate.is_first = False
     assert policy.grant([candidate], load_of(1))[0].gamma == 8
-    policy.forget("a")
-    assert policy.grant([candidate], load_of(1))[0].gamma == 3
 
 
 def test_a_target_rate_is_the_least_that_is_expected_of_a_grant() -> None:
@@ -319,55 +168,3 @@ def test_a_target_rate_is_the_least_that_is_expected_of_a_grant() -> None:
         )[0]
         assert grant.gamma == gamma
         assert grant.reason == ("" if gamma == 5 else "policy")
-
-
-def test_what_costs_little_rests_for_a_few_steps_at_a_time() -> None:
-    """A copy may begin at any time; asking in some of the steps costs a hundredth of the time."""
-    story = _run(GoodputPolicy(DictatedCost(flat, {"model": 0.06})), 3000)
-    rests = _rests(story[1000:])
-    assert 8 <= max(rests) <= 32
-    assert story[1000:].count("x") * 0.06 < 0.02 * 2000
-
-
-def test_a_kind_that_earns_in_runs_is_asked_again_the_sooner() -> None:
-    """For the same price, and with as many steps in which nothing is accepted."""
-    story = {}
-    for accepted in (0, 4):
-        policy = GoodputPolicy(DictatedCost(flat, {"model": 0.1}))
-        story[accepted] = ""
-        for _ in range(8):
-            _run(policy, 20, accepted=accepted, survivals=GOOD)
-            story[accepted] += _run(policy, 100)
-    assert max(_rests(story[4])) <= 4 < max(_rests(story[0]))
-
-
-def test_purses_count_in_tokens_of_their_own_requests() -> None:
-    """The same time of drafting in a batch of eight is dear where it is for one request, which has to
-    earn it alone, and cheap where all eight may gain by it."""
-    alone = Traffic("model", "alone")
-    tried = []
-    for num_drafting in (1, 8):
-        policy = GoodputPolicy(DictatedCost(flat, {"model": 0.02 / num_drafting}))
-        request_ids = [f"r{rank}" for rank in range(num_drafting)]
-        for request_id in request_ids:
-            policy.open(request_id, alone)
-        num_steps = 0
-        while policy.num_to_propose("r0", SpeculativeParams()) > 0:
-            candidates = [chain_candidate(each, [], drafter="model") for each in request_ids]
-            policy.grant(candidates, load_of(8))
-            num_steps += 1
-        tried.append(num_steps)
-    assert tried[1] == pytest.approx(8 * tried[0], rel=0.3)
-
-
-def test_steps_pass_in_which_it_has_nobody_to_ask() -> None:
-    policy = GoodputPolicy(DictatedCost(flat, DEAR))
-    _run(policy, 400)
-    while policy.num_to_propose("r", SpeculativeParams()) > 0:
-        _run(policy, 1)
-    assert policy.why_not_asked("r") == "low_acceptance"
-    num_steps = 0
-    while policy.num_to_propose("r", SpeculativeParams()) == 0:
-        policy.pass_step()
-        num_steps += 1
-    assert 2 <= num_steps <= 64

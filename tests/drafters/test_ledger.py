@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.asking import Asking, Hope, expected_tokens
+from drafters.ledger import Ledger, Hope, expected_tokens
 from drafters.tree import EMPTY, DraftTree, chain
 
 RATE = 100.0
 """Tokens per second."""
 
 
-def timed(seconds: dict[int, float]) -> Asking:
+def timed(seconds: dict[int, float]) -> Ledger:
     """Knows what batches of these sizes take."""
-    asking = Asking()
+    ledger = Ledger()
     for size, each in seconds.items():
         for _ in range(2):
-            asking.took(size, each)
-    return asking
+            ledger.took(size, each)
+    return ledger
 
 
 def hopes(*gains: float, rate: float = RATE) -> list[Hope]:
@@ -27,36 +27,36 @@ def hopes(*gains: float, rate: float = RATE) -> list[Hope]:
 
 
 def test_a_head_is_asked_where_it_adds_more_than_is_written_meanwhile() -> None:
-    asking = timed({1: 0.01})
-    assert asking.choose(hopes(1.1)) == [0]
-    assert asking.choose(hopes(0.9)) == []
-    assert asking.choose([]) == []
+    ledger = timed({1: 0.01})
+    assert ledger.choose(hopes(1.1)) == [0]
+    assert ledger.choose(hopes(0.9)) == []
+    assert ledger.choose([]) == []
 
 
 def test_a_batch_is_as_large_as_pays_for_all_of_it() -> None:
     """It takes 1 token's time for one request, 1.5 for two or three, 4 for four."""
-    asking = timed({1: 0.01, 2: 0.015, 4: 0.04})
-    assert asking.choose(hopes(0.8, 0.2, 0.8, 0.1)) == [0, 1, 2], "only together do they pay"
-    assert asking.choose(hopes(0.8, 0.8, 0.8, 0.8)) == [0, 1, 2]
-    assert asking.choose(hopes(3.0, 3.0, 3.0, 3.0)) == [0, 1, 2, 3]
-    assert asking.choose(hopes(0.3, 0.3, 0.3, 0.3)) == []
+    ledger = timed({1: 0.01, 2: 0.015, 4: 0.04})
+    assert ledger.choose(hopes(0.8, 0.2, 0.8, 0.1)) == [0, 1, 2], "only together do they pay"
+    assert ledger.choose(hopes(0.8, 0.8, 0.8, 0.8)) == [0, 1, 2]
+    assert ledger.choose(hopes(3.0, 3.0, 3.0, 3.0)) == [0, 1, 2, 3]
+    assert ledger.choose(hopes(0.3, 0.3, 0.3, 0.3)) == []
 
 
 def test_who_does_not_weigh_cost_is_asked_and_others_pay_for_what_they_add() -> None:
-    asking = timed({1: 1.0, 2: 1.01, 4: 1.04})
-    assert asking.choose([Hope(0.0, 0.0)]) == [0]
-    assert asking.choose([Hope(1.1, RATE), Hope(0.0, 0.0)]) == [0, 1]
-    assert asking.choose([Hope(0.9, RATE), Hope(0.0, 0.0)]) == [1]
+    ledger = timed({1: 1.0, 2: 1.01, 4: 1.04})
+    assert ledger.choose([Hope(0.0, 0.0)]) == [0]
+    assert ledger.choose([Hope(1.1, RATE), Hope(0.0, 0.0)]) == [0, 1]
+    assert ledger.choose([Hope(0.9, RATE), Hope(0.0, 0.0)]) == [1]
 
 
 def test_what_was_never_timed_is_tried_and_the_first_of_a_size_does_not_count() -> None:
-    asking = Asking()
-    assert asking.choose(hopes(0.1)) == [0]
-    asking.took(1, 60.0)
-    assert asking.choose(hopes(0.1)) == [0]
-    asking.took(1, 0.01)
-    assert asking.choose(hopes(0.1)) == []
-    assert asking.choose(hopes(1.1)) == [0]
+    ledger = Ledger()
+    assert ledger.choose(hopes(0.1)) == [0]
+    ledger.took(1, 60.0)
+    assert ledger.choose(hopes(0.1)) == [0]
+    ledger.took(1, 0.01)
+    assert ledger.choose(hopes(0.1)) == []
+    assert ledger.choose(hopes(1.1)) == [0]
 
 
 @pytest.mark.parametrize("price", [0.01, 0.3, 2.0, 50.0])
@@ -64,40 +64,40 @@ def test_what_was_never_timed_is_tried_and_the_first_of_a_size_does_not_count() 
 def test_trials_take_two_hundredths_of_what_is_written_however_many_requests(
     price: float, num_requests: int
 ) -> None:
-    asking = timed(dict.fromkeys((1, 2, 4, 8), price / RATE))
+    ledger = timed(dict.fromkeys((1, 2, 4, 8), price / RATE))
     num_tried, num_steps = 0, 20_000
     for _ in range(num_steps):
-        tried = asking.choose(hopes(*[0.0] * num_requests))
+        tried = ledger.choose(hopes(*[0.0] * num_requests))
         assert len(tried) <= 1
         num_tried += len(tried)
-        asking.wrote(1)
+        ledger.wrote(1)
     assert num_tried <= num_steps / 16
     assert 0.9 * min(num_steps / 16, 0.02 * num_steps / price) - 1 <= num_tried
     assert num_tried * price <= 0.02 * num_steps
 
 
 def test_the_most_hopeful_of_those_left_out_is_tried() -> None:
-    asking = timed({1: 0.01, 2: 0.02})
+    ledger = timed({1: 0.01, 2: 0.02})
     found = []
     for _ in range(60):
-        found += asking.choose(hopes(0.1, 0.3, 0.2))
-        asking.wrote(1)
+        found += ledger.choose(hopes(0.1, 0.3, 0.2))
+        ledger.wrote(1)
     assert set(found) == {1}
 
 
 def test_a_gain_is_learned_by_what_free_drafts_expect_and_by_request() -> None:
-    asking = Asking()
-    first = asking.gain()
+    ledger = Ledger()
+    first = ledger.gain()
     assert first.expect(0.0) == first.expect(5.0) > 0
     for _ in range(200):
-        first.observe(0.0, 3)
-        first.observe(5.0, 0)
+        first.observe(3)
+        first.observe(0, 5.0)
     assert first.expect(0.1) > 2.5
     assert first.expect(4.5) < 0.1
-    second = asking.gain()
+    second = ledger.gain()
     assert second.expect(0.0) == pytest.approx(first.expect(0.0), abs=0.3), "shared"
     for _ in range(20):
-        second.observe(0.0, 0)
+        second.observe(0)
     assert second.expect(0.0) < 1.0 < first.expect(0.0)
 
 
@@ -115,8 +115,8 @@ def test_the_tokens_expected_are_those_of_the_best_path() -> None:
 def test_no_other_number_of_requests_gains_more(
     gains: list[float], seconds: tuple[float, float, float]
 ) -> None:
-    asking = timed(dict(zip((1, 2, 4), seconds, strict=True)))
-    chosen = asking.choose(hopes(*gains))
+    ledger = timed(dict(zip((1, 2, 4), seconds, strict=True)))
+    chosen = ledger.choose(hopes(*gains))
 
     def profit(count: int) -> float:
         taken = sorted(gains, reverse=True)[:count]

@@ -1,0 +1,155 @@
+"""Who is asked for drafts that take time: those for whom they bring more tokens than are written meanwhile.
+
+One ledger is kept for each drafter whose calls are weighed: by the engine for the drafters that requests
+name, by ``auto`` for the head that it asks. What a draft brings is counted in tokens, for each request
+over those of its kind of traffic; what a call takes is measured for batches of about the same size, since
+a call costs about as much for one request as for many.
+
+Requests for which a draft does not pay are tried: one in some steps, however many there are, each in its
+turn, and only as often as the tokens allow that were written since the last trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from drafters.batch_times import BatchTimes
+from drafters.estimator import DiscountedMean
+from drafters.tree import ROOT, DraftTree
+
+MAX_NUM_KINDS = 1024
+"""Kinds of traffic that are remembered; the one that was not met for longest is forgotten."""
+_HOPED = 1.0
+"""Tokens that an untried drafter is believed to bring: enough that it is tried."""
+_STRENGTH = 4.0
+_DECAY = 0.95
+_SHARED_DECAY = 0.99
+_TRIED_EVERY = 16
+"""Steps that lie between trials, at least."""
+_TRIAL_SHARE = 0.02
+"""Trials cost no more than this part of what is written."""
+
+
+def expected_tokens(tree: DraftTree, survivals: Sequence[float]) -> float:
+    """Returns the tokens that the best path of a tree is expected to bring."""
+    if tree.is_chain():
+        return sum(survivals)
+    totals: list[float] = []
+    for parent, survival in zip(tree.parents, survivals, strict=True):
+        totals.append(survival if parent == ROOT else totals[parent] + survival)
+    return max(totals)
+
+
+def _bucket(num_free: float) -> int:
+    """Returns the bucket of so many tokens expected of free drafts: below 1/4, 1/2, 1, 2, 4 .."""
+    return int(4 * num_free).bit_length()
+
+
+@dataclass(slots=True)
+class Gain:
+    """What a draft brings one request, in tokens. ``shared``: what all requests of its kind have seen."""
+
+    shared: dict[int, DiscountedMean]
+    own: dict[int, DiscountedMean] = field(default_factory=dict)
+
+    def expect(self, num_free: float = 0.0) -> float:
+        """Returns the gain beside drafts that cost nothing and are expected to bring ``num_free``
+        tokens: where these expect much there is little to add."""
+        gain, bucket = _HOPED, _bucket(num_free)
+        for counts in (self.shared, self.own):
+            known = counts.get(bucket)
+            if known is not None:
+                gain = known.over(gain, _STRENGTH)
+        return gain
+
+    def observe(self, num_tokens: float, num_free: float = 0.0) -> None:
+        """A draft brought so many."""
+        for counts, decay in ((self.shared, _SHARED_DECAY), (self.own, _DECAY)):
+            counts.setdefault(_bucket(num_free), DiscountedMean()).add(num_tokens, decay)
+
+
+class Hope(NamedTuple):
+    """A request for which the drafter may be asked: the tokens that its draft is expected to bring, less
+    those that are not written while its rows are verified, and what the engine writes per second meanwhile
+    (as in ``DraftRequest``; 0: cost is not weighed). ``rows``: the price of its rows, in tokens, where it
+    would be tried; ``request_id``: whose trial it is."""
+
+    gain: float
+    tokens_per_second: float
+    rows: float = 0.0
+    request_id: str = ""
+
+
+class Ledger:
+    """Chooses the requests that one drafter is asked for, step by step."""
+
+    def __init__(
+        self, seconds: Callable[[int], float] | None = None, num_trial_steps: int = 1
+    ) -> None:
+        """``seconds``: what a batch of so many requests takes; None: as ``took`` was told.
+        ``num_trial_steps``: how often in a row a request has to be asked before that shows anything."""
+        self._gains: dict[Hashable, dict[int, DiscountedMean]] = {}
+        """By kind of traffic; the one that was not opened for longest comes first."""
+        self._times = BatchTimes()
+        self._seconds = self._times.expect if seconds is None else seconds
+        self._num_trial_steps = num_trial_steps
+        self._num_steps = 0
+        """Steps since the last trial in which somebody was left out."""
+        self._num_written = 0
+        self._num_trials = 0
+        self._trier, self._num_left = "", 0
+        """Whose trial lasts, and in how many steps more it is asked."""
+
+    def gain(self, kind: Hashable = None) -> Gain:
+        """Returns the estimate of a new request."""
+        shared = self._gains[kind] = self._gains.pop(kind, {})
+        if len(self._gains) > MAX_NUM_KINDS:
+            del self._gains[next(iter(self._gains))]
+        return Gain(shared)
+
+    def choose(self, hopes: Sequence[Hope]) -> list[int]:
+        """Returns the indices of the requests to ask for in one batch: those that do not weigh cost, and
+        of the others, the most hopeful first, as many as the batch as a whole gains most by."""
+        order = sorted(range(len(hopes)), key=lambda at: self._place(hopes[at]))
+        first = sum(not each.tokens_per_second for each in hopes)
+        rate = max((each.tokens_per_second for each in hopes), default=0.0)
+        price = [rate * self._seconds(size) if size else 0.0 for size in range(len(hopes) + 1)]
+        best, most, gain = first, 0.0, 0.0
+        for size in range(first + 1, len(hopes) + 1):
+            gain += hopes[order[size - 1]].gain
+            if gain - (price[size] - price[first]) > most:
+                best, most = size, gain - (price[size] - price[first])
+        chosen, left = order[:best], order[best:]
+        if left:
+            chosen += self._tried(hopes, left, price[best + 1] / (best + 1))
+        return sorted(chosen)
+
+    @staticmethod
+    def _place(hope: Hope) -> tuple[bool, float]:
+        return hope.tokens_per_second > 0, -hope.gain
+
+    def _tried(self, hopes: Sequence[Hope], left: Sequence[int], price: float) -> list[int]:
+        """Returns who of those ``left`` out is tried, if anybody; ``price``: the tokens not written while
+        one more draft is made."""
+        if self._num_left:
+            self._num_left -= 1
+            return [at for at in left if hopes[at].request_id == self._trier]
+        self._num_steps += 1
+        tried = left[self._num_trials % len(left)]
+        price = (price + hopes[tried].rows) * self._num_trial_steps
+        if self._num_steps < _TRIED_EVERY or price > _TRIAL_SHARE * self._num_written:
+            return []
+        self._num_steps = self._num_written = 0
+        self._num_trials += 1
+        self._trier, self._num_left = hopes[tried].request_id, self._num_trial_steps - 1
+        return [tried]
+
+    def wrote(self, num_tokens: int) -> None:
+        """So many tokens were written for requests that may be tried."""
+        self._num_written += num_tokens
+
+    def took(self, size: int, seconds: float) -> None:
+        """A batch of so many requests took so long."""
+        self._times.observe(size, seconds)

@@ -1,0 +1,116 @@
+"""The engine's ledgers, one for each drafter: which requests are asked in a step, by what drafts of their
+kind of traffic have brought.
+
+Granting decides after a draft is made, when its price is already paid. What counts is what was accepted,
+less the tokens that the batch could have written while the draft's rows were verified, against the time
+that the call takes. Drafts whose rows are there for later steps (the window of Lookahead, the guesses of
+Jacobi) are granted whole or not at all: there, the rows of the last draft are weighed at the price of this
+step's, and a trial lasts for as many steps as a window needs before it yields n-grams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from drafters.ledger import Gain, Hope, Ledger
+from engine.request.params import GenerationRequest
+from engine.schedule.request import Plan, Request, ScheduledRequest
+from engine.speculation.contained import Drafting
+from engine.speculation.cost import CostModel
+
+_TRIAL_STEPS_OF_WINDOWS = 6
+
+
+class Traffic(NamedTuple):
+    """A kind of request: what drafting brings is remembered for each. ``cache_salt`` names the tenant, so
+    that nothing remembered of one steers another. ``heat`` and ``length`` are buckets of temperature and
+    of the prompt's length."""
+
+    cache_salt: str = ""
+    verification: str = "match"
+    heat: int = 0
+    length: int = 0
+
+    @classmethod
+    def of(cls, params: GenerationRequest, verification: str) -> Traffic:
+        """Buckets: greedy, up to 0.5, up to 0.85, above; lengths by powers of four. ``verification``: of
+        what is sampled (a greedy request is always matched)."""
+        return cls(
+            params.cache_salt,
+            verification,
+            sum(params.sampling.temperature > edge for edge in (0.0, 0.5, 0.85)),
+            len(params.prompt_token_ids).bit_length() // 2,
+        )
+
+
+class Ledgers:
+    """Those of an engine's drafters, by name."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._ledgers: dict[str, Ledger] = {}
+        self._rate = self._row_tokens = 0.0
+        """What the step would write per second without drafts, and the tokens that it does not write
+        while it verifies a row more."""
+
+    def gain(self, drafter: str, is_whole: bool, request: Request) -> Gain:
+        """Returns the account of a new request. ``is_whole``: its drafts are granted whole or not at
+        all."""
+        ledger = self._ledgers.get(drafter)
+        if ledger is None:
+            seconds = partial(self._cost.draft_seconds, drafter)
+            steps = _TRIAL_STEPS_OF_WINDOWS if is_whole else 1
+            ledger = self._ledgers[drafter] = Ledger(seconds, steps)
+        return ledger.gain(Traffic.of(request.params, request.sampling.verification))
+
+    def begin_step(self, plan: Plan) -> float:
+        """Returns what the step would write per second without drafts."""
+        self._rate, self._row_tokens = plan.num_sampling / self._seconds(plan, 0), 0.0
+        return self._rate
+
+    def _seconds(self, plan: Plan, num_drafts: int) -> float:
+        return self._cost.step_seconds(
+            plan.num_rows + num_drafts, plan.num_context_tokens, len(plan.scheduled), num_drafts > 0
+        )
+
+    def choose(
+        self, name: str, group: Sequence[tuple[ScheduledRequest, Drafting]], plan: Plan
+    ) -> list[int]:
+        """Returns the indices of those of a drafter's requests that it is to be asked for."""
+        return self._ledgers[name].choose([self._hope(*each, plan) for each in group])
+
+    def _hope(self, each: ScheduledRequest, drafting: Drafting, plan: Plan) -> Hope:
+        request, rows = each.request, 0.0
+        is_weighed = drafting.policy.weighs_cost
+        if not is_weighed or request.params.speculative.min_speculative_tokens > 0:
+            return Hope(0.0, 0.0)
+        if drafting.num_whole:
+            more = self._seconds(plan, drafting.num_whole) - self._seconds(plan, 0)
+            rows = self._rate * more
+        gain = drafting.gain.expect() - rows
+        return Hope(gain, self._rate, max(rows, drafting.row_tokens), request.request_id)
+
+    def granted(self, plan: Plan) -> None:
+        """The drafts of the step are those that it verifies."""
+        num_drafts = sum(len(each.draft) for each in plan.scheduled)
+        if num_drafts:
+            more = self._seconds(plan, num_drafts) - self._seconds(plan, 0)
+            self._row_tokens = self._rate * more / num_drafts
+
+    def learn(
+        self, each: ScheduledRequest, drafting: Drafting, num_verified: int, num_accepted: int
+    ) -> None:
+        """A request's part of the step was verified."""
+        assert each.outcome is not None
+        self._ledgers[drafting.name].wrote(len(each.outcome.emitted_token_ids))
+        if each.num_asked <= 0:
+            return
+        if drafting.is_whole:
+            drafting.num_whole = num_verified or drafting.num_whole
+            if num_verified:
+                drafting.gain.observe(num_accepted)
+            return
+        drafting.row_tokens = num_verified * self._row_tokens
+        drafting.gain.observe(num_accepted - drafting.row_tokens)

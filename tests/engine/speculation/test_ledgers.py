@@ -1,0 +1,185 @@
+"""Whom a drafter is asked for: by what drafts have brought, what calls take, and what rows cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from drafters.base import DrafterNeeds, DraftRequest
+from drafters.tree import DraftTree, chain
+from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.sampling.state import SamplingState
+from engine.schedule.request import Request
+from engine.speculation.ledgers import Traffic
+from worlds.engine_harness import DictatedCost
+from worlds.fake_drafters import FakeDrafter
+from worlds.speculation_world import World
+
+GOODPUT = SpeculativeParams(
+    draft_strategy="fake", num_speculative_tokens=4, max_speculative_tokens=4
+)
+ROWS = 0.001
+
+
+def dear(
+    seconds: float = 0.3, row_seconds: float = ROWS, needs: DrafterNeeds | None = None
+) -> World:
+    """A call takes so long for each request, where a plain step takes a second."""
+
+    def four(ask: DraftRequest) -> DraftTree:
+        return chain([0] * min(4, ask.max_nodes))
+
+    drafter = FakeDrafter("fake", four, needs=needs or DrafterNeeds())
+    return World(drafter, cost=DictatedCost(row_seconds, {"fake": seconds}))
+
+
+WINDOW = DrafterNeeds(all_or_nothing=True)
+
+
+def story_of(
+    world: World, requests: Sequence[Request], num_steps: int, accepted: int = 0
+) -> list[str]:
+    """One letter per step for each request: ``x`` verified, ``-`` asked only, ``.`` at rest."""
+    stories = ["" for _ in requests]
+    for _ in range(num_steps):
+        scheduled = world.draft(*requests)
+        world.observe(*scheduled, num_accepted=accepted)
+        for at, each in enumerate(scheduled):
+            stories[at] += "x" if each.draft.token_ids else "-" if each.num_asked else "."
+            if not each.num_asked:
+                assert each.reason == "low_acceptance"
+    return stories
+
+
+def test_a_costly_drafter_is_tried_now_and_then_while_it_does_not_pay() -> None:
+    world = dear()
+    request = world.open("r", GOODPUT, max_tokens=10_000)
+    (story,) = story_of(world, [request], 800)
+    assert story[0] in "x-"
+    late = story[100:]
+    num_asked = len(late) - late.count(".")
+    assert 20 <= num_asked <= 0.02 * len(late) / 0.3
+    # Where it pays again it stops resting.
+    (story,) = story_of(world, [request], 300, accepted=3)
+    assert set(story[-100:]) == {"x"}
+
+
+@pytest.mark.parametrize("price", [0.02, 2.5, 20.0])
+def test_trials_cost_two_hundredths_of_what_is_written(price: float) -> None:
+    world = dear(price)
+    request = world.open("r", GOODPUT, max_tokens=100_000)
+    story_of(world, [request], 100)
+    (story,) = story_of(world, [request], 4000)
+    num_asked = len(story) - story.count(".")
+    assert 1 <= num_asked <= 4000 / 16
+    assert num_asked * price <= 0.02 * 4000 + price
+
+
+def test_a_drafter_that_brings_more_than_its_call_takes_is_asked_in_every_step() -> None:
+    world = dear(0.1)
+    request = world.open("r", GOODPUT, max_tokens=10_000)
+    assert set(story_of(world, [request], 300, accepted=1)[0]) == {"x"}
+
+
+def test_a_trial_is_paid_for_once_and_not_by_every_request_of_its_kind() -> None:
+    world = dear()
+    num_asked = 0
+    for turn in range(60):
+        request = world.open(f"r{turn}", GOODPUT)
+        (story,) = story_of(world, [request], 10)
+        num_asked += len(story) - story.count(".")
+        world.speculation.close(request)
+        world.pool.free(request.request_id)
+    assert num_asked < 60
+
+
+def test_one_request_is_tried_at_a_time_and_each_in_its_turn() -> None:
+    world = dear()
+    requests = [world.open(name, GOODPUT, max_tokens=10_000) for name in "ab"]
+    story_of(world, requests, 200)
+    first, second = story_of(world, requests, 1000)
+    assert all("." in pair for pair in zip(first, second, strict=True))
+    assert first.replace(".", "") and second.replace(".", "")
+
+
+def test_one_tenant_never_steers_another() -> None:
+    """Not even through what the two have in common: drafter, temperature and length."""
+    stories = []
+    for has_neighbour in (True, False):
+        world = dear(0.7)
+        if has_neighbour:
+            loser = world.open("loser", GOODPUT, salt="unlucky", max_tokens=10_000)
+            assert story_of(world, [loser], 60)[0][-1] == "."
+            world.speculation.close(loser)
+            world.pool.free("loser")
+        other = world.open("other", GOODPUT, salt="tenant", max_tokens=10_000)
+        stories.append(story_of(world, [other], 10, accepted=4)[0])
+    assert stories[0] == stories[1]
+    assert "x" in stories[0]
+
+
+def test_other_temperatures_and_lengths_are_other_kinds() -> None:
+    def traffic(verification: str, temperature: float, length: int) -> Traffic:
+        params = GenerationRequest(
+            "r",
+            (0,) * length,
+            SamplingParams(temperature=temperature),
+            SpeculativeParams(verification=verification),  # type: ignore[arg-type]
+        )
+        return Traffic.of(params, SamplingState(params, (), 9, 9999).verification)
+
+    kinds = {
+        traffic(verification, temperature, length)
+        for verification in ("match", "rejection")
+        for temperature in (0.3, 0.7, 1.0, 2.0)
+        for length in (1, 100, 120, 500, 2_000)
+    }
+    assert len(kinds) == 2 * 3 * 4
+    assert traffic("match", 0.0, 1) not in kinds
+
+
+def test_a_floor_and_policies_that_weigh_no_cost_are_always_asked() -> None:
+    for params in (
+        replace(GOODPUT, min_speculative_tokens=1),
+        replace(GOODPUT, adaptive_depth="fixed"),
+    ):
+        world = dear(5.0)
+        request = world.open("r", params, max_tokens=10_000)
+        assert set(story_of(world, [request], 100)[0]) == {"x"}
+
+
+# --- drafts that are granted whole or not at all ---
+
+
+def test_what_windows_bring_on_average_pays_for_their_rows() -> None:
+    """Four rows cost 0.4 of a step: one token in two drafts pays for them, none does not."""
+    world = dear(0.0, 0.1, WINDOW)
+    request = world.open("r", GOODPUT, max_tokens=10_000)
+    story = ""
+    for step in range(200):
+        story += story_of(world, [request], 1, accepted=step % 2)[0]
+    assert set(story) == {"x"}
+
+
+def test_a_window_is_tried_for_as_many_steps_as_it_needs() -> None:
+    world = dear(0.0, 0.1, WINDOW)
+    request = world.open("r", GOODPUT, max_tokens=10_000)
+    story_of(world, [request], 50)
+    (story,) = story_of(world, [request], 1000)
+    trials = [run for run in story.split(".") if run]
+    assert {len(run) for run in trials[1:-1]} == {6}
+    assert story.count("x") * 0.4 <= 0.02 * 1000 + 6 * 0.4
+    (story,) = story_of(world, [request], 400, accepted=3)
+    assert set(story[story.index("x") :]) == {"x"}
+
+
+def test_under_load_a_window_that_paid_alone_is_not_asked() -> None:
+    world = dear(0.0, 0.1, WINDOW)
+    request = world.open("r", GOODPUT, max_tokens=10_000)
+    assert set(story_of(world, [request], 50, accepted=1)[0]) == {"x"}
+    crowd = [world.open(f"c{rank}", replace(GOODPUT, draft_strategy="none")) for rank in range(3)]
+    scheduled = world.draft(request, *crowd)
+    assert (scheduled[0].num_asked, scheduled[0].reason) == (0, "low_acceptance")
+    assert set(story_of(world, [request], 5, accepted=1)[0]) == {"x"}
