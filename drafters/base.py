@@ -348,6 +348,8 @@ class Drafter:
     defaults, and a ``description`` in their metadata."""
     part_of: ClassVar[str] = ""
     """The name of a drafter that does all that this one does, and stands for both in ``auto``."""
+    auto_width: int = 4
+    """The width of the trees that it drafts best, where requests leave the shape to the engine."""
     num_slots: int = 0
     """With ``draft_slots`` among its needs: the slots that it wants however little it is to draft."""
     hidden_layers: Sequence[int] = (NORMED,)

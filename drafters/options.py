@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-TreeStrategy = Literal["none", "linear", "tree"]
+TreeStrategy = Literal["auto", "none", "linear", "tree"]
 VerificationName = Literal["match", "rejection", "block"]
 
 NO_DRAFTER = "none"
@@ -81,10 +81,11 @@ class SpeculativeParams:
         lt=1,
     )
     tree_strategy: TreeStrategy = described(
-        "linear",
+        "auto",
         "Shape of the drafts; none and linear are a chain.",
         flag="tree",
         choices={
+            "auto": "as many continuations as pay: what is verified is chosen node by node",
             "none": "one continuation",
             "linear": "one continuation",
             "tree": "several continuations",
@@ -110,7 +111,7 @@ class SpeculativeParams:
 
     @property
     def shape(self) -> DraftShape:
-        """The shape of each draft: a chain has width 1."""
+        """The shape of each draft: a chain has width 1. Where the engine decides, that of its chains."""
         if self.tree_strategy == "tree":
             return DraftShape(self.tree_width, self.tree_depth)
         return DraftShape(1, max(1, self.max_speculative_tokens))

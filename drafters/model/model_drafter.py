@@ -114,6 +114,8 @@ class ModelDrafter(Drafter):
         super().__init__()
         self._model = model
         self.num_slots = model.num_slots
+        if model.runs_ahead:  # which chains alone can
+            self.auto_width = 1
         self._contents = BlockContents(model.block_size, model.first_row)
         self._calibration = Calibration()
         self._times = BatchTimes()

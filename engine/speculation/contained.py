@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from drafters.base import Drafter, DraftRequest, Observation
+from drafters.base import Drafter, DraftRequest, DraftShape, Observation
 from drafters.checks import count_of, is_interrupt
 from drafters.ledger import Gain
 from drafters.tree import DraftTree
+from engine.request.params import SpeculativeParams, VerificationName
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
 
@@ -34,6 +35,7 @@ class Drafting:
     policy: GammaPolicy
     acceptance: Acceptance
     gain: Gain
+    shape: DraftShape
     row_tokens: float = 0.0
     """The tokens that the engine did not write while it verified the rows of the last draft."""
     num_whole: int = 0
@@ -87,6 +89,16 @@ class Drafting:
         """Returns what ``call`` returns where that is a count up to ``most``; else it has failed, for
         0."""
         return guarded([self], lambda: count_of(call(*args), most)) or 0
+
+
+def shape_of(wanted: SpeculativeParams, drafter: Drafter, verification: VerificationName) -> DraftShape:
+    """Returns the shape of a request's drafts. Where it leaves that to the engine, they are trees, of
+    which policies take what pays; but chains where they are sampled, since a tree's shape must not depend
+    on what was."""
+    shape = wanted.shape
+    if wanted.tree_strategy != "auto" or verification != "match" or not drafter.info.drafts_trees:
+        return shape
+    return DraftShape(drafter.auto_width, shape.depth)
 
 
 def guarded(blamed: Sequence[Drafting], call: Callable[..., _Result], *args: Any) -> _Result | None:

@@ -36,7 +36,7 @@ from engine.request.outcome import Outcome
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import new_acceptance
 from engine.speculation.constrained import constrained, num_forced
-from engine.speculation.contained import Drafting, check_trees, guarded
+from engine.speculation.contained import Drafting, check_trees, guarded, shape_of
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.policy import (
     DraftCandidate,
@@ -110,7 +110,8 @@ class Speculation:
         )
         is_whole = drafter.info.needs.all_or_nothing
         gain = self._ledgers.gain(wanted.draft_strategy, is_whole, request)
-        drafting = self._drafting[request_id] = Drafting(drafter, policy, acceptance, gain)
+        shape = shape_of(wanted, drafter, request.sampling.verification)
+        drafting = self._drafting[request_id] = Drafting(drafter, policy, acceptance, gain, shape)
 
         def start() -> bool:
             drafter.open(request_id, request.token_ids, wanted.options, params.cache_salt)
@@ -258,7 +259,7 @@ class Speculation:
                 each.reason = "masks"
             if most <= 0:
                 return False
-        each.max_depth = min(wanted.shape.depth, request.num_tokens_left - 1)
+        each.max_depth = min(drafting.shape.depth, request.num_tokens_left - 1)
         if each.max_depth <= 0:
             each.reason = each.reason or "client_cap"
             return False
@@ -351,7 +352,8 @@ class Speculation:
     def _ask(self, each: ScheduledRequest, drafter: Drafter, plain_rate: float) -> DraftRequest:
         """``plain_rate``: tokens per second that the step would write without drafts."""
         request, num_nodes = each.request, each.num_asked
-        request_id, shape = request.request_id, request.params.speculative.shape
+        request_id = request.request_id
+        shape = self._drafting[request_id].shape
         if drafter.info.needs.draft_slots:
             room = self._lease(request, max(num_nodes, drafter.num_slots))
             num_nodes = min(num_nodes, room)

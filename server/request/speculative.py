@@ -299,7 +299,8 @@ class SpeculativeResolver:
     def _shape(self, given: Mapping[str, Any], info: DrafterInfo, high: int) -> dict[str, Any]:
         """The options of the draft's shape, where they differ from the server's."""
         asked = given.get("tree_strategy")
-        is_tree = (asked or self.defaults.tree_strategy) == "tree"
+        wanted = asked or self.defaults.tree_strategy
+        is_tree = wanted == "tree"
         if asked is None and given.get("verification") == "block":
             is_tree = False
         if is_tree and not info.drafts_trees:
@@ -317,7 +318,8 @@ class SpeculativeResolver:
             if given.get(name, 0) > cap:
                 raise _refuse(name, f"must be at most {cap} for this request")
         if not is_tree:
-            return {"tree_strategy": "linear"}
+            is_open = wanted == "auto" and info.drafts_trees and self.caps.max_tree_width > 1
+            return {"tree_strategy": "auto" if is_open else "linear"}
         return {
             "tree_strategy": "tree",
             "tree_width": given.get("tree_width", self.defaults.tree_width),

@@ -104,6 +104,7 @@ def test_several_drafters_of_one_class_each_ask_for_their_own_model():
         block_size = 4
         first_row = 0
         num_slots = 0
+        runs_ahead = False
 
     def draft_model(name):
         lent.append((name, Model()))
