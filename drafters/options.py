@@ -51,7 +51,7 @@ class SpeculativeParams:
     """
 
     draft_strategy: str = described(
-        "ngram", "The drafter; GET /v1/drafters lists them, none is plain decoding.", max_length=64
+        "auto", "The drafter; GET /v1/drafters lists them, none is plain decoding.", max_length=64
     )
     num_speculative_tokens: int = described(
         8,

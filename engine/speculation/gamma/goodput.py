@@ -13,7 +13,7 @@ K* falls to 0.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, islice
 from operator import neg
@@ -36,13 +36,16 @@ from engine.speculation.gamma.policy import (
 class _Offer(NamedTuple):
     """The nodes that one request may be granted, at most ``most`` of them, in its order of grant:
     likeliest first, then shallow before deep, then the earlier node. Any first part of it is closed under
-    parents. The first ``num_certain`` are granted whatever they cost."""
+    parents. The first ``num_certain`` are granted whatever they cost. ``best_left``: the survival of the
+    best that is left out, since it cannot pay. ``is_at_rate``: a target acceptance rate bounds ``most``."""
 
     most: int
     nodes: Sequence[int] = ()
     survivals: Sequence[float] = ()
     depths: Sequence[int] = ()
     num_certain: int = 0
+    best_left: float = 0.0
+    is_at_rate: bool = False
 
 
 _NOTHING = _Offer(0)
@@ -81,9 +84,10 @@ class GoodputPolicy(GammaPolicy):
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         offers: list[_Offer] = []
+        least = self._least_survival(candidates, load)
         num_certain, gain = 0, 0.0
         for candidate in candidates:
-            offer = self._offered(candidate, load.num_spare_rows - num_certain)
+            offer = self._offered(candidate, load.num_spare_rows - num_certain, least)
             if offer.num_certain:
                 num_certain += offer.num_certain
                 gain += sum(offer.survivals[: offer.num_certain])
@@ -91,23 +95,39 @@ class GoodputPolicy(GammaPolicy):
         if num_certain:
             load = load.with_nodes(num_certain, gain)
         pool, ranks = _pooled(offers)
-        num_nodes = self._choose(pool, ranks, load)
+        best_left = max((offer.best_left for offer in offers), default=0.0)
+        num_nodes = self._choose(pool, ranks, load, best_left)
         counts = [offer.num_certain for offer in offers]
         for rank in ranks[:num_nodes]:
             counts[rank] += 1
         left = load.with_nodes(num_nodes, sum(pool[:num_nodes]))
+        alone = self._table_alone(candidates, load)
         grants = []
         for candidate, offer, count in zip(candidates, offers, counts, strict=True):
             if candidate.all_or_nothing and candidate.tree.token_ids:
                 grant, left = _grant_whole(candidate, left)
             else:
-                reason = self._why(candidate, offer, count, load)
+                reason = self._why(candidate, offer, count, alone)
                 grant = Grant(sorted(offer.nodes[:count]), reason)
             grants.append(grant)
         return grants
 
+    def _least_survival(self, candidates: Sequence[DraftCandidate], load: Load) -> float:
+        """Returns a survival up to which no node pays, whatever else is granted: the batch writes at least
+        as fast without drafts as a step gets longer by, where its rows are cheapest. What is granted
+        whatever it costs would change that rate."""
+        if any(each.params.min_speculative_tokens for each in candidates):
+            return 0.0
+        limit = min(sum(len(each.survivals) for each in candidates), load.num_spare_rows)
+        table = self.cost.step_seconds_table(
+            load.num_rows, limit, load.num_kv_tokens, load.num_requests
+        )
+        rows = enumerate(islice(table, 1, None), start=1)
+        row_seconds = min(((seconds - table[0]) / number for number, seconds in rows), default=0.0)
+        return row_seconds * load.expected_tokens / (load.draft_seconds + table[0])
+
     @staticmethod
-    def _offered(candidate: DraftCandidate, num_spare: int) -> _Offer:
+    def _offered(candidate: DraftCandidate, num_spare: int, least: float) -> _Offer:
         """Returns the nodes that the request may be granted."""
         if not candidate.tree.token_ids:
             return _NOTHING
@@ -116,9 +136,11 @@ class GoodputPolicy(GammaPolicy):
         if candidate.is_first:
             first = max(params.min_speculative_tokens, params.num_speculative_tokens)
             wanted = min(first, wanted)
-        return _offer(candidate, min(wanted, candidate.max_nodes), num_spare)
+        return _offer(candidate, min(wanted, candidate.max_nodes), num_spare, least)
 
-    def _choose(self, pool: Sequence[float], ranks: Sequence[int], load: Load) -> int:
+    def _choose(
+        self, pool: Sequence[float], ranks: Sequence[int], load: Load, best_left: float
+    ) -> int:
         """Returns how many nodes of the pool to grant."""
         limit = min(len(pool), load.num_spare_rows)
         table = self.cost.step_seconds_table(
@@ -128,7 +150,9 @@ class GoodputPolicy(GammaPolicy):
         tokens = accumulate(islice(pool, limit), initial=load.expected_tokens)
         rates = [total / (drafting + seconds) for total, seconds in zip(tokens, table, strict=True)]
         best = rates.index(max(rates))  # the fewest nodes among equals
-        return self._hold(pool, ranks, rates, best, load) if limit > 0 else 0
+        if limit <= 0 and not best_left:
+            return 0
+        return self._hold(pool, ranks, rates, best, load, best_left)
 
     def _hold(
         self,
@@ -137,9 +161,10 @@ class GoodputPolicy(GammaPolicy):
         rates: Sequence[float],
         best: int,
         load: Load,
+        best_left: float,
     ) -> int:
         """Returns the allocation of the step before where the best one does not beat it by enough."""
-        if self._held_survival is not None:
+        if self._held_survival is not None and self._held_survival >= best_left:
             held = min(bisect_right(pool, -self._held_survival, key=neg), len(rates) - 1)
             if held == best:
                 return best
@@ -148,31 +173,42 @@ class GoodputPolicy(GammaPolicy):
             if rates[held] >= rates[0] and rates[best] <= rates[held] * (1.0 + enough):
                 return held
         last_in = pool[best - 1] if best > 0 else 1.0
-        first_out = pool[best] if best < len(pool) else 0.0
+        first_out = pool[best] if best < len(pool) else best_left
         self._held_survival = (last_in + first_out) / 2
         return best
 
-    def _why(self, candidate: DraftCandidate, offer: _Offer, count: int, load: Load) -> Reason:
+    def _table_alone(self, candidates: Sequence[DraftCandidate], load: Load) -> Sequence[float]:
+        """Returns the seconds of a request's steps by its drafts, if it had the engine to itself; nothing
+        where it has."""
+        if load.num_rows <= 1:
+            return ()
+        most = max(len(each.survivals) for each in candidates)
+        context = load.num_kv_tokens // max(1, load.num_requests)
+        return self.cost.step_seconds_table(1, most, context, 1)
+
+    def _why(
+        self, candidate: DraftCandidate, offer: _Offer, count: int, alone: Sequence[float]
+    ) -> Reason:
         num_offered = len(candidate.tree.token_ids)
         if num_offered == 0:
             most = candidate.params.max_speculative_tokens
             return why_nothing_offered(candidate, most, "client_cap")
         if count == num_offered:
             return ""
-        if count == len(offer.survivals):
+        if count == offer.most:
             # Fewer than there could be: by its target acceptance rate.
-            return "policy" if count < min(offer.most, num_offered) else "client_cap"
-        is_slowed = load.num_rows > 1 and self._gamma_alone(offer.survivals, load) > count
+            return "policy" if offer.is_at_rate else "client_cap"
+        # The likeliest of the rest tells whether it would have more, if it had the engine to itself.
+        is_slowed = len(alone) > count + 1 and self._pays_alone(offer, count, alone)
         return "overload" if is_slowed else "low_acceptance"
 
-    def _gamma_alone(self, survivals: Sequence[float], load: Load) -> int:
-        """Returns the gamma that would be granted if the request had the engine to itself."""
-        context = load.num_kv_tokens // max(1, load.num_requests)
-        table = self.cost.step_seconds_table(1, len(survivals), context, 1)
-        totals = accumulate(survivals, initial=1.0)
-        rates = [total / seconds for total, seconds in zip(totals, table, strict=True)]
-        rates[0] *= 1.0 + self._hysteresis
-        return rates.index(max(rates))
+    def _pays_alone(self, offer: _Offer, count: int, alone: Sequence[float]) -> bool:
+        """Returns whether one node more than ``count`` would be granted to the request alone."""
+        gain = sum(offer.survivals[:count])
+        more = offer.survivals[count] if count < len(offer.survivals) else offer.best_left
+        hesitation = 1.0 if count else 1.0 + self._hysteresis
+        without = hesitation * (1.0 + gain) / alone[count]
+        return (1.0 + gain + more) / alone[count + 1] > without
 
 
 def _grant_whole(candidate: DraftCandidate, load: Load) -> tuple[Grant, Load]:
@@ -191,33 +227,50 @@ def _grant_whole(candidate: DraftCandidate, load: Load) -> tuple[Grant, Load]:
     return Grant(range(num_nodes), ""), load.with_nodes(num_nodes, gain)
 
 
-def _offer(candidate: DraftCandidate, most: int, num_spare: int) -> _Offer:
+def _offer(candidate: DraftCandidate, most: int, num_spare: int, least: float) -> _Offer:
     tree, params = candidate.tree, candidate.params
     if candidate.all_or_nothing:
-        return _Offer(most)
-    nodes, survivals, depths = _in_order(tree, candidate.survivals)
+        return _NOTHING
+    rate = params.target_acceptance_rate
+    nodes, survivals, depths, best_left = _in_order(
+        tree, candidate.survivals, 0.0 if rate else least
+    )
     end = max(0, min(most, len(nodes)))
-    if params.target_acceptance_rate is not None:
-        end = _num_at_rate(survivals[:end], params.target_acceptance_rate)
+    is_at_rate = False
+    if rate is not None:
+        allowed = _num_at_rate(survivals[:end], rate)
+        is_at_rate, end, most = allowed < end, allowed, min(most, allowed)
     num_certain = min(params.min_speculative_tokens, end, num_spare)
-    return _Offer(most, nodes[:end], survivals[:end], depths[:end], num_certain)
+    return _Offer(
+        most, nodes[:end], survivals[:end], depths[:end], num_certain, best_left, is_at_rate
+    )
 
 
 def _in_order(
-    tree: DraftTree, survivals: Sequence[float]
-) -> tuple[Sequence[int], list[float], Sequence[int]]:
-    """Returns all nodes in their order of grant, with survivals and depths. Estimates may round upwards:
-    a node counts no more than its parent, or it would be granted without it."""
+    tree: DraftTree, survivals: Sequence[float], least: float
+) -> tuple[Sequence[int], list[float], Sequence[int], float]:
+    """Returns the nodes above ``least`` in their order of grant, with survivals and depths, and the
+    largest survival of the others. Estimates may round upwards: a node counts no more than its parent, or
+    it would be granted without it."""
     num_nodes = len(survivals)
     if tree.is_chain():
-        return range(num_nodes), list(accumulate(survivals, min)), range(1, num_nodes + 1)
-    bounded: list[float] = []
-    for parent, survival in zip(tree.parents, survivals, strict=True):
-        bounded.append(min(survival, bounded[parent]) if parent >= 0 else survival)
-    depths = tree.depths()
-    order = sorted(range(num_nodes), key=depths.__getitem__)
-    order.sort(key=bounded.__getitem__, reverse=True)
-    return order, [bounded[node] for node in order], [depths[node] for node in order]
+        bounded = list(accumulate(survivals, min))
+        end = bisect_left(bounded, -least, key=neg) if least else num_nodes
+        left = bounded[end] if end < num_nodes else 0.0
+        return range(end), bounded[:end], range(1, end + 1), left
+    bounded, depths, kept, left = [], [], [], 0.0
+    for node, (parent, survival) in enumerate(zip(tree.parents, survivals, strict=True)):
+        if parent >= 0:
+            survival = min(survival, bounded[parent])
+        bounded.append(survival)
+        depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        if survival > least or not least:
+            kept.append(node)
+        else:
+            left = max(left, survival)
+    kept.sort(key=depths.__getitem__)
+    kept.sort(key=bounded.__getitem__, reverse=True)
+    return kept, [bounded[node] for node in kept], [depths[node] for node in kept], left
 
 
 def _num_at_rate(survivals: Sequence[float], target_rate: float) -> int:
