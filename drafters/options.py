@@ -18,6 +18,8 @@ TreeStrategy = Literal["auto", "none", "linear", "tree"]
 VerificationName = Literal["match", "rejection", "block"]
 
 NO_DRAFTER = "none"
+USUAL_DRAFTERS = ("auto", "ngram")
+"""The default of servers that offer it, the first first."""
 FIXED_POLICY = "fixed"
 """The policy that takes no bounds: gamma is ``num_speculative_tokens``."""
 
@@ -51,7 +53,7 @@ class SpeculativeParams:
     """
 
     draft_strategy: str = described(
-        "auto", "The drafter; GET /v1/drafters lists them, none is plain decoding.", max_length=64
+        USUAL_DRAFTERS[0], "The drafter; GET /v1/drafters lists them, none is plain decoding.", max_length=64
     )
     num_speculative_tokens: int = described(
         8,

@@ -17,7 +17,14 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import PlainValidator
 
 from drafters.base import DrafterInfo, OptionValue
-from drafters.options import FIXED_POLICY, NO_DRAFTER, PLAIN, SpeculativeParams, VerificationName
+from drafters.options import (
+    FIXED_POLICY,
+    NO_DRAFTER,
+    PLAIN,
+    USUAL_DRAFTERS,
+    SpeculativeParams,
+    VerificationName,
+)
 from engine.request.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
@@ -201,10 +208,10 @@ class SpeculativeResolver:
 
     def _capped(self, params: SpeculativeParams) -> SpeculativeParams:
         """Returns the parameters within the caps and with a drafter that is allowed."""
-        is_allowed = params.draft_strategy in self.allowed
+        usual = (name for name in USUAL_DRAFTERS if name in self.allowed)
         return replace(
             params,
-            draft_strategy=params.draft_strategy if is_allowed else NO_DRAFTER,
+            draft_strategy=next(usual, NO_DRAFTER),
             num_speculative_tokens=min(params.num_speculative_tokens, self.max_tokens),
             max_speculative_tokens=min(params.max_speculative_tokens, self.max_tokens),
             tree_width=min(params.tree_width, self.caps.max_tree_width),

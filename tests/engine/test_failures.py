@@ -383,7 +383,7 @@ def neighbours() -> list[GenerationRequest]:
         request("greedy", PROMPT, GREEDY, oracle),
         request("plain", PROMPT[1:], GREEDY),
         request("sampled", PROMPT, SAMPLED, drafting("ngram", ngram_min=1)),
-        request("rejection", PROMPT[2:], SAMPLED, rejection),
+        request("rejecting", PROMPT[2:], SAMPLED, rejection),
     ]
 
 
@@ -513,7 +513,7 @@ def test_a_step_that_breaks_ends_its_requests_and_the_next_ones_are_served(
     driver = Failures(build_core(runner, 8, SETUP.but(drafters=drafters(), max_num_seqs=2)))
     driver.run(*neighbours())
     assert set(driver.failures) == {"greedy", "plain"}
-    for name in ("sampled", "rejection"):
+    for name in ("sampled", "rejecting"):
         assert driver.token_ids[name] == undisturbed().token_ids[name]
     # What was cached before is not trusted, and the same prompts are served once more.
     driver.failures.clear()

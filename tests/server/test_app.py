@@ -181,7 +181,7 @@ async def test_drafters_are_listed_with_options_defaults_and_caps() -> None:
     ]
     assert listed["data"][1]["drafts_trees"] is False
     assert listed["policies"] == ["fixed", "target_rate", "goodput"]
-    assert listed["tree_strategies"] == ["none", "linear", "tree"]
+    assert listed["tree_strategies"] == ["auto", "none", "linear", "tree"]
     assert listed["defaults"]["draft_strategy"] == "ngram"
     assert listed["defaults"]["max_speculative_tokens"] == 6
     assert listed["caps"]["max_speculative_tokens"] == 12

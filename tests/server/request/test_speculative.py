@@ -46,7 +46,7 @@ def depths_of(params: SpeculativeParams) -> tuple[int, int, int]:
 
 def test_what_nobody_says_is_as_the_server_has_it() -> None:
     assert resolver().resolve(None) == SpeculativeParams(
-        tree_strategy="linear", options={"max_match": 4}
+        draft_strategy="ngram", tree_strategy="linear", options={"max_match": 4}
     )
     assert resolve({"draft_strategy": "none"}) == PLAIN
     assert resolve({"adaptive_depth": "target_rate"}).target_acceptance_rate is None
