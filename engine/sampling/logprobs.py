@@ -106,7 +106,7 @@ def begin_top_tokens(
 
     def finish() -> TopTokens:
         token_ids, values = (each.tolist() for each in found)
-        counts = [sum(value > -math.inf for value in row) for row in values]
+        counts = [len(row) - row.count(-math.inf) for row in values]
         tops = [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
         if not with_probs:
             return tops, None
@@ -127,11 +127,21 @@ def _by_parts(
     numel = _PIECE_NUMEL if host_kernel(_KERNEL, logits.device) is None else _CACHED_NUMEL
     num_rows = max(1, numel // logits.shape[1])
     with torch.inference_mode():
-        index = upload(row_indices, logits.device)
-        parts = [slice(first, first + num_rows) for first in range(0, len(index), num_rows)]
-        found = [read(logits.index_select(0, index[part]).float(), part) for part in parts]
+        chosen = _chooser(logits, row_indices)
+        parts = [slice(first, first + num_rows) for first in range(0, len(row_indices), num_rows)]
+        found = [read(chosen(part).float(), part) for part in parts]
         token_ids, values = (readback.add(torch.cat(each)) for each in zip(*found, strict=True))
     return token_ids, values
+
+
+def _chooser(logits: Tensor, row_indices: Sequence[int]) -> Callable[[slice], Tensor]:
+    """Returns what gives a part of these rows. Where they lie together, as all rows of a step mostly do,
+    none is copied."""
+    first, number = row_indices[0], len(row_indices)
+    if list(row_indices) == [*range(first, first + number)]:
+        return logits[first : first + number].__getitem__
+    index = upload(row_indices, logits.device)
+    return lambda part: logits.index_select(0, index[part])
 
 
 def _log_sums(rows: Tensor) -> Tensor:
