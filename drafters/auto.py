@@ -34,7 +34,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from drafters.ledger import Hope, Ledger, expected_tokens
 from drafters.base import (
     REGISTERED,
     Drafter,
@@ -50,6 +49,7 @@ from drafters.base import (
 )
 from drafters.estimator import AcceptanceEstimator, RequestAcceptance
 from drafters.last_top import LastTopDrafter
+from drafters.ledger import Hope, Ledger, expected_tokens
 from drafters.members import (
     FAILURES_BEFORE_SILENCE,
     HeadMember,

@@ -6,8 +6,8 @@ _EMA = 0.1
 
 
 class BatchTimes:
-    """Seconds of a batch by its number of rows or requests, rounded up to a power of two. The first one of
-    a size may have warmed something up: it only bounds what the second is believed to have taken."""
+    """Seconds of a batch by its number of rows or requests, rounded up to a power of two. The first one
+    of a size may have warmed something up: it only bounds what the second is believed to have taken."""
 
     def __init__(self) -> None:
         self._first: dict[int, float] = {}

@@ -1,4 +1,5 @@
-"""Who is asked for drafts that take time: those for whom they bring more tokens than are written meanwhile.
+"""Who is asked for drafts that take time: those for whom they bring more tokens than are written
+meanwhile.
 
 One ledger is kept for each drafter whose calls are weighed: by the engine for the drafters that requests
 name, by ``auto`` for the head that it asks. What a draft brings is counted in tokens, for each request
@@ -71,10 +72,10 @@ class Gain:
 
 
 class Hope(NamedTuple):
-    """A request for which the drafter may be asked: the tokens that its draft is expected to bring, less
-    those that are not written while its rows are verified, and what the engine writes per second meanwhile
-    (as in ``DraftRequest``; 0: cost is not weighed). ``rows``: the price of its rows, in tokens, where it
-    would be tried; ``request_id``: whose trial it is."""
+    """A request for which the drafter may be asked: the tokens that its draft is expected to bring,
+    less those that are not written while its rows are verified, and what the engine writes per second
+    meanwhile (as in ``DraftRequest``; 0: cost is not weighed). ``rows``: the price of its rows, in
+    tokens, where it would be tried; ``request_id``: whose trial it is."""
 
     gain: float
     tokens_per_second: float

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from math import exp
 from operator import attrgetter
 
-from drafters.ledger import Gain as HeadGain
 from drafters.base import Drafter, Observation, RequestState
 from drafters.checks import count_of, is_interrupt
 from drafters.estimator import RequestAcceptance
+from drafters.ledger import Gain as HeadGain
 from drafters.standing import Gain, Trials
 from drafters.tree import EMPTY, DraftTree
 

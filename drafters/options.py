@@ -53,7 +53,9 @@ class SpeculativeParams:
     """
 
     draft_strategy: str = described(
-        USUAL_DRAFTERS[0], "The drafter; GET /v1/drafters lists them, none is plain decoding.", max_length=64
+        USUAL_DRAFTERS[0],
+        "The drafter; GET /v1/drafters lists them, none is plain decoding.",
+        max_length=64,
     )
     num_speculative_tokens: int = described(
         8,

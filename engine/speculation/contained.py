@@ -91,7 +91,9 @@ class Drafting:
         return guarded([self], lambda: count_of(call(*args), most)) or 0
 
 
-def shape_of(wanted: SpeculativeParams, drafter: Drafter, verification: VerificationName) -> DraftShape:
+def shape_of(
+    wanted: SpeculativeParams, drafter: Drafter, verification: VerificationName
+) -> DraftShape:
     """Returns the shape of a request's drafts. Where it leaves that to the engine, they are trees, of
     which policies take what pays; but chains where they are sampled, since a tree's shape must not depend
     on what was."""

@@ -1,11 +1,12 @@
 """The engine's ledgers, one for each drafter: which requests are asked in a step, by what drafts of their
 kind of traffic have brought.
 
-Granting decides after a draft is made, when its price is already paid. What counts is what was accepted,
-less the tokens that the batch could have written while the draft's rows were verified, against the time
-that the call takes. Drafts whose rows are there for later steps (the window of Lookahead, the guesses of
-Jacobi) are granted whole or not at all: there, the rows of the last draft are weighed at the price of this
-step's, and a trial lasts for as many steps as a window needs before it yields n-grams.
+Granting decides after a draft is made, when its price is already paid. What counts is what was
+accepted, less the tokens that the batch could have written while the draft's rows were verified,
+against the time that the call takes. Drafts whose rows are there for later steps (the window of
+Lookahead, the guesses of Jacobi) are granted whole or not at all: there, the rows of the last draft are
+weighed at the price of this step's, and a trial lasts for as many steps as a window needs before it
+yields n-grams.
 """
 
 from __future__ import annotations

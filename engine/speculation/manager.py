@@ -476,8 +476,8 @@ class Speculation:
         self._account(plan, by_drafter)
 
     def _learn(self, each: ScheduledRequest, drafting: Drafting) -> Observation | None:
-        """Policy, ledger and estimates learn from a request's step. Returns what its drafter is to hear of
-        it at once, if anything."""
+        """Policy, ledger and estimates learn from a request's step. Returns what its drafter is to hear
+        of it at once, if anything."""
         request, outcome = each.request, each.outcome
         assert outcome is not None
         num_verified, num_accepted = _counts(each)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.ledger import Ledger, Hope, expected_tokens
+from drafters.ledger import Hope, Ledger, expected_tokens
 from drafters.tree import EMPTY, DraftTree, chain
 
 RATE = 100.0

@@ -8,6 +8,7 @@ from typing import Any
 from drafters.base import Drafter, DrafterInfo, DrafterNeeds, DraftRequest, Observation, OptionValue
 from drafters.tree import EMPTY, DraftTree, chain
 
+NO_NEEDS = DrafterNeeds()
 Propose = Callable[[DraftRequest], Any]
 
 
@@ -22,7 +23,7 @@ class FakeDrafter(Drafter):
         fails: str = "",
         failing: set[str] | None = None,
         num_top: int = 0,
-        needs: DrafterNeeds = DrafterNeeds(),
+        needs: DrafterNeeds = NO_NEEDS,
     ) -> None:
         super().__init__()
         self.info = DrafterInfo(name, "Does as it is told.", needs=needs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from drafters.base import DraftRequest
 from drafters.tree import DraftTree, chain
 from engine.config import ShedSpeculation

@@ -37,7 +37,8 @@ class _Offer(NamedTuple):
     """The nodes that one request may be granted, at most ``most`` of them, in its order of grant:
     likeliest first, then shallow before deep, then the earlier node. Any first part of it is closed under
     parents. The first ``num_certain`` are granted whatever they cost. ``best_left``: the survival of the
-    best that is left out, since it cannot pay. ``is_at_rate``: a target acceptance rate bounds ``most``."""
+    best that is left out, since it cannot pay. ``is_at_rate``: a target acceptance rate bounds
+    ``most``."""
 
     most: int
     nodes: Sequence[int] = ()
@@ -66,8 +67,8 @@ class GoodputPolicy(GammaPolicy):
     """Between ``min_speculative_tokens`` (granted whatever it costs) and ``max_speculative_tokens`` per
     request; ``num_speculative_tokens`` is the most until a draft of the request has been verified. With
     a ``target_acceptance_rate``, the mean survival of what a request is granted never falls below it.
-    Drafts whose rows are there for later steps (the window of Lookahead, the guesses of Jacobi) come last,
-    whole or not at all: that their rows pay was weighed before they were asked for (``Ledger``).
+    Drafts whose rows are there for later steps (the window of Lookahead, the guesses of Jacobi) come
+    last, whole or not at all: that their rows pay was weighed before they were asked for (``Ledger``).
 
     Hysteresis: the last allocation is remembered as the survival down to which it went. It is kept
     while the best one gains no more than ``hysteresis`` on the tokens of the requests it would
@@ -113,9 +114,9 @@ class GoodputPolicy(GammaPolicy):
         return grants
 
     def _least_survival(self, candidates: Sequence[DraftCandidate], load: Load) -> float:
-        """Returns a survival up to which no node pays, whatever else is granted: the batch writes at least
-        as fast without drafts as a step gets longer by, where its rows are cheapest. What is granted
-        whatever it costs would change that rate."""
+        """Returns a survival up to which no node pays, whatever else is granted: the batch writes at
+        least as fast without drafts as a step gets longer by, where its rows are cheapest. What is
+        granted whatever it costs would change that rate."""
         if any(each.params.min_speculative_tokens for each in candidates):
             return 0.0
         limit = min(sum(len(each.survivals) for each in candidates), load.num_spare_rows)
@@ -258,7 +259,10 @@ def _in_order(
         end = bisect_left(bounded, -least, key=neg) if least else num_nodes
         left = bounded[end] if end < num_nodes else 0.0
         return range(end), bounded[:end], range(1, end + 1), left
-    bounded, depths, kept, left = [], [], [], 0.0
+    bounded: list[float] = []
+    depths: list[int] = []
+    kept: list[int] = []
+    left = 0.0
     for node, (parent, survival) in enumerate(zip(tree.parents, survivals, strict=True)):
         if parent >= 0:
             survival = min(survival, bounded[parent])

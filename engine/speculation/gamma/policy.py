@@ -18,10 +18,10 @@ class DraftCandidate:
     """One decoding request's proposal; the tree may be empty.
 
     ``survivals[i]``: estimated probability that node i and all its ancestors are accepted.
-    ``max_nodes``: what tokens left and model length allow. ``all_or_nothing``: the drafter's rows are of
-    use only together (``DrafterNeeds``), and ``gain`` is what such drafts have brought, in tokens.
-    ``is_asked``: the drafter was; else there is no more in the tree than a grammar forces. ``is_first``: no
-    draft of the request was verified yet.
+    ``max_nodes``: what tokens left and model length allow. ``all_or_nothing``: the drafter's rows are
+    of use only together (``DrafterNeeds``), and ``gain`` is what such drafts have brought, in tokens.
+    ``is_asked``: the drafter was; else there is no more in the tree than a grammar forces.
+    ``is_first``: no draft of the request was verified yet.
     """
 
     request_id: str

@@ -13,16 +13,13 @@ from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
-from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from engine.sampling.state import SamplingState
+from engine.request.params import SpeculativeParams
 from engine.schedule.request import Plan, Request, ScheduledRequest
-from engine.speculation.cost import CostModel
-from engine.speculation.manager import Speculation
 from engine.transfer import Readback
-from kvpool.block_pool import BlockPool
 from worlds.engine_harness import DictatedCost
 from worlds.fake_drafters import FakeDrafter
-from worlds.speculation_world import FIXED, VOCAB, TimedCost, World, fake, zeros
+from worlds.speculation_world import FIXED, TimedCost, World, fake, zeros
+
 
 def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
     first, second = fake("first"), fake("second")
