@@ -255,10 +255,10 @@ def _in_order(
     it would be granted without it."""
     num_nodes = len(survivals)
     if tree.is_chain():
-        bounded = list(accumulate(survivals, min))
-        end = bisect_left(bounded, -least, key=neg) if least else num_nodes
-        left = bounded[end] if end < num_nodes else 0.0
-        return range(end), bounded[:end], range(1, end + 1), left
+        falling = list(accumulate(survivals, min))
+        end = bisect_left(falling, -least, key=neg) if least else num_nodes
+        rest = falling[end] if end < num_nodes else 0.0
+        return range(end), falling[:end], range(1, end + 1), rest
     bounded: list[float] = []
     depths: list[int] = []
     kept: list[int] = []
