@@ -240,8 +240,8 @@ class InputBuffers:
 
 class ForwardOutput(NamedTuple):
     """``logits``: ``[num_logits, vocab_size]``, those of ``logits_indices``, in the model's type.
-    ``hidden``: ``[num_rows, hidden_size]`` for each of the batch's ``hidden_layers``, in their order;
-    valid until the next forward, which may write its own to the same memory.
+    ``hidden``: ``[num_rows, hidden_size]`` for each of the batch's ``hidden_layers``, in their order.
+    Both are valid until the next forward, which may write its own to the same memory.
     ``seconds``: of the device, once it is done; None: it was done when the forward returned."""
 
     logits: torch.Tensor

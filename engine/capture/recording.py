@@ -279,14 +279,14 @@ class CapturedForward:
 
     def replay(self, plan: Renews, most_threads: int) -> ForwardOutput:
         """For inputs that lie where those of the recorded forward lay. Bits do not depend on threads.
-        Hidden states lie where the recorded forward's lay."""
+        Logits and hidden states lie where the recorded forward's lay."""
         for part in self._parts:
             if isinstance(part, _Kernels):
                 part.run(plan, most_threads)
             else:
                 for call in part:
                     _repeat(call)
-        return self._output.with_own_logits()
+        return self._output
 
 
 class _Kernels:

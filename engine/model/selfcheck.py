@@ -169,7 +169,7 @@ def _run_chunks(
         for slot, part in enumerate(parts):
             part.states = StateRows(slot if base else NOWHERE, target=slot)
         found = runner.forward(build_batch(parts, runner.store.block_size)).logits
-        logits.append(found.view(len(tables), count, -1))
+        logits.append(found.view(len(tables), count, -1).clone())
         base += count
     return torch.cat(logits, dim=1)
 
