@@ -36,7 +36,7 @@ from engine.request.outcome import Outcome
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import new_acceptance
 from engine.speculation.constrained import constrained, num_forced
-from engine.speculation.contained import Drafting, check_trees, guarded, shape_of
+from engine.speculation.contained import Drafting, check_trees, guarded, is_of_core, shape_of
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.policy import (
     DraftCandidate,
@@ -381,7 +381,10 @@ class Speculation:
         trees: Sequence[DraftTree] | None = None
         if finish is not None:
             check = partial(check_trees, asks=asks, vocab_size=self._vocab_size)
-            trees = guarded(self._blamed(requests), lambda: check(finish()))
+            if is_of_core(drafter):
+                trees = guarded(self._blamed(requests), finish)
+            else:
+                trees = guarded(self._blamed(requests), lambda: check(finish()))
         if trees is not None:
             for each, tree in zip(requests, trees, strict=True):
                 each.proposal = tree

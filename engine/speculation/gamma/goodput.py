@@ -85,7 +85,9 @@ class GoodputPolicy(GammaPolicy):
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         offers: list[_Offer] = []
-        least = self._least_survival(candidates, load)
+        limit = min(sum(len(each.survivals) for each in candidates), load.num_spare_rows)
+        table = self._table(load, limit)
+        least = self._least_survival(candidates, load, table)
         num_certain, gain = 0, 0.0
         for candidate in candidates:
             offer = self._offered(candidate, load.num_spare_rows - num_certain, least)
@@ -95,9 +97,10 @@ class GoodputPolicy(GammaPolicy):
             offers.append(offer)
         if num_certain:
             load = load.with_nodes(num_certain, gain)
+            table = self._table(load, max(0, limit - num_certain))
         pool, ranks = _pooled(offers)
         best_left = max((offer.best_left for offer in offers), default=0.0)
-        num_nodes = self._choose(pool, ranks, load, best_left)
+        num_nodes = self._choose(pool, ranks, load, table, best_left)
         counts = [offer.num_certain for offer in offers]
         for rank in ranks[:num_nodes]:
             counts[rank] += 1
@@ -113,16 +116,21 @@ class GoodputPolicy(GammaPolicy):
             grants.append(grant)
         return grants
 
-    def _least_survival(self, candidates: Sequence[DraftCandidate], load: Load) -> float:
+    def _table(self, load: Load, num_nodes: int) -> Sequence[float]:
+        """Returns the seconds of the step by the number of nodes that are granted yet."""
+        return self.cost.step_seconds_table(
+            load.num_rows, num_nodes, load.num_kv_tokens, load.num_requests
+        )
+
+    @staticmethod
+    def _least_survival(
+        candidates: Sequence[DraftCandidate], load: Load, table: Sequence[float]
+    ) -> float:
         """Returns a survival up to which no node pays, whatever else is granted: the batch writes at
         least as fast without drafts as a step gets longer by, where its rows are cheapest. What is
         granted whatever it costs would change that rate."""
         if any(each.params.min_speculative_tokens for each in candidates):
             return 0.0
-        limit = min(sum(len(each.survivals) for each in candidates), load.num_spare_rows)
-        table = self.cost.step_seconds_table(
-            load.num_rows, limit, load.num_kv_tokens, load.num_requests
-        )
         rows = enumerate(islice(table, 1, None), start=1)
         row_seconds = min(((seconds - table[0]) / number for number, seconds in rows), default=0.0)
         return row_seconds * load.expected_tokens / (load.draft_seconds + table[0])
@@ -140,16 +148,20 @@ class GoodputPolicy(GammaPolicy):
         return _offer(candidate, min(wanted, candidate.max_nodes), num_spare, least)
 
     def _choose(
-        self, pool: Sequence[float], ranks: Sequence[int], load: Load, best_left: float
+        self,
+        pool: Sequence[float],
+        ranks: Sequence[int],
+        load: Load,
+        table: Sequence[float],
+        best_left: float,
     ) -> int:
         """Returns how many nodes of the pool to grant."""
         limit = min(len(pool), load.num_spare_rows)
-        table = self.cost.step_seconds_table(
-            load.num_rows, limit, load.num_kv_tokens, load.num_requests
-        )
         drafting = load.draft_seconds
         tokens = accumulate(islice(pool, limit), initial=load.expected_tokens)
-        rates = [total / (drafting + seconds) for total, seconds in zip(tokens, table, strict=True)]
+        rates = [
+            total / (drafting + seconds) for total, seconds in zip(tokens, table, strict=False)
+        ]
         best = rates.index(max(rates))  # the fewest nodes among equals
         if limit <= 0 and not best_left:
             return 0
