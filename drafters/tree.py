@@ -54,6 +54,7 @@ class DraftTree:
     parents: Sequence[int] = ()
     features: Sequence[int] = ()
     draft_probs: Mapping[int, Any] = field(default_factory=dict)
+    survivals: Sequence[float] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
