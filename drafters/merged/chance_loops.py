@@ -17,11 +17,12 @@ from drafters.merged.row_loops import LOG_UNITS
 
 FEATURE_BITS = 7
 NUM_VALUES = 1 << FEATURE_BITS
-NUM_FEATURES = 8
-DEPTH, COPY, ROW, NEARLY, NOISE, FREQUENT = 0, 1, 2, 5, 6, 7
+KINDS = ("depth", "copy", "row_1", "row_2", "row_4", "nearly", "noise", "frequent")
+NUM_FEATURES = len(KINDS)
+COPY, ROW, NEARLY, NOISE, FREQUENT = 1, 2, 5, 6, 7
 """``ROW`` and the next two: those of the levels of contexts."""
 NUM_WEIGHTS = NUM_FEATURES * NUM_VALUES
-SHARED_RATE, OWN_RATE = 0.02, 0.08
+SHARED_RATE, OWN_RATE = 0.005, 0.04
 COPY_VALUES = 51
 """Of ``COPY``, with no row beside it, and as many with one."""
 

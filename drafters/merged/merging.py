@@ -23,7 +23,7 @@ from drafters.merged.row_loops import (
     length_of,
     move_rows,
 )
-from drafters.merged.weights import GREEDY_WEIGHTS, SAMPLED_WEIGHTS
+from drafters.merged.weights import first_weights
 from drafters.tree import EMPTY, DraftTree
 
 MAX_TENANTS = 16
@@ -67,10 +67,18 @@ class Merging:
         self.desk = Desk()
         self.histories = Histories()
         self._tables: OrderedDict[str, Table] = OrderedDict()
-        self.shared = array("d", GREEDY_WEIGHTS), array("d", SAMPLED_WEIGHTS)
+        self.shared = first_weights()
         self.seen = Memory(Seen)
         self._context = array("i", bytes(4 * _LONGEST))
         self.context = address_of(self._context)
+
+    def open(self, token_ids: Sequence[int], cache_salt: str) -> MergedText:
+        """Returns a new request."""
+        return MergedText(self, token_ids, cache_salt)
+
+    def advance(self) -> None:
+        """Indexes a little of the tenants' finished texts that wait."""
+        self.histories.advance()
 
     def table(self, cache_salt: str) -> Table:
         table = self._tables.setdefault(cache_salt, Table())
@@ -80,8 +88,10 @@ class Merging:
         return table
 
 
-class MergedRequest:
-    """One request."""
+class MergedText:
+    """One request: its text, and what it has learned."""
+
+    num_top_tokens = NUM_TOP
 
     def __init__(self, merging: Merging, token_ids: Sequence[int], cache_salt: str) -> None:
         history = merging.histories.of(cache_salt)
@@ -97,7 +107,7 @@ class MergedRequest:
         told["own"], told["nearly"] = address_of(self._own), address_of(self._nearly)
         told["shared"] = address_of(merging.shared[0])
         self._make_room(_NODES)
-        self.read = self._alignment.read
+        self.read_prompt = self._alignment.read
         self.finish = self._alignment.finish
 
     def _make_room(self, num_nodes: int) -> None:
