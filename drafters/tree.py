@@ -48,12 +48,17 @@ class DraftTree:
     is offered must not depend on its token, nor on anything sampled after it; how many children a
     node gets, and how far a chain goes on below it, may. In a tree of several branches the shape as a
     whole should not depend on tokens, since policies grant by it.
+
+    ``survivals[i]``, where a drafter gives them, is its own estimate of how likely node i and all its
+    ancestors are accepted, from 0 to 1 and never above the parent's; empty: the engine estimates by
+    features.
     """
 
     token_ids: Sequence[int] = ()
     parents: Sequence[int] = ()
     features: Sequence[int] = ()
     draft_probs: Mapping[int, Any] = field(default_factory=dict)
+    survivals: Sequence[float] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -93,6 +98,7 @@ class DraftTree:
                 range(-1, num_kept - 1),
                 self.features[:num_kept],
                 {node: each for node, each in self.draft_probs.items() if node < num_kept},
+                self.survivals[:num_kept],
             )
         new_index = {ROOT: ROOT} | {old: new for new, old in enumerate(kept)}
         return DraftTree(
@@ -104,6 +110,7 @@ class DraftTree:
                 for parent, probs in self.draft_probs.items()
                 if parent in new_index
             },
+            [self.survivals[i] for i in kept] if self.survivals else (),
         )
 
     def validate(self, vocab_size: int = 0) -> None:
@@ -122,6 +129,7 @@ class DraftTree:
             raise ValueError("token_ids, parents and features differ in length")
         if self.token_ids and (min(self.token_ids) < 0 or 0 < vocab_size <= max(self.token_ids)):
             raise ValueError("a proposed token is not in the vocabulary")
+        self._validate_survivals()
         if self.is_chain():
             return
         seen: set[tuple[int, int]] = set()
@@ -131,6 +139,18 @@ class DraftTree:
             if (parent, token_id) in seen:
                 raise ValueError(f"node {index}: token {token_id} repeats among its siblings")
             seen.add((parent, token_id))
+
+    def _validate_survivals(self) -> None:
+        if not len(self.survivals):
+            return
+        if len(self.survivals) != len(self.token_ids):
+            raise ValueError("token_ids and survivals differ in length")
+        for node, (parent, survival) in enumerate(zip(self.parents, self.survivals, strict=True)):
+            if not ROOT <= parent < node:
+                raise ValueError(f"node {node}: parent {parent} does not come before it")
+            above = 1.0 if parent == ROOT else self.survivals[parent]
+            if not (type(survival) is float and 0.0 <= survival <= above):
+                raise ValueError(f"node {node}: a survival of {survival} below one of {above}")
 
 
 def chain(token_ids: Sequence[int], features: Sequence[int] | int = 0) -> DraftTree:

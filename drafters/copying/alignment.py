@@ -57,14 +57,22 @@ class Desk:
     def draft(self, state: Memory, num_nodes: int, width: int, depth: int) -> DraftTree:
         """Returns a draft for the request whose state it is."""
         width = min(width, MOST_VOTING)
-        if num_nodes > self._num_nodes or width > self._width:
-            self._make_room(max(num_nodes, self._num_nodes), max(width, self._width))
-        count = self._draft(state.address, self._told.address, num_nodes, width, depth)
+        self.make_room(num_nodes, width)
+        count = self._draft(state.address, self.told.address, num_nodes, width, depth)
         if count == 0:
             return EMPTY
-        drafted = self._drafted[: 3 * count].tolist()
-        token_ids, parents, features = drafted[::3], drafted[1::3], drafted[2::3]
+        token_ids, parents, features = self.drafted(count)
         return chain(token_ids, features) if width == 1 else DraftTree(token_ids, parents, features)
+
+    def drafted(self, count: int) -> tuple[list[int], list[int], list[int]]:
+        """Returns tokens, parents and features of the nodes that a loop has written."""
+        drafted = self._drafted[: 3 * count].tolist()
+        return drafted[::3], drafted[1::3], drafted[2::3]
+
+    def make_room(self, num_nodes: int, width: int) -> None:
+        """For drafts of so many nodes, each with so many children that may come into it."""
+        if num_nodes > self._num_nodes or width > self._width:
+            self._make_room(max(num_nodes, self._num_nodes), max(width, self._width))
 
     def _make_room(self, num_nodes: int, width: int) -> None:
         self._num_nodes, self._width = num_nodes, width
@@ -79,12 +87,12 @@ class Desk:
         self._heap = array("q", bytes(8 * (num_branches + 1)))
         self._ending = array("i", bytes(4 * (MAX_MATCH_LENGTH + num_nodes)))
         self._drafted = array("i", bytes(4 * 3 * num_nodes))
-        self._told = Memory(DeskFields)
+        self.told = Memory(DeskFields)
         for name, records in self._records.items():
-            self._told[name] = records.address
-        self._told["lists"], self._told["heap"] = address_of(self._lists), address_of(self._heap)
-        self._told["ending"] = address_of(self._ending)
-        self._told["drafted"] = address_of(self._drafted)
+            self.told[name] = records.address
+        self.told["lists"], self.told["heap"] = address_of(self._lists), address_of(self._heap)
+        self.told["ending"] = address_of(self._ending)
+        self.told["drafted"] = address_of(self._drafted)
 
 
 class Alignment:
@@ -156,11 +164,11 @@ class Alignment:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Follows what ``token_ids`` has beyond what is known."""
         if self._take(token_ids) or self._text.num_indexed < self._state["num_prompt_tokens"]:
-            self._desk.extend(self._told(), self._num_tokens)
+            self._desk.extend(self.told(), self._num_tokens)
 
     def draft(self, num_nodes: int, width: int, depth: int) -> DraftTree:
         """Returns a draft of what may come next, a chain where ``width`` is 1."""
-        return self._desk.draft(self._told(), num_nodes, width, depth)
+        return self._desk.draft(self.told(), num_nodes, width, depth)
 
     def finish(self) -> None:
         """Hands the text to the tenant's history."""
@@ -185,7 +193,8 @@ class Alignment:
         self._num_tokens += len(new)
         return True
 
-    def _told(self) -> Memory:
+    def told(self) -> Memory:
+        """Returns the state as compiled loops know it."""
         history = self._history
         if history is not None:
             self._state["young"] = history.young.told.address

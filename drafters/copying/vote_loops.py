@@ -336,7 +336,7 @@ def join(s: State, desk: Desk, first: int, count: int, depth: int) -> int:
             if position == 0:
                 break
             count = _join_place(s, desk, first, count, own, position, depth)
-    if s.num_lost and s.num_ends and s.correcting < 0 and s.worth[RESUMING] > 0.0:
+    if count and s.num_lost and s.num_ends and s.correcting < 0 and s.worth[RESUMING] > 0.0:
         count = _resume(s, desk, first, count, depth)
     for each in range(num_before, count):
         insert(desk, first, each, desk.lists[first + each])

@@ -35,12 +35,14 @@ class Acceptance:
         return proposal
 
     def survivals(self, tree: DraftTree) -> list[float]:
-        """Per node, the probability that it and its ancestors are accepted; never above the
-        parent's."""
-        return self._estimates.survivals(tree)
+        """Per node, the probability that it and its ancestors are accepted; never above the parent's. A
+        drafter that says it of its own tree is believed."""
+        return list(tree.survivals) or self._estimates.survivals(tree)
 
     def observe(self, proposal: DraftTree, seen: Observation) -> None:
         """Learn from a step: all that was proposed, and what came of the verified part."""
+        if proposal.survivals and not self.is_waiting:
+            return
         self._estimates.label_against(proposal, seen.emitted_token_ids)
 
 

@@ -1,0 +1,114 @@
+"""The guests of ``auto`` in one request: drafters whose drafts are laid over its own.
+
+Owned by ``auto``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from drafters.base import Drafter, Observation
+from drafters.checks import count_of, is_interrupt
+from drafters.estimator import RequestAcceptance
+from drafters.ledger import Gain
+from drafters.tree import EMPTY, DraftTree
+
+logger = logging.getLogger(__name__)
+
+_FAILURES_BEFORE_SILENCE = 4
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    """One guest's part in one request. ``ledger``: chooses the requests that it is asked for.
+    ``num_free``: the tokens that the draft of ``auto`` was expected to bring in this step."""
+
+    drafter: Drafter
+    ledger: Ledger
+    acceptance: RequestAcceptance
+    added: Gain = field(init=False)
+    tree: DraftTree = EMPTY
+    num_failures: int = 0
+    num_missed: int = 0
+    """Tokens at the end of the text that it was not told of, since it was not asked."""
+    num_free: float = 0.0
+    hears_all: bool = field(init=False)
+    """It hears of every step, since it keeps states of the target."""
+
+    def __post_init__(self) -> None:
+        self.added = self.ledger.gain()
+        self.hears_all = self.drafter.info.needs.hidden_rows
+
+    @property
+    def is_asked(self) -> bool:
+        return self.num_failures < _FAILURES_BEFORE_SILENCE
+
+    def silence(self) -> None:
+        """It cannot draft for this request."""
+        self.num_failures = _FAILURES_BEFORE_SILENCE
+
+    def hear(self, seen: Observation, num_right: int) -> None:
+        """Learns from a step, in which ``auto`` had so many tokens right. Drafts that the guest could not
+        make say nothing of those that it can."""
+        emitted = seen.emitted_token_ids
+        was_asked = bool(self.tree.token_ids)
+        if was_asked:
+            self.added.observe(max(0, len(self.tree.follow(emitted)) - num_right), self.num_free)
+        if was_asked or self.acceptance.is_waiting:
+            self.acceptance.label_against(self.tree, emitted)
+        told, self.tree = self._view(seen), EMPTY
+        if not self.is_asked:
+            return
+        if was_asked or self.hears_all:
+            tried((self,), self.drafter.observe, [told])
+        else:
+            self.num_missed += len(emitted)
+
+    def _view(self, seen: Observation) -> Observation:
+        """Of its own draft what the text has reached, as if that had been verified: it learns by features
+        of its own."""
+        emitted = seen.emitted_token_ids
+        depths = self.tree.depths()
+        tree = self.tree.subtree([at for at, depth in enumerate(depths) if depth <= len(emitted)])
+        path = [0, *(node + 1 for node in tree.follow(emitted))]
+        said = [-1] * (len(tree) + 1)
+        for row, token_id in zip(path, emitted, strict=False):
+            said[row] = token_id
+        return Observation(seen.request_id, seen.token_ids, tree, said, path, emitted)
+
+    def catch_up(self, request_id: str, text: Sequence[int]) -> None:
+        """It hears of what it missed, as one long draft that was accepted."""
+        num_missed, self.num_missed = self.num_missed, 0
+        if num_missed and self.is_asked:
+            seen = Observation.of_missed(request_id, text, num_missed)
+            tried((self,), self.drafter.observe, [seen])
+
+
+def tried(blamed: Sequence[Guest], call: Callable[..., object], *args: object) -> bool:
+    """Returns whether the call came back; where it raised, these have failed."""
+    try:
+        call(*args)
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        for guest in blamed:
+            guest.num_failures += 1
+        name = blamed[0].drafter.info.name if blamed else "of several requests"
+        logger.exception("auto: drafter %s failed", name)
+        return False
+    return True
+
+
+def counted(
+    blamed: Sequence[Guest],
+    most: int | None,
+    call: Callable[..., object],
+    *args: object,
+    otherwise: int = 0,
+) -> int:
+    """Returns the result of ``call`` if it is a number up to ``most``; otherwise these have failed."""
+    found = [otherwise]
+    tried(blamed, lambda: found.append(count_of(call(*args), most)))
+    return found[-1]

@@ -1,0 +1,1 @@
+"""Copies and the target's own top tokens, grown into one tree: the core of ``auto``, compiled."""
