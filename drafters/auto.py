@@ -38,7 +38,7 @@ from drafters.base import (
 from drafters.copying.prediction import PredictionDrafter
 from drafters.estimator import AcceptanceEstimator
 from drafters.guests import Guest, counted, tried
-from drafters.ledger import Hope, expected_tokens
+from drafters.ledger import Hope, Ledger, expected_tokens
 from drafters.overlay import Overlay
 from drafters.tree import EMPTY, DraftTree
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from drafters.base import Drafter, Observation
 from drafters.checks import count_of, is_interrupt
 from drafters.estimator import RequestAcceptance
-from drafters.ledger import Gain
+from drafters.ledger import Gain, Ledger
 from drafters.tree import EMPTY, DraftTree
 
 logger = logging.getLogger(__name__)
