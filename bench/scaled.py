@@ -63,8 +63,8 @@ def save_scaled(model: str, width: int, block_type: str | None, folder: Path) ->
 
 
 def save_scaled_head(head: Path, width: int, folder: Path) -> None:
-    """Writes an EAGLE-3 head, in the plain form, for a copy of its target. Raises ValueError for a head of
-    another kind."""
+    """Writes an EAGLE-3 head, in the plain form, for a copy of its target. Raises ValueError for a head
+    of another kind."""
     config = json.loads((head / CONFIG).read_text(encoding="utf-8"))
     state = load_file(head / WEIGHTS)
     if "fc.weight" not in state:
@@ -89,10 +89,11 @@ def _head_tensors(
 def _load(model: str, dtype: torch.dtype) -> LlamaForCausalLM:
     path = locate(model)
     gguf = find_gguf(path)
-    if gguf is None:
-        found = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    else:
-        found = dequantised(gguf, dtype)
+    found: Any = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        if gguf is None
+        else dequantised(gguf, dtype)
+    )
     if not isinstance(found, LlamaForCausalLM):
         raise TypeError("only a Llama has a scaled copy")
     return found
@@ -110,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         "--width", type=positive, default=4, help="times the hidden size: a power of four (4)"
     )
     parser.add_argument(
-        "--gguf", choices=BLOCK_TYPES, help="write a GGUF file of this type; default: bf16, a folder"
+        "--gguf",
+        choices=BLOCK_TYPES,
+        help="write a GGUF file of this type; default: bf16, a folder",
     )
     parser.add_argument(
         "--draft", nargs="+", default=[], metavar="[NAME=]PATH", help="more EAGLE-3 heads to pad"

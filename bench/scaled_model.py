@@ -163,8 +163,8 @@ class Widening:
 def scaled_tensors(
     config: LlamaConfig, state: Mapping[str, torch.Tensor], width: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint, or of a head for it, one after the other, each widened when it is asked
-    for. ``config``: whose the tensors are."""
+    """The tensors of a checkpoint, or of a head for it, one after the other, each widened when it is
+    asked for. ``config``: whose the tensors are."""
     widening = Widening(config, width)
     for name, weight in state.items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
@@ -187,9 +187,7 @@ def build_scaled_copy(
     small: LlamaConfig = model.config
     config = scaled_config(small, width)
     if num_layers is None:
-        embeddings = (
-            small.vocab_size * config.hidden_size * (1 if small.tie_word_embeddings else 2)
-        )
+        embeddings = small.vocab_size * config.hidden_size * (1 if small.tie_word_embeddings else 2)
         missing = min_params - embeddings - config.hidden_size
         num_layers = max(small.num_hidden_layers, -(-missing // _parameters_per_layer(config)))
     if num_layers < small.num_hidden_layers:
