@@ -23,6 +23,14 @@ from worlds.published_eagle3 import FACTS, Form, target_ends, written
 from worlds.tiny_bench_model import tiny_tokenizer
 
 PROMPT = list(range(20, 60))
+SPLITS = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ],
+}
+"""SmolLM2's."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +54,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"pre_tokenizer": SPLITS}))
     return folder
 
 
@@ -70,7 +80,7 @@ def test_a_file_of_blocks_says_what_the_small_one_of_the_same_type_says(
     header = read_header(file)
     assert header.metadata["llama.embedding_length"] == 4 * 96
     assert header.metadata["llama.attention.head_count_kv"] == 1
-    text = "def add(a, b):\n    return a + b\n"
+    text = "def add(a, b):\n    return a + 1234\n"
     ids, wanted = (
         load_tokenizer(str(path))(text, add_special_tokens=False)["input_ids"]
         for path in (file, small)
