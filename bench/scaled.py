@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ def save_scaled(model: str, width: int, block_type: str | None, folder: Path) ->
         tokenizer.save_pretrained(described)
         wide = scaled_tensors(small.config, small.state_dict(), width)
         file = folder / f"{Path(model).stem}-x{width}-{block_type}.gguf"
-        write_gguf(Path(described), block_type, file, _as_arrays(wide))
+        arrays = ((name, weight.numpy()) for name, weight in wide)
+        write_gguf(Path(described), block_type, file, arrays)
 
 
 def save_scaled_head(head: Path, width: int, folder: Path) -> None:
@@ -69,21 +70,15 @@ def save_scaled_head(head: Path, width: int, folder: Path) -> None:
     state = load_file(head / WEIGHTS)
     if "fc.weight" not in state:
         raise ValueError(f"{head}: only EAGLE-3 heads have scaled copies")
-    own = LlamaConfig(**{key: config[key] for key in (*SIZES, "rms_norm_eps") if key in config})
+    given = {key: config[key] for key in (*SIZES, "rms_norm_eps") if key in config}
+    own = LlamaConfig(**given, tie_word_embeddings=False)
     wide = scaled_config(own, width).to_dict()
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(_head_tensors(own, state, width)), folder / WEIGHTS)
+    save_file(dict(scaled_tensors(own, state, width)), folder / WEIGHTS)
     config |= {key: wide[key] for key in (*SIZES, "rms_norm_eps")}
     if "target_hidden_size" in config:
         config["target_hidden_size"] *= width
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _head_tensors(
-    config: LlamaConfig, state: Mapping[str, torch.Tensor], width: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    config.tie_word_embeddings = False
-    return scaled_tensors(config, state, width)
 
 
 def _load(model: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -97,10 +92,6 @@ def _load(model: str, dtype: torch.dtype) -> LlamaForCausalLM:
     if not isinstance(found, LlamaForCausalLM):
         raise TypeError("only a Llama has a scaled copy")
     return found
-
-
-def _as_arrays(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
-    return ((name, weight.numpy()) for name, weight in tensors)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -63,6 +63,10 @@ class Options:
     def weights(self) -> str:
         return self.quantization or "own"
 
+    def least_prompts(self, workload: str) -> int:
+        """Of a cell. Of a file's questions all are asked, however few there are."""
+        return self.num_prompts if workload in workload_names() else 1
+
     def called(self, workload: str) -> str:
         """A workload's name among results, with the ids that its questions have."""
         if self.questions is None or workload in workload_names():

@@ -49,7 +49,9 @@ def _make_plan(
 ) -> CellPlan:
     size, steady = cell.batch_size, load == "steady"
     fewest = _STEADY_BATCHES * size if steady else size
-    prompts = load_prompts(cell.workload, source, max(options.num_prompts, fewest), size)
+    prompts = load_prompts(
+        cell.workload, source, max(options.least_prompts(cell.workload), fewest), size
+    )
     key = CellKey(
         model=options.model,
         weights=options.weights,

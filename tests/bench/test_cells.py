@@ -362,12 +362,12 @@ def test_questions_of_other_ids_are_other_cells_and_drafts_are_given_to_the_serv
     source = PromptSource(tiny_tokenizer(), 512, 4000)
     keys = []
     for ids in ("odd", "even"):
-        options = parse_options([*arguments, "--ids", ids, "--at-once", "2"], "")
+        options = parse_options([*arguments, "--ids", ids, "--at-once", "1"], "")
         full = replace(source, questions=options.questions)
         plans = make_plans(options, full, [PacedContender(1.0, 1.0)])
         keys += [plan.key for plan in plans]
     assert {key.workload for key in keys} == {"qa (odd ids)", "qa (even ids)", "code"}
-    assert {key.num_prompts for key in keys if key.workload != "code"} == {4}
+    assert {key.num_prompts for key in keys if key.workload != "code"} == {3}
     command = " ".join(http_plan(options, {PLAIN: PLAIN_DECODING}).load["command"])
     assert f"second={BUNDLED / 'medusa'}" in command
 
