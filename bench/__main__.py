@@ -134,8 +134,7 @@ def measure_model(
     ]
     plans = []
     for cell in cells:
-        count = -(-max(options.num_prompts, cell.batch_size) // cell.batch_size) * cell.batch_size
-        prompts = load_prompts(cell.workload, source, count)
+        prompts = load_prompts(cell.workload, source, options.num_prompts, cell.batch_size)
         plans.append(
             (cell, make_jobs(cell, prompts, options.num_new_tokens, steady=options.steady))
         )

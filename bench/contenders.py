@@ -10,7 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -66,6 +66,32 @@ class Job:
     expected: tuple[tuple[int, ...], ...] = ()
     num_running: int | None = None
     laps: tuple[int, ...] = ()
+    follow_ups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that any prompt may become."""
+        follow_ups = self.follow_ups or ((),) * len(self.prompts)
+        return max(
+            len(prompt) + self.num_new_tokens + (len(after) and len(after) + self.num_new_tokens)
+            for prompt, after in zip(self.prompts, follow_ups, strict=True)
+        )
+
+    def second_turn(self, outputs: Sequence[tuple[int, ...]]) -> Job | None:
+        """What is asked after these answers, None where nothing is. An answer ends where the model itself
+        ended its turn, with what the template ends it by."""
+        if not any(self.follow_ups):
+            return None
+        laps = self.laps or (0,) * len(self.prompts)
+        turns = [
+            (prompt + _before(output, after[0]) + after, lap)
+            for prompt, output, after, lap in zip(
+                self.prompts, outputs, self.follow_ups, laps, strict=True
+            )
+            if after
+        ]
+        prompts, laps = zip(*turns, strict=True)
+        return replace(self, prompts=prompts, laps=laps, expected=(), follow_ups=())
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -80,6 +106,10 @@ class Job:
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+
+def _before(output: tuple[int, ...], end: int) -> tuple[int, ...]:
+    return output[: output.index(end)] if end in output else output
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +150,20 @@ class Run:
     num_decode_tokens: int
     num_request_steps: int
     account: Account | None = None
+
+    def then(self, other: Run) -> Run:
+        """Both as one: texts of the first, then those of the other, and sums."""
+        accounts = [run.account for run in (self, other) if run.account is not None]
+        return Run(
+            output_token_ids=self.output_token_ids + other.output_token_ids,
+            seconds=self.seconds + other.seconds,
+            decode_seconds=self.decode_seconds + other.decode_seconds,
+            num_decode_tokens=self.num_decode_tokens + other.num_decode_tokens,
+            num_request_steps=self.num_request_steps + other.num_request_steps,
+            account=Account(*map(sum, zip(*map(astuple, accounts), strict=True)))
+            if accounts
+            else None,
+        )
 
 
 class ContenderFailedError(Exception):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from bench.contenders import SAMPLINGS
-from bench.workloads import DATA, workload_names
+from bench.workloads import DATA, IDS, Questions, workload_names
 from engine.config import Quantization
 from engine.request.info import Determinism
 
@@ -155,6 +155,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", type=Path, help="write all figures as JSON to this file")
     return parser
+
+
+def add_prompts(parser: argparse.ArgumentParser, about: str) -> None:
+    """Adds what ``prompts_of`` reads. ``about``: what a number of prompts is."""
+    parser.add_argument(
+        "--prompts",
+        type=lambda text: positive(text) if text.isdigit() else Path(text),
+        metavar="{NUMBER,FILE}",
+        help=f"{about}; or a file of questions in Spec-Bench's form, whose categories are workloads then",
+    )
+    parser.add_argument("--ids", choices=IDS, default="all", help="of a file's questions (all)")
+    parser.add_argument("--per-category", type=positive, help="of a file's questions (all)")
+
+
+def prompts_of(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> tuple[int | None, Questions | None]:
+    """How many prompts are wanted, None where that is not said, and a file's questions. Exits with a
+    message where a workload is unknown or the file cannot be read."""
+    number, questions = args.prompts, None
+    if isinstance(number, Path):
+        number, questions = None, Questions(number, args.ids, args.per_category)
+    try:
+        known = workload_names(questions)
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"--prompts: {error}")
+    for name in args.workload or ():
+        if name not in known:
+            parser.error(f"--workload: {name!r} is none of {', '.join(known)}")
+    return number, questions
 
 
 def positive(text: str) -> int:

@@ -49,6 +49,7 @@ def make_jobs(
             expected=tuple(prompt.expected for prompt in prompts[at : at + size]),
             num_running=cell.batch_size,
             laps=tuple(prompt.lap for prompt in prompts[at : at + size]),
+            follow_ups=tuple(prompt.follow_up for prompt in prompts[at : at + size]),
         )
         for at in starts
     )
@@ -86,7 +87,7 @@ def measure_rounds(
         if contender.name in failed:
             return []
         try:
-            return [contender.run(job)]
+            return [_all_turns(contender, job)]
         except ContenderFailedError as error:
             failed[contender.name] = str(error)
             return []
@@ -102,6 +103,13 @@ def measure_rounds(
                 runs[contender.name] += run(contender, job)
         whole = {name: each for name, each in runs.items() if name not in failed}
         yield Round(number, whole, dict(failed))
+
+
+def _all_turns(contender: Contender, job: Job) -> Run:
+    """Each contender's second turns follow its own answers."""
+    run = contender.run(job)
+    second = job.second_turn(run.output_token_ids)
+    return run if second is None else run.then(contender.run(second))
 
 
 def measure_cell(

@@ -1,5 +1,6 @@
 """Prompts to measure on: code to continue, edits to write out and to repeat, conversations, documents to
-summarise, agents' turns, samples, noise, and code to continue after equally many tokens.
+summarise, agents' turns, samples, noise, and code to continue after equally many tokens; and questions of
+a file in Spec-Bench's form, each of its categories a workload.
 
 Code and edits come from files that the bundled model never trained on (``bench/data``, written by
 ``training.bench_data``); conversations, documents and agents' sessions were written for it.
@@ -24,49 +25,96 @@ DOCUMENTS_FILE = "documents.jsonl"
 AGENTS_FILE = "agents.jsonl"
 RANDOM_PROMPT_TOKENS = 192
 FILE_PROMPT_TOKENS = 256
+MT_BENCH = "mt_bench"
+MT_BENCH_CATEGORIES = (
+    *("writing", "roleplay", "reasoning", "math"),
+    *("coding", "extraction", "stem", "humanities"),
+)
+SPEC_BENCH = (MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
+"""The groups that Spec-Bench's authors report."""
+_ID_REMAINDERS = {"odd": (1,), "even": (0,), "all": (0, 1)}
+IDS = tuple(_ID_REMAINDERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """A file of ``question_id``, ``category`` and ``turns``. ``ids``: one of ``IDS``; ``per_category``:
+    so many of each of the file's own categories at most, None: all."""
+
+    file: Path
+    ids: str = "all"
+    per_category: int | None = None
+
+    def of(self, workload: str) -> list[dict[str, Any]]:
+        """The questions of a category, or of the categories that are MT-bench's."""
+        categories = MT_BENCH_CATEGORIES if workload == MT_BENCH else (workload,)
+        lines = [
+            line for line in _read(self.file) if line["question_id"] % 2 in _ID_REMAINDERS[self.ids]
+        ]
+        by_category = ([each for each in lines if each["category"] == name] for name in categories)
+        return [each for found in by_category for each in found[: self.per_category]]
+
+    def names(self) -> tuple[str, ...]:
+        """Its workloads."""
+        own = dict.fromkeys(line["category"] for line in _read(self.file))
+        return (*own, *((MT_BENCH,) if own.keys() & set(MT_BENCH_CATEGORIES) else ()))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """What prompts are made of and how long they may get, in tokens."""
+    """What prompts are made of and how long they may get, in tokens. ``num_new_tokens``: of an answer,
+    which a second turn's prompt holds."""
 
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     max_prompt_tokens: int
     data: Path = DATA
+    questions: Questions | None = None
+    num_new_tokens: int = 0
 
 
 class Prompt(NamedTuple):
     """Token ids; ``expected`` is what a client could send as the request's ``prediction``; ``lap``: how
-    often it has come before."""
+    often it has come before; ``follow_up``: what comes between the answer and the answer to the second
+    turn, empty without one."""
 
     token_ids: tuple[int, ...]
     expected: tuple[int, ...] = ()
     lap: int = 0
+    follow_up: tuple[int, ...] = ()
+
+    def fits(self, source: PromptSource) -> bool:
+        further = len(self.follow_up) and source.num_new_tokens + len(self.follow_up)
+        return 0 < len(self.token_ids) <= source.max_prompt_tokens - further
 
 
-def load_prompts(workload: str, source: PromptSource, count: int) -> list[Prompt]:
-    """``count`` prompts, the same ones every time.
+def load_prompts(
+    workload: str, source: PromptSource, count: int, batch_size: int = 1
+) -> list[Prompt]:
+    """``count`` prompts, or all of a file's questions, and as many more as fill the last batch; the same
+    ones every time.
 
     Where the data has fewer that fit, they come round again. Raises ValueError for an unknown
     workload or where none fits, FileNotFoundError where the held-out files are missing.
     """
-    if workload not in _LOADERS:
-        raise ValueError(f"unknown workload {workload!r}; known: {', '.join(_LOADERS)}")
-    prompts = _LOADERS[workload](source, count)
-    fitting = [
-        prompt for prompt in prompts if 0 < len(prompt.token_ids) <= source.max_prompt_tokens
-    ]
+    known = workload_names(source.questions)
+    if workload not in known:
+        raise ValueError(f"unknown workload {workload!r}; known: {', '.join(known)}")
+    asked = workload not in _LOADERS
+    prompts = _asked(workload, source) if asked else _LOADERS[workload](source, count)
+    fitting = [prompt for prompt in prompts if prompt.fits(source)]
     if not fitting:
         raise ValueError(
             f"no prompt of workload {workload} fits into {source.max_prompt_tokens} tokens"
         )
+    count = max(count, len(fitting)) if asked else count
+    count = -(-count // batch_size) * batch_size
     laps = ((index // len(fitting), fitting[index % len(fitting)]) for index in range(count))
     return [prompt._replace(lap=lap) for lap, prompt in laps]
 
 
-def workload_names() -> tuple[str, ...]:
-    return tuple(_LOADERS)
+def workload_names(questions: Questions | None = None) -> tuple[str, ...]:
+    return (*_LOADERS, *(() if questions is None else questions.names()))
 
 
 def _code(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
@@ -149,13 +197,42 @@ def _as_chat(
     tools: list[dict[str, Any]] | None = None,
 ) -> tuple[int, ...]:
     """Up to where the next reply begins. Raises ValueError without a template."""
+    # The template writes the start of the text itself.
+    return _plain(tokenizer, _chat_text(tokenizer, messages, workload, tools))
+
+
+def _chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    workload: str,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
     if tokenizer.chat_template is None:
         raise ValueError(f"workload {workload} needs a tokenizer with a chat template")
     text = tokenizer.apply_chat_template(
         list(messages), tools=tools, tokenize=False, add_generation_prompt=True
     )
-    # The template writes the start of the text itself.
-    return _plain(tokenizer, str(text))
+    return str(text)
+
+
+_ANSWER = "<answer>"
+
+
+def _asked(workload: str, source: PromptSource) -> list[Prompt]:
+    """The first turn as a chat; of questions with a second one also what follows the answer to it."""
+    assert source.questions is not None
+    prompts = []
+    for line in source.questions.of(workload):
+        first = [{"role": "user", "content": line["turns"][0]}]
+        prompt = Prompt(_as_chat(source.tokenizer, first, workload))
+        if len(line["turns"]) > 1:
+            answer = {"role": "assistant", "content": _ANSWER}
+            second = {"role": "user", "content": line["turns"][1]}
+            text = _chat_text(source.tokenizer, [*first, answer, second], workload)
+            follow_up = _plain(source.tokenizer, text.rpartition(_ANSWER)[2])
+            prompt = prompt._replace(follow_up=follow_up)
+        prompts.append(prompt)
+    return prompts
 
 
 def _repeat(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001

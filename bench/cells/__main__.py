@@ -77,7 +77,10 @@ def _measure(
     began: float,
 ) -> None:
     room = model.info.max_model_len - options.num_new_tokens
-    source = PromptSource(model.tokenizer, model.info.vocab_size, room, options.data)
+    source = PromptSource(
+        *(model.tokenizer, model.info.vocab_size, room, options.data),
+        *(options.questions, options.num_new_tokens),
+    )
     plans = make_plans(options, source, contenders)
     # As the server does: a full collection over what was loaded takes longer than several steps.
     gc.collect()

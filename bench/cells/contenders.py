@@ -46,6 +46,7 @@ def engine_config(options: Options) -> EngineConfig:
         device=options.device,
         determinism=options.determinism,
         quantization=options.quantization,
+        draft=options.draft,
         max_num_seqs=max(options.at_once),
     )
     completed = with_bundled_drafts(with_fastest_weights(config))
@@ -118,7 +119,7 @@ def http_plan(options: Options, ways: Ways) -> WorkerPlan:
         settings["quantization"] = config.quantization
     if options.model == SCALED:
         model = str(model_files(SCALED, None, None, DEFAULT, 1).target)
-    if model != options.model and config.draft:
+    if config.draft:
         settings["draft"] = list(config.draft)
     wanted = (PLAIN, default_drafter(), AUTO)
     arms = tuple(

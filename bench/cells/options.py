@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.contenders import Sampling
-from bench.options import positive
-from bench.workloads import DATA, workload_names
+from bench.options import add_prompts, positive, prompts_of
+from bench.workloads import DATA, SPEC_BENCH, Questions, workload_names
 from engine.request.info import Determinism
 
 SAMPLINGS = {
@@ -18,9 +18,11 @@ SAMPLINGS = {
     for each in (
         Sampling("greedy"),
         Sampling("T0.7", temperature=0.7),
+        Sampling("T0.8", temperature=0.8),
         Sampling("T1", temperature=1.0),
     )
 }
+_USUAL_SAMPLINGS = ("greedy", "T0.7", "T1")
 LOADS = ("closed", "steady")
 IN_PROCESS, OVER_HTTP = "in-process", "http"
 WAYS = (IN_PROCESS, OVER_HTTP)
@@ -40,6 +42,7 @@ class Options:
     device: str
     determinism: Determinism | None
     quantization: str | None
+    draft: tuple[str, ...]
     workloads: tuple[str, ...]
     samplings: tuple[str, ...]
     at_once: tuple[int, ...]
@@ -52,6 +55,7 @@ class Options:
     seconds: float | None
     predict_only: bool
     report_only: bool
+    questions: Questions | None
     data: Path
     output: Path
 
@@ -59,35 +63,53 @@ class Options:
     def weights(self) -> str:
         return self.quantization or "own"
 
+    def least_prompts(self, workload: str) -> int:
+        """Of a cell. Of a file's questions all are asked, however few there are."""
+        return self.num_prompts if workload in workload_names() else 1
+
+    def called(self, workload: str) -> str:
+        """A workload's name among results, with the ids that its questions have."""
+        if self.questions is None or workload in workload_names():
+            return workload
+        return f"{workload} ({self.questions.ids} ids)"
+
     def to_json(self) -> dict[str, Any]:
         """The settings that shape the figures."""
         settings = asdict(self)
         for key in ("data", "output", "seconds", "predict_only", "report_only"):
             del settings[key]
+        if self.questions is not None:
+            settings["questions"]["file"] = self.questions.file.name
         return settings
 
 
 def parse_options(arguments: Sequence[str] | None, about: str) -> Options:
     """Exits with a message, as argparse does, on arguments that make no sense."""
-    args = _parser(about).parse_args(arguments)
+    parser = _parser(about)
+    args = parser.parse_args(arguments)
+    num_prompts, questions = prompts_of(parser, args)
     quick = args.quick
     return Options(
         model=args.model,
         device=args.device,
         determinism=args.determinism,
         quantization=args.quantization,
-        workloads=tuple(args.workload or (_QUICK_WORKLOADS if quick else WORKLOADS)),
-        samplings=tuple(args.sampling or (_QUICK_SAMPLINGS if quick else SAMPLINGS)),
+        draft=tuple(args.draft),
+        workloads=tuple(
+            args.workload or (SPEC_BENCH if questions else _QUICK_WORKLOADS if quick else WORKLOADS)
+        ),
+        samplings=tuple(args.sampling or (_QUICK_SAMPLINGS if quick else _USUAL_SAMPLINGS)),
         at_once=tuple(args.at_once or (_QUICK_AT_ONCE if quick else AT_ONCE)),
         loads=tuple(args.load or (LOADS[:1] if quick else LOADS)),
         ways=tuple(args.way or (WAYS[:1] if quick else WAYS)),
         drafters=None if args.drafters is None else tuple(args.drafters),
-        num_prompts=args.prompts or (2 if quick else 4),
+        num_prompts=num_prompts or (2 if quick else 4),
         num_new_tokens=args.new_tokens or (64 if quick else 128),
         num_rounds=args.rounds or (3 if quick else 5),
         seconds=args.seconds,
         predict_only=args.predict,
         report_only=args.report,
+        questions=questions,
         data=args.data,
         output=args.output,
     )
@@ -109,8 +131,13 @@ def _parser(about: str) -> argparse.ArgumentParser:
         choices=["int8", "int4", "none"],
         help="as the engine's; default: the checkpoint's own, of models of ours whatever is fastest",
     )
-    parser.add_argument("--workload", nargs="+", choices=workload_names(), help=_said(WORKLOADS))
-    parser.add_argument("--sampling", nargs="+", choices=list(SAMPLINGS), help=_said(SAMPLINGS))
+    parser.add_argument(
+        "--draft", nargs="+", default=[], metavar="[NAME=]PATH", help="what drafts, as the server's"
+    )
+    parser.add_argument("--workload", nargs="+", help=f"{_said(WORKLOADS)}, or a file's groups")
+    parser.add_argument(
+        "--sampling", nargs="+", choices=list(SAMPLINGS), help=_said(_USUAL_SAMPLINGS)
+    )
     parser.add_argument(
         "--at-once", nargs="+", type=positive, help=f"requests at once ({_said(AT_ONCE)})"
     )
@@ -134,9 +161,7 @@ def _parser(about: str) -> argparse.ArgumentParser:
         help="as of python -m bench; default: the engine's default, auto, the free ones that gain most, "
         "and what comes for the model",
     )
-    parser.add_argument(
-        "--prompts", type=positive, help="prompts per cell (4), at least a full batch"
-    )
+    add_prompts(parser, "prompts per cell (4), at least a full batch")
     parser.add_argument("--new-tokens", type=positive, help="tokens per prompt (128)")
     parser.add_argument("--rounds", type=positive, help="repeats of everything (5)")
     parser.add_argument(

@@ -49,16 +49,17 @@ def _make_plan(
 ) -> CellPlan:
     size, steady = cell.batch_size, load == "steady"
     fewest = _STEADY_BATCHES * size if steady else size
-    count = -(-max(options.num_prompts, fewest) // size) * size
-    prompts = load_prompts(cell.workload, source, count)
+    prompts = load_prompts(
+        cell.workload, source, max(options.least_prompts(cell.workload), fewest), size
+    )
     key = CellKey(
         model=options.model,
         weights=options.weights,
         steady=steady,
-        workload=cell.workload,
+        workload=options.called(cell.workload),
         sampling=cell.sampling.name,
         at_once=size,
-        num_prompts=count,
+        num_prompts=len(prompts),
         num_new_tokens=options.num_new_tokens,
         default=default_drafter(),
         contenders=names,
@@ -76,8 +77,11 @@ class Pace:
     def round_seconds(self, plan: CellPlan) -> float:
         """One round of a cell as if nobody gained anything, which is about the longest."""
         per_contender = sum(
-            self.prompt_token_seconds * sum(map(len, job.prompts))
-            + self.step_seconds[plan.key.at_once] * job.num_tokens / plan.key.at_once
+            (2 if any(job.follow_ups) else 1)
+            * (
+                self.prompt_token_seconds * sum(map(len, job.prompts))
+                + self.step_seconds[plan.key.at_once] * job.num_tokens / plan.key.at_once
+            )
             for job in plan.jobs
         )
         return per_contender * len(plan.key.contenders)

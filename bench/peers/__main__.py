@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = ALL_PEE
     except (OSError, ValueError, UnsupportedModelError, PeerUnavailableError) as error:
         sys.exit(str(error))
     cells = make_cells(options, str(target))
-    longest = max(len(prompt) for _, jobs in cells for job in jobs for prompt in job.prompts)
+    longest = max(job.longest for _, jobs in cells for job in jobs)
     place = Place(
         cache=cache,
         target=target.resolve(),
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None, peers: Sequence[Peer] = ALL_PEE
         num_threads=options.num_threads,
         max_running=max(options.concurrency),
         # Whole blocks of any peer's size, with room for drafts past the end.
-        max_tokens=-(-(longest + options.num_new_tokens + _DRAFT_ROOM) // 128) * 128,
+        max_tokens=-(-(longest + _DRAFT_ROOM) // 128) * 128,
         gguf=None if gguf is None else gguf.resolve(),
         settings=options.engine,
         heads=heads,
@@ -83,12 +83,14 @@ def make_cells(options: Options, target: str) -> CellJobs:
     tokenizer = load_tokenizer(target)
     config = AutoConfig.from_pretrained(target)
     room = config.max_position_embeddings - options.num_new_tokens - _DRAFT_ROOM
-    source = PromptSource(tokenizer, config.vocab_size, room, options.data)
+    source = PromptSource(
+        *(tokenizer, config.vocab_size, room, options.data),
+        *(options.questions, options.num_new_tokens),
+    )
     cells = []
     for workload in options.workloads:
         for size in options.concurrency:
-            count = -(-max(options.num_prompts, size) // size) * size
-            prompts = load_prompts(workload, source, count)
+            prompts = load_prompts(workload, source, options.num_prompts, size)
             for name in options.samplings:
                 cell = Cell(workload, size, SAMPLINGS[name])
                 cells.append((cell, make_jobs(cell, prompts, options.num_new_tokens)))

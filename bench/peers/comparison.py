@@ -25,6 +25,7 @@ from bench.peers.report import (
     cell_figures,
     cell_markdown,
     draw,
+    gains_markdown,
     to_json,
 )
 from bench.peers.worker import PeerContender, Worker
@@ -76,6 +77,7 @@ class Results:
         parts = ["# Peers, side by side\n", machine_markdown(self.options.num_threads)]
         if self.cells:
             parts.append(best_markdown(self.cells, self.groups))
+            parts.append(gains_markdown(self.cells))
         parts += [cell_markdown(figures, self.options.reference) for figures in self.cells]
         parts += [f"### {peer}'s own bench\n\n{text}\n" for peer, text in self.own_benches.items()]
         if self.unavailable:

@@ -18,8 +18,9 @@ BLOCK_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _BELOW_8_BITS = frozenset(BLOCK_TYPES[4:])
 
 
-def write_gguf(source: Path, kind: str, target: Path) -> None:
-    """A Llama-shaped checkpoint of one safetensors file, with a byte-level BPE, as GGUF.
+def write_gguf(source: Path, kind: str, target: Path, weights: Any = None) -> None:
+    """A Llama-shaped checkpoint of one safetensors file, with a byte-level BPE, as GGUF. ``weights``:
+    names and fp32 arrays in place of the file's.
 
     ``kind``: one of ``BLOCK_TYPES``, which matrices become; norms stay fp32. Below 8 bits the embedding,
     which is the head as well where they are tied, is q8_0, as llama.cpp's own tool keeps it in more bits.
@@ -31,7 +32,7 @@ def write_gguf(source: Path, kind: str, target: Path) -> None:
     writer.add_file_type(gguf.LlamaFileType[file_type])
     _write_shape(writer, config)
     _write_tokenizer(writer, gguf, source, config)
-    for name, weight in _weights(source):
+    for name, weight in weights or _weights(source):
         if name.endswith("q_proj.weight"):
             weight = _interleaved(weight, config["num_attention_heads"])
         elif name.endswith("k_proj.weight"):
@@ -72,7 +73,8 @@ def _write_tokenizer(writer: Any, gguf: Any, source: Path, config: dict[str, Any
     count = config["vocab_size"]
     types = gguf.TokenType
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    splits_digits = "'Digits'" in str(data["pre_tokenizer"])
+    writer.add_tokenizer_pre("smollm" if splits_digits else "gpt-2")
     writer.add_token_list(
         [special.get(at) or ids.get(at) or f"<unused {at}>" for at in range(count)]
     )

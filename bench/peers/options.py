@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.contenders import Sampling
-from bench.options import positive
+from bench.options import add_prompts, positive, prompts_of
 from bench.peers.gguf_writer import BLOCK_TYPES
 from bench.peers.llama_cpp import K_TYPES
 from bench.peers.place import DEFAULT
-from bench.workloads import DATA, workload_names
+from bench.workloads import DATA, SPEC_BENCH, Questions
 
 SAMPLINGS = {"greedy": Sampling("greedy"), "T0.8": Sampling("T0.8", temperature=0.8)}
 REFERENCE = "openvino int8 plain"
@@ -43,6 +43,7 @@ class Options:
     prepare_only: bool
     list_only: bool
     cache: Path
+    questions: Questions | None
     data: Path
     output: Path | None
 
@@ -51,12 +52,16 @@ class Options:
         settings = asdict(self)
         for key in ("cache", "data", "output", "prepare_only", "list_only"):
             del settings[key]
+        if self.questions is not None:
+            settings["questions"]["file"] = self.questions.file.name
         return settings
 
 
 def parse_options(arguments: Sequence[str] | None, peers: Sequence[str], about: str) -> Options:
     """Exits with a message, as argparse does, on arguments that make no sense."""
-    args = _parser(peers, about).parse_args(arguments)
+    parser = _parser(peers, about)
+    args = parser.parse_args(arguments)
+    num_prompts, questions = prompts_of(parser, args)
     quick = args.quick
     return Options(
         peers=tuple(args.peers),
@@ -66,10 +71,10 @@ def parse_options(arguments: Sequence[str] | None, peers: Sequence[str], about: 
         heads=tuple(args.heads),
         gguf=args.gguf,
         engine=dict(args.engine),
-        workloads=tuple(args.workload),
+        workloads=tuple(args.workload or (SPEC_BENCH if questions else ("files",))),
         samplings=tuple(args.sampling),
         concurrency=tuple(args.concurrency or ((1, 2) if quick else (1, 4, 8, 16, 32))),
-        num_prompts=args.prompts,
+        num_prompts=num_prompts or 1,
         num_new_tokens=args.new_tokens or (8 if quick else 128),
         num_rounds=args.rounds or (1 if quick else 3),
         num_threads=args.threads or len(os.sched_getaffinity(0)),
@@ -79,6 +84,7 @@ def parse_options(arguments: Sequence[str] | None, peers: Sequence[str], about: 
         prepare_only=args.prepare_only,
         list_only=args.list,
         cache=args.cache,
+        questions=questions,
         data=args.data,
         output=args.output,
     )
@@ -138,17 +144,14 @@ def _parser(peers: Sequence[str], about: str) -> argparse.ArgumentParser:
         metavar="[NAME=]PATH",
         help="trained heads that this server drafts with, besides those that come with a model",
     )
-    parser.add_argument("--workload", nargs="+", choices=workload_names(), default=["files"])
+    parser.add_argument(
+        "--workload", nargs="+", help="of those of python -m bench, and a file's (files)"
+    )
     parser.add_argument("--sampling", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument(
         "--concurrency", nargs="+", type=positive, help="requests at once (1 4 8 16 32)"
     )
-    parser.add_argument(
-        "--prompts",
-        type=positive,
-        default=1,
-        help="prompts per cell (1), rounded up to full batches",
-    )
+    add_prompts(parser, "prompts per cell (1), rounded up to full batches")
     parser.add_argument("--new-tokens", type=positive, help="tokens per prompt (128)")
     parser.add_argument("--rounds", type=positive, help="repeats of everything (3)")
     parser.add_argument("--threads", type=positive, help="CPU threads of everybody (all)")

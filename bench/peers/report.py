@@ -183,12 +183,44 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
+def _columns(cells: Sequence[CellFigures]) -> list[str]:
+    return [
+        f"{each.cell.workload} {each.cell.batch_size} {each.cell.sampling.name}" for each in cells
+    ]
+
+
+def gains_markdown(cells: Sequence[CellFigures]) -> str:
+    """What drafts bring each arm beside its own plain one: whole runs, and decoding in brackets."""
+    names = dict.fromkeys(arm.name for each in cells for arm in each.arms if arm.speculates)
+    rows = [[name, *(_gain(name, figures.arms) for figures in cells)] for name in names]
+    header = ["times the arm's own plain (decoding)", *_columns(cells)]
+    return table(header, rows) + "\n" if rows else ""
+
+
+def _gain(name: str, arms: Sequence[Figures]) -> str:
+    own = next((arm for arm in arms if arm.name == name), None)
+    plain = None if own is None else _plain_of(own, arms)
+    if own is None or plain is None or not plain.decode_tokens_per_second:
+        return "-"
+    whole = own.tokens_per_second / plain.tokens_per_second
+    decoding = own.decode_tokens_per_second / plain.decode_tokens_per_second
+    return f"{whole:.2f}x ({decoding:.2f}x)"
+
+
+def _plain_of(own: Figures, arms: Sequence[Figures]) -> Figures | None:
+    """The arm that is called alike but for how it drafts."""
+    for arm in arms:
+        before, _, after = arm.name.partition(" plain")
+        is_alike = own.name.startswith(f"{before} ") and own.name.endswith(after)
+        if not arm.speculates and arm.over_http == own.over_http and is_alike:
+            return arm
+    return None
+
+
 def best_markdown(cells: Sequence[CellFigures], groups: Mapping[str, str]) -> str:
     """Of every peer the best plain and the best speculating arm, in-process and over HTTP, at a glance.
     ``groups``: the peer of every arm."""
-    columns = [
-        f"{each.cell.workload} {each.cell.batch_size} {each.cell.sampling.name}" for each in cells
-    ]
+    columns = _columns(cells)
     kinds = sorted(
         {
             (groups[arm.name], arm.speculates, arm.over_http)

@@ -33,6 +33,7 @@ from bench.cells.report import different_texts, report
 from bench.contenders import Account, Job, Run, parse_drafter
 from bench.runner import Cell, make_jobs
 from bench.workloads import Prompt, PromptSource
+from engine.names import BUNDLED
 from engine.request.params import PLAIN as PLAIN_DECODING
 from worlds.tiny_bench_model import save_tiny_model, tiny_tokenizer
 
@@ -348,6 +349,27 @@ def test_over_http_clients_say_what_is_not_the_default_and_nothing_of_the_defaul
     )
     assert plan.load["body"]["stream_options"] == {"include_usage": True}
     assert plan.load["salted"] is True
+
+
+def test_questions_of_other_ids_are_other_cells_and_drafts_are_given_to_the_server(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "questions.jsonl"
+    lines = (f'{{"question_id": {at}, "category": "qa", "turns": ["Why?"]}}' for at in range(6))
+    file.write_text("\n".join(lines), encoding="utf-8")
+    arguments = ["--model", "bundled", "--prompts", str(file), "--workload", "qa", "code"]
+    arguments += ["--draft", f"second={BUNDLED / 'medusa'}"]
+    source = PromptSource(tiny_tokenizer(), 512, 4000)
+    keys = []
+    for ids in ("odd", "even"):
+        options = parse_options([*arguments, "--ids", ids, "--at-once", "1"], "")
+        full = replace(source, questions=options.questions)
+        plans = make_plans(options, full, [PacedContender(1.0, 1.0)])
+        keys += [plan.key for plan in plans]
+    assert {key.workload for key in keys} == {"qa (odd ids)", "qa (even ids)", "code"}
+    assert {key.num_prompts for key in keys if key.workload != "code"} == {3}
+    command = " ".join(http_plan(options, {PLAIN: PLAIN_DECODING}).load["command"])
+    assert f"second={BUNDLED / 'medusa'}" in command
 
 
 # --- the whole command ---

@@ -20,7 +20,9 @@ from bench.peers.http_worker import DIALECTS, UNKNOWN
 from bench.peers.options import SAMPLINGS, parse_options
 from bench.peers.place import Peer, PeerUnavailableError, Place, call, once
 from bench.peers.protocol import Ask, Reply
+from bench.peers.report import CellFigures, Figures, gains_markdown
 from bench.peers.worker import PeerContender, Worker, to_run
+from bench.runner import Cell
 from worlds.fake_peer import FakePeer, FakeServedPeer, UnavailablePeer, text_of
 from worlds.served_command import until
 from worlds.tiny_bench_model import save_tiny_model
@@ -338,3 +340,52 @@ def test_patterns_choose_arms_and_unwanted_workers_are_not_started(
     assert "steady two" in printed
     assert "steady one" not in printed.replace("against steady one", "")
     assert "unwilling: loading" not in printed
+
+
+def figures_of(name: str, rate: float, decoding: float) -> Figures:
+    drafts, over_http = "plain" not in name, "HTTP" in name
+    return Figures(
+        *(name, drafts, over_http, rate, 100.0, 1.0, decoding),
+        *(None, None, None, None, None),
+    )
+
+
+def test_gains_are_against_the_plain_arm_of_the_same_peer_weights_and_way() -> None:
+    arms = [
+        figures_of("us gguf plain", 10.0, 20.0),
+        figures_of("us gguf auto", 15.0, 40.0),
+        figures_of("us int8 auto", 15.0, 40.0),
+        figures_of("us gguf plain (HTTP)", 5.0, 20.0),
+        figures_of("us gguf auto (HTTP)", 6.0, 22.0),
+        figures_of("them lookup 4", 9.0, 9.0),
+    ]
+    cell = Cell("mt_bench", 1, SAMPLINGS["greedy"])
+    lines = gains_markdown([CellFigures(cell, 1, 9.0, 4, 1, arms, {})]).splitlines()
+    assert "mt_bench 1 greedy" in lines[0]
+    gains = {row[1].strip(): row[2].strip() for row in (line.split("|") for line in lines[2:])}
+    assert gains == {
+        "us gguf auto": "1.50x (2.00x)",
+        "us int8 auto": "-",
+        "us gguf auto (HTTP)": "1.20x (1.10x)",
+        "them lookup 4": "-",
+    }
+
+
+def test_a_file_of_questions_brings_its_workloads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question_id": 1, "category": "qa", "turns": ["Why?"]}\n', encoding="utf-8")
+    arguments = ["--prompts", str(file), "--ids", "odd", "--workload", "qa", "code"]
+    options = parse_options(arguments, ["us"], "")
+    assert options.workloads == ("qa", "code")
+    assert options.to_json()["questions"] == {
+        "file": "questions.jsonl",
+        "ids": "odd",
+        "per_category": None,
+    }
+    assert parse_options(["--prompts", "3"], ["us"], "").num_prompts == 3
+    for wrong in (["--workload", "qa"], ["--prompts", str(tmp_path / "none")]):
+        with pytest.raises(SystemExit):
+            parse_options(wrong, ["us"], "")
+    assert "'qa' is none of code" in capsys.readouterr().err

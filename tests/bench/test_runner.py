@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.contenders import SAMPLINGS, ContenderFailedError, Job, Run, parse_drafter
+from bench.contenders import SAMPLINGS, Account, ContenderFailedError, Job, Run, parse_drafter
 from bench.runner import Cell, make_jobs, measure_cell, measure_rounds
 from bench.workloads import Prompt
 
@@ -134,3 +134,30 @@ def test_drafters_are_named_with_shape_gamma_and_options(
 def test_what_names_no_drafting_is_refused(text: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         parse_drafter(text, ["none", "ngram"])
+
+
+def test_second_turns_follow_each_contender_s_own_answers() -> None:
+    """Answers end where the model ended its turn; who has no second turn takes no part in it."""
+    log: list[tuple[str, Job]] = []
+    contender = LoggingContender("a", log, None)
+    prompts = [Prompt((7,), follow_up=(1, 8)), Prompt((6,)), Prompt((5,), follow_up=(9, 8))]
+    (job,) = make_jobs(cell(3), prompts, 4)
+    assert job.longest == 1 + 4 + 2 + 4
+    measured = measure_cell(cell(3), (job,), [contender], 1, lambda _: None)
+    # One round, after a short run ahead of it that has two turns as well.
+    assert [each.prompts for _, each in log[2:]] == [
+        job.prompts,
+        ((7, 1, 8), (5, 1, 1, 1, 1, 9, 8)),
+    ]
+    ((run,),) = measured.runs["a"]
+    assert [len(each) for each in run.output_token_ids] == [4] * 5
+    assert (run.seconds, run.num_request_steps, run.account) == (2.0, 2, None)
+
+
+def test_accounts_of_two_turns_add_up() -> None:
+    first, second = (
+        Run(((1,),), 1.0, 0.5, 1, 2, Account(num_draft_tokens=count, draft_seconds=0.5))
+        for count in (3, 4)
+    )
+    account = first.then(second).account
+    assert account == Account(num_draft_tokens=7, draft_seconds=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bench.workloads import (
     DOCUMENTS_FILE,
     EDITS_FILE,
     PromptSource,
+    Questions,
     load_prompts,
     workload_names,
 )
@@ -165,3 +167,56 @@ def test_a_repeat_is_an_edit_with_its_answer_and_both_can_be_predicted(
     assert answer in tokenizer.decode(repeat.token_ids)
     assert answer != before
     assert {prompt.expected for prompt in load_prompts("code", source, 3)} == {()}
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    """Two questions of two turns in each of two categories of MT-bench, and three of one turn."""
+    found = [(81, "writing"), (82, "writing"), (91, "math"), (92, "math")]
+    lines = [
+        {"question_id": at, "category": name, "turns": [f"first {at}", f"second {at}"]}
+        for at, name in found
+    ]
+    lines += [
+        {"question_id": at, "category": "qa", "turns": [f"only {at}"]} for at in (201, 202, 203)
+    ]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def test_each_category_of_a_file_is_a_workload_and_those_of_mt_bench_are_one_besides(
+    asked: Path, source: PromptSource
+) -> None:
+    questions = Questions(asked)
+    assert workload_names(questions) == (*workload_names(), "writing", "math", "qa", "mt_bench")
+    full = replace(source, questions=questions)
+    texts = [text_of(full, each.token_ids) for each in load_prompts("mt_bench", full, 1)]
+    assert [text.partition("first ")[2][:2] for text in texts] == ["81", "82", "91", "92"]
+    for ids, wanted in (("odd", {"201", "203"}), ("even", {"202"})):
+        some = replace(source, questions=Questions(asked, ids))
+        found = [text_of(some, each.token_ids) for each in load_prompts("qa", some, 1)]
+        assert {text.partition("only ")[2][:3] for text in found} == wanted
+    few = replace(source, questions=Questions(asked, per_category=1))
+    assert len(load_prompts("mt_bench", few, 1)) == 2
+    # A last batch is filled up by what comes round again.
+    assert [each.lap for each in load_prompts("qa", full, 2, 2)] == [0, 0, 0, 1]
+
+
+def test_what_follows_an_answer_makes_the_second_turn_of_a_chat(
+    asked: Path, source: PromptSource
+) -> None:
+    full = replace(source, questions=Questions(asked), num_new_tokens=50)
+    prompt = load_prompts("writing", full, 1)[0]
+    chat = [
+        {"role": "user", "content": "first 81"},
+        {"role": "assistant", "content": "Once."},
+        {"role": "user", "content": "second 81"},
+    ]
+    text = source.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    parts = [text_of(source, ids) for ids in (prompt.token_ids, prompt.follow_up)]
+    assert parts[0] + "Once." + parts[1] == text
+    assert not load_prompts("qa", full, 1)[0].follow_up
+    room = len(prompt.token_ids) + 50 + len(prompt.follow_up)
+    assert prompt.fits(replace(full, max_prompt_tokens=room))
+    assert not prompt.fits(replace(full, max_prompt_tokens=room - 1))
