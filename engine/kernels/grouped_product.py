@@ -30,11 +30,11 @@ from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
     HEADER_BYTES,
     LIFT,
+    features_of_a_scale,
     larger_bits,
     largest_bits_of,
     multiply_tile,
     store_int8,
-    to_whole,
 )
 from engine.kernels.packing import PackedGroups
 from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats, Formatted, Int64s
@@ -103,37 +103,57 @@ def _gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[torch.Tensor, int
     return rows[:, half:], activation, -half
 
 
+_room_for_scales = v.room_for(2 * LANES)
+
+
 @njit
 def _quantize_row(a: Any, row: Any, record: Any, step: int) -> None:
     """Writes the record of a row whose features are a multiple of 16, groups ``step`` bytes apart; a last
-    group is filled with 0."""
-    for first in range(0, a.num_features, a.group):
-        end = min(first + a.group, a.num_features)
-        most = v.splat(_ZERO)
-        for at in range(first, end, LANES):
-            most = larger_bits(v.magnitude(v.load(row, at)), most)
-        scale = largest_bits_of(most) / _LARGEST
-        if scale < _SMALLEST_SCALE:  # which what is no number is not
-            scale = _SMALLEST_SCALE
-        by = v.splat(_ONE / scale)
-        values = record + HEADER_BYTES
-        half = to_whole(v.load(row, first) * by)
-        store_int8(values, half)
-        rest = v.splat(_ZERO)
-        for at in range(first + LANES, end, LANES):
-            value = to_whole(v.load(row, at) * by)
-            rest = rest + value
-            store_int8(values + (at - first), value)
-        for at in range(end, first + a.group, LANES):
-            store_int8(values + (at - first), v.splat(_ZERO))
-        v.float32s(record)[0] = scale
-        v.float32s(record)[1] = v.sum_of(half + rest)
-        if a.has_halves:
-            v.int32s(record)[2] = a.lift - a.zero * int(v.sum_of(half))
-            v.int32s(record)[3] = a.lift - a.zero * int(v.sum_of(rest))
-        else:
-            v.int32s(record)[2] = a.lift - a.zero * int(v.sum_of(half + rest))
-        record = record + step
+    group is filled with 0. Scales of sixteen groups are divided at once."""
+    scales, group = _room_for_scales(), features_of_a_scale(a.weights, a.group)
+    for start in range(0, a.num_features, LANES * group):
+        firsts = range(start, min(start + LANES * group, a.num_features), group)
+        for number, first in enumerate(firsts):
+            scales[number] = _largest(row, first, group, a.num_features)
+        # Of a pair with what is no number, the second is taken.
+        scale = v.larger(v.splat(_SMALLEST_SCALE), v.load(scales, 0) / v.splat(_LARGEST))
+        v.store(scales, 0, scale)
+        v.store(scales, LANES, v.splat(_ONE) / scale)
+        for number, first in enumerate(firsts):
+            v.float32s(record)[0] = scales[number]
+            _quantize_group(a, row, first, group, record, scales[LANES + number])
+            record = record + step
+
+
+@njit
+def _pair(row: Any, at: int, end: int) -> tuple[Any, Any]:
+    """Returns 32 features; those that are not before the ``end`` are 0."""
+    return v.load(row, at), v.load(row, at + LANES) if at + LANES < end else v.splat(_ZERO)
+
+
+@njit
+def _largest(row: Any, first: int, group: int, end: int) -> Any:
+    most = v.splat(_ZERO)
+    for at in range(0, group, GROUP):
+        one, other = _pair(row, first + at, end)
+        most = larger_bits(larger_bits(v.magnitude(one), v.magnitude(other)), most)
+    return largest_bits_of(most)
+
+
+@njit
+def _quantize_group(a: Any, row: Any, first: int, group: int, record: Any, by: Any) -> None:
+    """Writes what a record has of a group but its scale."""
+    half, rest = 0, 0
+    for at in range(0, group, GROUP):
+        one, other = _pair(row, first + at, a.num_features)
+        half += store_int8(record + (HEADER_BYTES + at), one * v.splat(by))
+        rest += store_int8(record + (HEADER_BYTES + at + LANES), other * v.splat(by))
+    v.float32s(record)[1] = half + rest
+    if a.has_halves:
+        v.int32s(record)[2] = a.lift - a.zero * half
+        v.int32s(record)[3] = a.lift - a.zero * rest
+    else:
+        v.int32s(record)[2] = a.lift - a.zero * (half + rest)
 
 
 @njit

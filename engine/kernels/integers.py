@@ -65,9 +65,16 @@ def _largest_bits(builder: Any, value: Any) -> Any:
     )
 
 
-def _store_int8(builder: Any, address: Any, value: Any) -> None:
-    whole = builder.fptosi(value, asm.INTS)
-    asm.write(builder, address, builder.trunc(whole, ir.VectorType(asm.INT8, LANES)), 1)
+def _store_int8(builder: Any, address: Any, value: Any) -> Any:
+    # What is lifted is rounded; its last bits are the whole number, and one more bit makes it unsigned.
+    lifted = _as_ints(builder, builder.fadd(value, asm.constant(_LIFTED)))
+    octets = builder.trunc(lifted, ir.VectorType(asm.INT8, LANES))
+    asm.write(builder, address, octets, 1)
+    unsigned = builder.xor(octets, asm.like(octets, -128))
+    none, sums = asm.like(octets, 0), ir.VectorType(ir.IntType(64), 2)
+    found = asm.called(builder, "llvm.x86.sse2.psad.bw", sums, unsigned, none)
+    parts = [builder.extract_element(found, asm.INT32(each)) for each in range(2)]
+    return asm.plus(builder, builder.add(*parts), -128 * LANES)
 
 
 larger_bits = asm.operation("lanes lanes -> lanes", _larger_bits)
@@ -75,12 +82,15 @@ larger_bits = asm.operation("lanes lanes -> lanes", _larger_bits)
 is no number larger still."""
 largest_bits_of = asm.operation("lanes -> float", _largest_bits)
 """Returns the largest of sixteen magnitudes, likewise."""
-to_whole = asm.operation(
-    "lanes -> lanes", lambda b, x: asm.called(b, f"llvm.roundeven.v{LANES}f32", asm.FLOATS, x)
+store_int8 = asm.operation("int lanes -> int", _store_int8)
+"""Stores sixteen numbers from -127 to 127, each as the nearest whole one, ties to even; others have no
+use. Returns their sum."""
+features_of_a_scale = asm.operation(
+    "int int -> int",
+    asm.ByFormat(lambda kind: lambda _b, _at, row: row.type(GROUP) if kind.has_scales else row),
 )
-"""To the nearest whole number, ties to even."""
-store_int8 = asm.operation("int lanes -> none", _store_int8)
-"""Stores whole numbers from -128 to 127; others have no use."""
+"""``features_of_a_scale(weights, num_features)``: of a row, whose features are so many; where it does not
+depend on the row, that is known when code is compiled."""
 half_at = asm.operation(
     "int -> float", lambda b, at: b.fpext(asm.read(b, at, ir.HalfType(), 2), asm.FLOAT)
 )
