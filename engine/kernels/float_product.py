@@ -213,13 +213,12 @@ class PackedFloats:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         output = rows.new_empty(len(rows), self.out_features)
         num_threads = threads_for(self.weights.numel())
-        order = NOWHERE if routes is None else routes.order
-        for segments in (NOWHERE,) if routes is None else routes.segments:
-            told = Arguments(
-                rows, output, *self._where, segments, order,
-                len(rows), rows.stride(0), *self._sizes, *self._how,
-            )  # fmt: skip
-            multiply.run(told, num_threads)
+        where = (NOWHERE,) * 2 if routes is None else (routes.segments, routes.order)
+        told = Arguments(
+            rows, output, *self._where, *where,
+            len(rows), rows.stride(0), *self._sizes, *self._how,
+        )  # fmt: skip
+        multiply.run(told, num_threads)
         return output
 
     def halves(self, rows: torch.Tensor) -> torch.Tensor:

@@ -24,22 +24,21 @@ from numba import njit
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Loop, releasing, threads_for
-from engine.kernels.formats import CHANNELS, GROUP, Format
+from engine.kernels.formats import CHANNELS, GROUP
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
     HEADER_BYTES,
     LIFT,
+    features_of_a_scale,
     larger_bits,
     largest_bits_of,
     multiply_tile,
     store_int8,
-    to_whole,
 )
 from engine.kernels.packing import PackedGroups
-from engine.kernels.panels import LEAST_ROWS, PANEL_FLOATS, PANEL_GROUPS, multiply_panel, unpack
 from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats, Formatted, Int64s
-from engine.kernels.routes import MANY_PAIRS, MOST_PAIRS, PLACE_INTS, SEGMENT_INTS, Routes
+from engine.kernels.routes import PLACE_INTS, SEGMENT_INTS, Routes
 
 
 def reference(
@@ -104,37 +103,57 @@ def _gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[torch.Tensor, int
     return rows[:, half:], activation, -half
 
 
+_room_for_scales = v.room_for(2 * LANES)
+
+
 @njit
 def _quantize_row(a: Any, row: Any, record: Any, step: int) -> None:
     """Writes the record of a row whose features are a multiple of 16, groups ``step`` bytes apart; a last
-    group is filled with 0."""
-    for first in range(0, a.num_features, a.group):
-        end = min(first + a.group, a.num_features)
-        most = v.splat(_ZERO)
-        for at in range(first, end, LANES):
-            most = larger_bits(v.magnitude(v.load(row, at)), most)
-        scale = largest_bits_of(most) / _LARGEST
-        if scale < _SMALLEST_SCALE:  # which what is no number is not
-            scale = _SMALLEST_SCALE
-        by = v.splat(_ONE / scale)
-        values = record + HEADER_BYTES
-        half = to_whole(v.load(row, first) * by)
-        store_int8(values, half)
-        rest = v.splat(_ZERO)
-        for at in range(first + LANES, end, LANES):
-            value = to_whole(v.load(row, at) * by)
-            rest = rest + value
-            store_int8(values + (at - first), value)
-        for at in range(end, first + a.group, LANES):
-            store_int8(values + (at - first), v.splat(_ZERO))
-        v.float32s(record)[0] = scale
-        v.float32s(record)[1] = v.sum_of(half + rest)
-        if a.has_halves:
-            v.int32s(record)[2] = a.lift - a.zero * int(v.sum_of(half))
-            v.int32s(record)[3] = a.lift - a.zero * int(v.sum_of(rest))
-        else:
-            v.int32s(record)[2] = a.lift - a.zero * int(v.sum_of(half + rest))
-        record = record + step
+    group is filled with 0. Scales of sixteen groups are divided at once."""
+    scales, group = _room_for_scales(), features_of_a_scale(a.weights, a.group)
+    for start in range(0, a.num_features, LANES * group):
+        firsts = range(start, min(start + LANES * group, a.num_features), group)
+        for number, first in enumerate(firsts):
+            scales[number] = _largest(row, first, group, a.num_features)
+        # Of a pair with what is no number, the second is taken.
+        scale = v.larger(v.splat(_SMALLEST_SCALE), v.load(scales, 0) / v.splat(_LARGEST))
+        v.store(scales, 0, scale)
+        v.store(scales, LANES, v.splat(_ONE) / scale)
+        for number, first in enumerate(firsts):
+            v.float32s(record)[0] = scales[number]
+            _quantize_group(a, row, first, group, record, scales[LANES + number])
+            record = record + step
+
+
+@njit
+def _pair(row: Any, at: int, end: int) -> tuple[Any, Any]:
+    """Returns 32 features; those that are not before the ``end`` are 0."""
+    return v.load(row, at), v.load(row, at + LANES) if at + LANES < end else v.splat(_ZERO)
+
+
+@njit
+def _largest(row: Any, first: int, group: int, end: int) -> Any:
+    most = v.splat(_ZERO)
+    for at in range(0, group, GROUP):
+        one, other = _pair(row, first + at, end)
+        most = larger_bits(larger_bits(v.magnitude(one), v.magnitude(other)), most)
+    return largest_bits_of(most)
+
+
+@njit
+def _quantize_group(a: Any, row: Any, first: int, group: int, record: Any, by: Any) -> None:
+    """Writes what a record has of a group but its scale."""
+    half, rest = 0, 0
+    for at in range(0, group, GROUP):
+        one, other = _pair(row, first + at, a.num_features)
+        half += store_int8(record + (HEADER_BYTES + at), one * v.splat(by))
+        rest += store_int8(record + (HEADER_BYTES + at + LANES), other * v.splat(by))
+    v.float32s(record)[1] = half + rest
+    if a.has_halves:
+        v.int32s(record)[2] = a.lift - a.zero * half
+        v.int32s(record)[3] = a.lift - a.zero * rest
+    else:
+        v.int32s(record)[2] = a.lift - a.zero * (half + rest)
 
 
 @njit
@@ -337,32 +356,48 @@ def _write(a: Arguments, block: int, column: int, first: int, end: int, totals: 
         totals = totals + CHANNELS
 
 
+_ITEMS_PER_THREAD = 4
+"""At least, if there are as many: layers with few blocks are shared out by rows, too."""
+
+
 @njit
-def _ahead(a: Arguments, block: int, next_block: int, tile: int, halving: int) -> Any:
-    """Returns what is fetched while a tile is multiplied: the block that is multiplied next, half of it
-    each if there are several tiles, of which further ones fetch what is there already."""
-    if tile >= 2:
+def _num_parts(a: Arguments) -> int:
+    """Returns into how many parts the tiles of a segment are divided."""
+    if not v.is_none(a.segments):
+        return 1
+    wanted = (_ITEMS_PER_THREAD * a.num_threads + a.num_blocks - 1) // a.num_blocks
+    return max(1, min(wanted, _tiles(a.total)))
+
+
+@njit
+def _ahead(a: Arguments, block: int, next_block: int, left: int, halving: int) -> Any:
+    """Returns what is fetched while a tile is multiplied after which so many are left: the block that is
+    multiplied next, half of it by each of the last two; those before fetch what is there already."""
+    if left >= 2:
         return a.weights + block * a.block
-    return a.weights + next_block * a.block + tile * (a.block >> halving)
+    return a.weights + next_block * a.block + left * (a.block >> halving)
 
 
 @njit
-def _multiply_block(a: Arguments, item: int, next_item: int, totals: Any) -> None:
-    """All rows of a segment with a block of channels, about equally many at once. Items are blocks of one
-    segment after another."""
-    column = item % a.num_blocks
-    begin, first_row, last_row = _segment(a, item // a.num_blocks)
-    block, num_rows = begin + column, last_row - first_row
-    next_block = _segment(a, next_item // a.num_blocks)[0] + next_item % a.num_blocks
+def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, totals: Any) -> None:
+    """A part of a segment's tiles, of about as many rows each, with a block of channels. Items are the
+    blocks of one part after another."""
+    column, which = item % a.num_blocks, item // a.num_blocks
+    begin, first_row, last_row = _segment(a, which // num_parts)
+    next_begin = _segment(a, next_item // a.num_blocks // num_parts)[0]
+    block, next_block = begin + column, next_begin + next_item % a.num_blocks
+    num_rows = last_row - first_row
     num_tiles = _tiles(num_rows)
-    halving = 1 if num_tiles > 1 else 0
-    for tile in range(num_tiles):
+    tiles = v.share_of(num_tiles, num_parts, which % num_parts)
+    halving = 1 if tiles[1] - tiles[0] > 1 else 0
+    for tile in range(tiles[0], tiles[1]):
         first, end = v.share_of(num_rows, num_tiles, tile)
         first, end = first_row + first, first_row + end
         multiply_tile(
             a.weights + block * a.block, end - first, a.records + first * a.record, a.record,
             a.num_groups, a.first_group, a.group_stride, a.first_outer, a.outer_stride,
-            a.outer_shift, totals, _ahead(a, block, next_block, tile, halving), halving,
+            a.outer_shift, totals, _ahead(a, block, next_block, tiles[1] - 1 - tile, halving),
+            halving,
         )  # fmt: skip
         _write(a, block, column, first, end, totals)
 
@@ -373,87 +408,15 @@ _room_for_totals = v.room_for(ROWS_AT_ONCE * CHANNELS)
 def _multiply(a: Arguments) -> None:
     totals = _room_for_totals()
     _write_records(a)
-    num_items = _num_segments(a) * a.num_blocks
+    num_parts = _num_parts(a)
+    num_items = _num_segments(a) * num_parts * a.num_blocks
     for first, end in v.shared_runs(a.next_run, num_items, a.num_threads):
         for item in range(first, end):
-            _multiply_block(a, item, min(item + 1, end - 1), totals)
+            _multiply_item(a, item, min(item + 1, end - 1), num_parts, totals)
 
 
 multiply = Loop(_multiply, Arguments, is_long=True)
 """Writes rows, as they are multiplied, times the weights."""
-
-_TILES_OF_AN_ITEM = 64
-"""Tiles that a thread takes on at a time: their records stay in the second cache."""
-_ITEMS_PER_THREAD = 4
-"""At least, if there are as many: layers with few blocks are shared out by rows, too."""
-_room_for_panel = v.room_for(PANEL_FLOATS)
-_room_for_item = v.room_for(_TILES_OF_AN_ITEM * ROWS_AT_ONCE * CHANNELS)
-
-
-@njit
-def _add_panel(
-    a: Arguments, rows: tuple[int, int], tiles: tuple[int, int], groups: tuple[int, int],
-    panel: Any, totals: Any,
-) -> None:  # fmt: skip
-    """Adds to the totals of some tiles of a segment's ``rows`` their products with some groups,
-    unpacked."""
-    first, end = groups
-    num_rows = rows[1] - rows[0]
-    for tile in range(tiles[0], tiles[1]):
-        row, last = v.share_of(num_rows, _tiles(num_rows), tile)
-        count = last - row
-        records = a.records + ((rows[0] + row) * a.record + first * count * (HEADER_BYTES + GROUP))
-        multiply_panel(a.weights, count, panel, records, end - first, totals)
-        totals = totals + count * CHANNELS
-
-
-@njit
-def _multiply_item(
-    a: Arguments, column: int, segment: tuple[int, int, int], tiles: tuple[int, int],
-    panel: Any, totals: Any,
-) -> None:  # fmt: skip
-    """Some tiles of a segment with a block of channels."""
-    begin, first_row, last_row = segment
-    block, num_rows = begin + column, last_row - first_row
-    first = v.share_of(num_rows, _tiles(num_rows), tiles[0])[0]
-    end = v.share_of(num_rows, _tiles(num_rows), tiles[1])[0]
-    for at in range(0, (end - first) * CHANNELS, LANES):
-        v.store(totals, at, v.splat(_ZERO))
-    num_panels = (a.num_groups + PANEL_GROUPS - 1) // PANEL_GROUPS
-    for number in range(num_panels):
-        groups = v.share_of(a.num_groups, num_panels, number)
-        unpack(
-            a.weights + block * a.block, panel, groups[0], groups[1], a.first_group,
-            a.group_stride, a.first_outer, a.outer_stride, a.outer_shift,
-        )  # fmt: skip
-        _add_panel(a, (first_row, last_row), tiles, groups, panel, totals)
-    _write(a, block, column, first_row + first, first_row + end, totals)
-
-
-def _multiply_many(a: Arguments) -> None:
-    panel, totals = _room_for_panel(), _room_for_item()
-    num_parts, num_segments = 1, _num_segments(a)
-    if v.is_none(a.segments):
-        num_tiles = _tiles(a.total)
-        wanted = (_ITEMS_PER_THREAD * a.num_threads + a.num_blocks - 1) // a.num_blocks
-        least = (num_tiles + _TILES_OF_AN_ITEM - 1) // _TILES_OF_AN_ITEM
-        num_parts = max(least, min(wanted, num_tiles))
-    _write_records(a)
-    for item in v.shared(a.next_run, num_segments * num_parts * a.num_blocks):
-        which = item // a.num_blocks
-        segment = _segment(a, which // num_parts)
-        tiles = v.share_of(_tiles(segment[2] - segment[1]), num_parts, which % num_parts)
-        _multiply_item(a, item % a.num_blocks, segment, tiles, panel, totals)
-
-
-multiply_many = Loop(_multiply_many, Arguments, is_long=True)
-"""The same for many rows, and weights whose codes are not bytes: a block is unpacked first."""
-assert MOST_PAIRS <= _TILES_OF_AN_ITEM * ROWS_AT_ONCE
-assert MANY_PAIRS // -(-MANY_PAIRS // ROWS_AT_ONCE) >= LEAST_ROWS
-
-
-def _is_unpacked(kind: Format) -> bool:
-    return kind.bits < 8 and kind.has_scales and kind.inputs == "int8"
 
 
 def product(
@@ -477,7 +440,7 @@ def product(
     num_blocks = packed.num_blocks // packed.num_experts
     records = torch.empty(total * record, dtype=torch.uint8)
     output = torch.empty((total, num_blocks * CHANNELS), dtype=dtype)
-    where = (NOWHERE,) * 3 if routes is None else (routes.few, routes.places, routes.order)
+    where = (NOWHERE,) * 3 if routes is None else (routes.segments, routes.places, routes.order)
     num_threads = torch.get_num_threads()
     told = Arguments(
         first, gated, output, records, packed.blocks, packed.scales,
@@ -487,14 +450,7 @@ def product(
         group, kind.zero, LIFT if kind.has_scales else 0, kind.num_parts == 2, releasing(), num_threads,
         num_blocks, packed.blocks.shape[1], *packed.places,
     )  # fmt: skip
-    many = multiply_many if _is_unpacked(kind) else multiply
-    if routes is None:
-        (many if num_rows >= MANY_PAIRS else multiply).run(told, num_threads, kind)
-    else:
-        multiply.run(told, num_threads, kind)
-        for segments in routes.segments[1:]:  # the records are there by now
-            more = told._replace(segments=segments, num_rows=0)
-            many.run(more, num_threads, kind)
+    multiply.run(told, num_threads, kind)
     width = packed.out_features
     return output if output.shape[1] == width else output[:, :width]
 

@@ -3,7 +3,7 @@ floats of every type in memory, and products with sums that stay in registers.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
@@ -388,14 +388,11 @@ class Tile:
                 write(self._builder, place, self._builder.load(total), 4)
 
 
-def by_rows(
-    emit_for: Callable[[int], Emit], builder: Any, num_rows: Any, *values: Any,
-    counts: Iterable[int] = range(1, ROWS_AT_ONCE + 1),
-) -> None:  # fmt: skip
-    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` that ``num_rows`` may be, of ``counts``."""
+def by_rows(emit_for: Callable[[int], Emit], builder: Any, num_rows: Any, *values: Any) -> None:
+    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` that ``num_rows`` may be."""
     done = builder.append_basic_block("rows_done")
     switch = builder.switch(num_rows, done)
-    for count in counts:
+    for count in range(1, ROWS_AT_ONCE + 1):
         block = builder.append_basic_block(f"rows_{count}")
         switch.add_case(count, block)
         with builder.goto_block(block):

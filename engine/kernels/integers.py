@@ -25,7 +25,7 @@ LIFT = 0x4B400000
 """Where sums of groups begin, but for what codes are too large by, times the inputs' sum. As bits of a
 float they are 1.5 * 2**23 plus the sum, which is less than 2**22: no instruction has to convert them."""
 WIDE, NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
-PAIRS = "llvm.x86.avx2.pmadd.wd"
+PAIRS, BYTE_PAIRS = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx2.pmadd.ub.sw"
 _LINE = 64  # bytes of a line of a cache
 _LIFTED = 1.5 * 2.0**23  # as a float
 
@@ -65,9 +65,16 @@ def _largest_bits(builder: Any, value: Any) -> Any:
     )
 
 
-def _store_int8(builder: Any, address: Any, value: Any) -> None:
-    whole = builder.fptosi(value, asm.INTS)
-    asm.write(builder, address, builder.trunc(whole, ir.VectorType(asm.INT8, LANES)), 1)
+def _store_int8(builder: Any, address: Any, value: Any) -> Any:
+    # What is lifted is rounded; its last bits are the whole number, and one more bit makes it unsigned.
+    lifted = _as_ints(builder, builder.fadd(value, asm.constant(_LIFTED)))
+    octets = builder.trunc(lifted, ir.VectorType(asm.INT8, LANES))
+    asm.write(builder, address, octets, 1)
+    unsigned = builder.xor(octets, asm.like(octets, -128))
+    none, sums = asm.like(octets, 0), ir.VectorType(ir.IntType(64), 2)
+    found = asm.called(builder, "llvm.x86.sse2.psad.bw", sums, unsigned, none)
+    parts = [builder.extract_element(found, asm.INT32(each)) for each in range(2)]
+    return asm.plus(builder, builder.add(*parts), -128 * LANES)
 
 
 larger_bits = asm.operation("lanes lanes -> lanes", _larger_bits)
@@ -75,12 +82,15 @@ larger_bits = asm.operation("lanes lanes -> lanes", _larger_bits)
 is no number larger still."""
 largest_bits_of = asm.operation("lanes -> float", _largest_bits)
 """Returns the largest of sixteen magnitudes, likewise."""
-to_whole = asm.operation(
-    "lanes -> lanes", lambda b, x: asm.called(b, f"llvm.roundeven.v{LANES}f32", asm.FLOATS, x)
+store_int8 = asm.operation("int lanes -> int", _store_int8)
+"""Stores sixteen numbers from -127 to 127, each as the nearest whole one, ties to even; others have no
+use. Returns their sum."""
+features_of_a_scale = asm.operation(
+    "int int -> int",
+    asm.ByFormat(lambda kind: lambda _b, _at, row: row.type(GROUP) if kind.has_scales else row),
 )
-"""To the nearest whole number, ties to even."""
-store_int8 = asm.operation("int lanes -> none", _store_int8)
-"""Stores whole numbers from -128 to 127; others have no use."""
+"""``features_of_a_scale(weights, num_features)``: of a row, whose features are so many; where it does not
+depend on the row, that is known when code is compiled."""
 half_at = asm.operation(
     "int -> float", lambda b, at: b.fpext(asm.read(b, at, ir.HalfType(), 2), asm.FLOAT)
 )
@@ -107,15 +117,17 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
     return builder.shuffle_vector(*parts, ir.Constant(asm.INTS, list(range(LANES))))
 
 
-def _add_products(builder: Any, total: Any, weights: Any, row: Any) -> Any:
-    """``weights`` unsigned, ``row`` signed bytes, four to each sum."""
+def _add_products(builder: Any, total: Any, weights: list[Any], rows: list[Any]) -> Any:
+    """Each of ``weights`` times that of ``rows``: unsigned and signed bytes, four to each sum. As many as
+    ``_fours_at_once`` says."""
     if is_wide():
-        return asm.called(builder, WIDE, asm.INTS, total, weights, row)
+        return asm.called(builder, WIDE, asm.INTS, total, *weights, *rows)
     half = ir.VectorType(asm.INT32, LANES // 2)
-    parts = _parts(builder, LANES // 2, total, weights, row)
+    parts = _parts(builder, LANES // 2, total, *weights, *rows)
     if has_integer_products():
         return _joined(builder, [asm.called(builder, NARROW, half, *each) for each in parts])
-    return _joined(builder, [_add_pairs(builder, half, *each) for each in parts])
+    add = _add_pairs if len(weights) == 1 else _add_small_pairs
+    return _joined(builder, [add(builder, half, *each) for each in parts])
 
 
 def _add_pairs(builder: Any, kind: Any, total: Any, weights: Any, row: Any) -> Any:
@@ -133,6 +145,42 @@ def _add_pairs(builder: Any, kind: Any, total: Any, weights: Any, row: Any) -> A
     return total
 
 
+def _add_small_pairs(builder: Any, kind: Any, total: Any, *fours: Any) -> Any:
+    """The same of two fours by an instruction whose sums have sixteen bits: codes of up to 6 bits make
+    sums of four products that fit."""
+    count = len(fours) // 2
+    octets = ir.VectorType(asm.INT8, 4 * kind.count)
+    words = ir.VectorType(asm.INT16, 2 * kind.count)
+    sums = [
+        asm.called(builder, BYTE_PAIRS, words, *(builder.bitcast(each, octets) for each in pair))
+        for pair in zip(fours[:count], fours[count:], strict=True)
+    ]
+    both = builder.add(*sums)
+    return builder.add(total, asm.called(builder, PAIRS, kind, both, asm.like(both, 1)))
+
+
+def _are_small(kind: Format) -> bool:
+    """Whether four products of codes have a sum of sixteen bits."""
+    return kind.bits <= 6 and not kind.table
+
+
+def _fours_at_once(kind: Format) -> int:
+    """Returns how many fours of features are added at once to a sum."""
+    return 2 if _are_small(kind) and not has_integer_products() else 1
+
+
+Halves = tuple[int, ...]
+"""Of a block's channels: sixteen each."""
+
+
+def _passes(kind: Format, num_rows: int) -> list[Halves]:
+    """Returns which halves are multiplied at once: so many sums there are registers for. Where pairs are
+    made of a row's bytes, that is dearer than to keep sums in memory."""
+    fits = is_wide() or num_rows <= asm.WAITING_ROWS
+    makes_pairs = not has_integer_products() and not _are_small(kind)
+    return [(0, 1)] if fits or makes_pairs else [(0,), (1,)]
+
+
 class IntegerTile(asm.Tile):
     """Sums of a group, or half of one, are integers; totals of all groups are floats."""
 
@@ -140,30 +188,37 @@ class IntegerTile(asm.Tile):
         super().__init__(builder, num_rows, CHANNELS)
         self._whole = self.sums(ir.Constant(asm.INTS, None))
 
-    def begin(self, headers: list[Any], part: int) -> None:
+    def begin(self, headers: list[Any], part: int, halves: Halves) -> None:
         """Takes from the records where sums of a part of the group begin."""
         builder = self._builder
         for header, mine in zip(headers, self._whole, strict=True):
             start = asm.read(builder, asm.plus(builder, header, 8 + 4 * part), asm.INT32, 4)
-            for total in mine:
-                builder.store(asm.splatted(builder, start), total)
+            for half in halves:
+                builder.store(asm.splatted(builder, start), mine[half])
 
-    def add_four(self, rows: list[Any], columns: list[Any], offset: int) -> None:
-        """Adds four features of each row and channel; ``offset``: bytes from where ``rows`` are."""
+    def add_fours(
+        self, rows: list[Any], columns: list[list[Any]], offset: int, halves: Halves
+    ) -> None:
+        """Adds fours of features of each row and channel; ``offset``: bytes from where ``rows`` are."""
         builder = self._builder
         for row, mine in zip(rows, self._whole, strict=True):
-            value = asm.read(builder, asm.plus(builder, row, offset), asm.INT32, 1)
-            four = asm.splatted(builder, value)
-            for total, column in zip(mine, columns, strict=True):
-                builder.store(_add_products(builder, builder.load(total), column, four), total)
+            places = (asm.plus(builder, row, offset + 4 * index) for index in range(len(columns)))
+            fours = [
+                asm.splatted(builder, asm.read(builder, place, asm.INT32, 1)) for place in places
+            ]
+            for half in halves:
+                total, these = builder.load(mine[half]), [each[half] for each in columns]
+                builder.store(_add_products(builder, total, these, fours), mine[half])
 
-    def end(self, headers: list[Any], by: PartWeighing | None, totals: list[list[Any]]) -> None:
+    def end(
+        self, headers: list[Any], by: PartWeighing | None, totals: list[list[Any]], halves: Halves
+    ) -> None:
         """Sums become floats, are multiplied with the channels' scales of this group, if there are such,
         get the minima times the inputs' sum, then are multiplied with the row's scale and added to the
         totals. Each step is rounded once."""
         builder = self._builder
         # Half after half: with the numbers of both there would not be registers for all sums.
-        for index in range(len(totals[0])):
+        for index in halves:
             for header, sums, mine in zip(headers, self._whole, totals, strict=True):
                 count = None if by is None or by.minima is None else self._number(header, 4)
                 value = self._value(builder.load(sums[index]), index, by, count)
@@ -231,21 +286,18 @@ class PartWeighing(NamedTuple):
     minima: list[Any] | None
 
 
-def weighed(builder: Any, weighing: Weighing, kind: Format) -> list[PartWeighing]:
-    """Returns the weighing of each part of a group. Zero points become minima, whose products with scales
-    of float16 are not rounded."""
-    minima = weighing.minima
-    if kind.offset == "zeros":
-        assert weighing.zeros is not None
+def weighed(builder: Any, reader: GroupReader, part: int) -> PartWeighing:
+    """Returns the weighing of a part of a group. Zero points become minima, whose products with scales of
+    float16 are not rounded."""
+    weighing = reader.weighing()
+    minima, scales = weighing.minima, weighing.scales[part]
+    if weighing.zeros is not None:
         minima = [
             builder.fneg(builder.fmul(scale, builder.sitofp(zero, asm.FLOATS)))
-            for scale, zero in zip(weighing.scales[0], weighing.zeros, strict=True)
+            for scale, zero in zip(scales, weighing.zeros, strict=True)
         ]
     lift = asm.constant(-_LIFTED)
-    return [
-        PartWeighing(scales, [builder.fmul(scale, lift) for scale in scales], minima)
-        for scales in weighing.scales
-    ]
+    return PartWeighing(scales, [builder.fmul(scale, lift) for scale in scales], minima)
 
 
 def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
@@ -257,27 +309,30 @@ def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
         tile = IntegerTile(builder, num_rows)
         starts, totals = tile.rows(rows, stride), tile.sums(asm.constant(0.0))
         if not kind.has_scales:
-            tile.begin(starts, 0)
-        with cgutils.for_range(builder, num_groups) as loop:
-            here, reader = walk.group(loop.index)
-            if kind.has_scales:
-                headers = tile.group(rows, loop.index, HEADER_BYTES + GROUP)
-            else:
-                offset = asm.times(builder, loop.index, GROUP)
-                headers = [builder.add(start, offset) for start in starts]
-            inputs = [asm.plus(builder, header, HEADER_BYTES) for header in headers]
-            parts: list[PartWeighing] = []
-            for part in range(kind.num_parts):
+            tile.begin(starts, 0, (0, 1))
+        for halves in _passes(kind, num_rows):
+            with cgutils.for_range(builder, num_groups) as loop:
+                here, reader = walk.group(loop.index)
                 if kind.has_scales:
-                    tile.begin(headers, part)
-                for four in kind.fours_of(part):
-                    walk.fetch(here, four, ahead, halving)
-                    tile.add_four(inputs, reader.codes(four), 4 * four)
-                if kind.has_scales:
-                    parts = parts or weighed(builder, reader.weighing(), kind)
-                    tile.end(headers, parts[part], totals)
+                    headers = tile.group(rows, loop.index, HEADER_BYTES + GROUP)
+                else:
+                    offset = asm.times(builder, loop.index, GROUP)
+                    headers = [builder.add(start, offset) for start in starts]
+                inputs = [asm.plus(builder, header, HEADER_BYTES) for header in headers]
+                for part in range(kind.num_parts):
+                    if kind.has_scales:
+                        tile.begin(headers, part, halves)
+                    at_once = _fours_at_once(kind)
+                    for first in kind.fours_of(part)[::at_once]:
+                        fours = range(first, first + at_once)
+                        for four in fours if halves[0] == 0 else ():
+                            walk.fetch(here, four, ahead, halving)
+                        codes = [reader.codes(four) for four in fours]
+                        tile.add_fours(inputs, codes, 4 * first, halves)
+                    if kind.has_scales:
+                        tile.end(headers, weighed(builder, reader, part), totals, halves)
         if not kind.has_scales:
-            tile.end(starts, None, totals)
+            tile.end(starts, None, totals, (0, 1))
         tile.write(totals, tile.rows(target, rows.type(4 * CHANNELS)))
 
     return emit

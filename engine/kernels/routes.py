@@ -24,8 +24,6 @@ PLACE_INTS = 3
 """Where a pair stands in the order, and where its segment begins and ends; all 0: it has none."""
 MOST_PAIRS = 192
 """Of a segment: so many rows' sums with a block of weights stay in the second cache."""
-MANY_PAIRS = 24
-"""From so many on a block is unpacked before it is multiplied, which pays then."""
 
 
 def reference_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -42,15 +40,13 @@ def reference_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class Arguments(NamedTuple):
-    """``chosen`` ``[num_pairs]``: experts; others than ``num_experts`` have no segment. ``few`` and
-    ``many``: a number of segments, and the segments: of experts with fewer than ``MANY_PAIRS``, and with
-    more. ``places`` ``[num_pairs, PLACE_INTS]``; ``order`` ``[num_pairs]``: pairs in their order, of
-    which ``rows`` has the rows; ``ends`` ``[num_experts]``: for what is computed on the way. A row has
-    ``num_chosen`` pairs."""
+    """``chosen`` ``[num_pairs]``: experts; others than ``num_experts`` have no segment. ``segments``:
+    their number, and the segments. ``places`` ``[num_pairs, PLACE_INTS]``; ``order`` ``[num_pairs]``:
+    pairs in their order, of which ``rows`` has the rows; ``ends`` ``[num_experts]``: for what is computed
+    on the way. A row has ``num_chosen`` pairs."""
 
     chosen: Int64s
-    few: Int64s
-    many: Int64s
+    segments: Int64s
     places: Int64s
     order: Int64s
     rows: Int64s
@@ -63,15 +59,14 @@ class Arguments(NamedTuple):
 @njit
 def _add_segments(a: Arguments, expert: int, first: int, end: int) -> None:
     num_parts = (end - first + MOST_PAIRS - 1) // MOST_PAIRS
-    target = a.many if end - first >= MANY_PAIRS else a.few
     for part in range(num_parts):
         begin, last = v.share_of(end - first, num_parts, part)
-        segment = target + (1 + SEGMENT_INTS * target[0])
+        segment = a.segments + (1 + SEGMENT_INTS * a.segments[0])
         segment[0], segment[1], segment[2] = expert, first + begin, first + last
         for at in range(first + begin, first + last):
             place = a.places + PLACE_INTS * a.order[at]
             place[0], place[1], place[2] = at, first + begin, first + last
-        target[0] = target[0] + 1
+        a.segments[0] = a.segments[0] + 1
 
 
 def _route(a: Arguments) -> None:
@@ -94,7 +89,7 @@ def _route(a: Arguments) -> None:
             a.ends[a.chosen[pair]] = at + 1
     for at in range(first, a.num_pairs):
         a.order[at], a.rows[at] = 0, 0
-    a.few[0], a.many[0] = 0, 0
+    a.segments[0] = 0
     first = 0
     for expert in range(a.num_experts):
         end = a.ends[expert]
@@ -110,17 +105,11 @@ route_all = Loop(_route, Arguments)
 class Routes(NamedTuple):
     """Of ``num_pairs`` pairs, as ``Arguments`` has them."""
 
-    few: torch.Tensor
-    many: torch.Tensor
+    segments: torch.Tensor
     places: torch.Tensor
     order: torch.Tensor
     rows: torch.Tensor
     num_pairs: int
-
-    @property
-    def segments(self) -> tuple[torch.Tensor, ...]:
-        """Those that there may be."""
-        return (self.few,) if self.num_pairs < MANY_PAIRS else (self.few, self.many)
 
     def sources(self, num_rows: int) -> torch.Tensor:
         """Returns the row that each pair reads, in their order, of so many that are the rows, or the
@@ -131,15 +120,15 @@ class Routes(NamedTuple):
 def route(chosen: torch.Tensor, num_experts: int) -> Routes:
     """``chosen`` ``[num_rows, num_chosen]`` int64, a row's experts."""
     num_pairs = chosen.numel()
-    segments = 1 + SEGMENT_INTS * (min(num_experts, num_pairs) + num_pairs // MOST_PAIRS)
-    sizes = [segments, segments, PLACE_INTS * num_pairs, num_pairs, num_pairs, num_experts]
-    few, many, places, order, rows, ends = torch.empty(sum(sizes), dtype=torch.int64).split(sizes)
+    most = 1 + SEGMENT_INTS * (min(num_experts, num_pairs) + num_pairs // MOST_PAIRS)
+    sizes = [most, PLACE_INTS * num_pairs, num_pairs, num_pairs, num_experts]
+    segments, places, order, rows, ends = torch.empty(sum(sizes), dtype=torch.int64).split(sizes)
     told = Arguments(
-        chosen.contiguous(), few, many, places, order, rows, ends,
+        chosen.contiguous(), segments, places, order, rows, ends,
         num_pairs, chosen.shape[-1], num_experts,
     )  # fmt: skip
     route_all.run(told)
-    return Routes(few, many, places, order, rows, num_pairs)
+    return Routes(segments, places, order, rows, num_pairs)
 
 
 # --- what experts add up to ---
