@@ -375,7 +375,7 @@ def _ahead(a: Arguments, block: int, next_block: int, left: int, halving: int) -
     multiplied next, half of it by each of the last two; those before fetch what is there already."""
     if left >= 2:
         return a.weights + block * a.block
-    return a.weights + next_block * a.block + left * (a.block >> halving)
+    return a.weights + next_block * a.block + (halving - left) * (a.block >> halving)
 
 
 @njit

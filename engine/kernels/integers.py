@@ -26,6 +26,7 @@ LIFT = 0x4B400000
 float they are 1.5 * 2**23 plus the sum, which is less than 2**22: no instruction has to convert them."""
 WIDE, NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
 PAIRS, BYTE_PAIRS = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx2.pmadd.ub.sw"
+BYTE_SUMS = "llvm.x86.sse2.psad.bw"
 _LINE = 64  # bytes of a line of a cache
 _LIFTED = 1.5 * 2.0**23  # as a float
 
@@ -72,7 +73,7 @@ def _store_int8(builder: Any, address: Any, value: Any) -> Any:
     asm.write(builder, address, octets, 1)
     unsigned = builder.xor(octets, asm.like(octets, -128))
     none, sums = asm.like(octets, 0), ir.VectorType(ir.IntType(64), 2)
-    found = asm.called(builder, "llvm.x86.sse2.psad.bw", sums, unsigned, none)
+    found = asm.called(builder, BYTE_SUMS, sums, unsigned, none)
     parts = [builder.extract_element(found, asm.INT32(each)) for each in range(2)]
     return asm.plus(builder, builder.add(*parts), -128 * LANES)
 
@@ -119,7 +120,7 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
 
 def _add_products(builder: Any, total: Any, weights: list[Any], rows: list[Any]) -> Any:
     """Each of ``weights`` times that of ``rows``: unsigned and signed bytes, four to each sum. As many as
-    ``_fours_at_once`` says."""
+    ``_steps`` says."""
     if is_wide():
         return asm.called(builder, WIDE, asm.INTS, total, *weights, *rows)
     half = ir.VectorType(asm.INT32, LANES // 2)
@@ -164,9 +165,10 @@ def _are_small(kind: Format) -> bool:
     return kind.bits <= 6 and not kind.table
 
 
-def _fours_at_once(kind: Format) -> int:
-    """Returns how many fours of features are added at once to a sum."""
-    return 2 if _are_small(kind) and not has_integer_products() else 1
+def _steps(kind: Format, part: int) -> list[range]:
+    """Returns which fours of a part's features are added at once to a sum, one after another."""
+    count = 2 if _are_small(kind) and not has_integer_products() else 1
+    return [range(first, first + count) for first in kind.fours_of(part)[::count]]
 
 
 Halves = tuple[int, ...]
@@ -264,12 +266,12 @@ class Walk:
         outer = builder.add(self._first_outer, builder.mul(which, self._outer_stride))
         return here, GroupReader(builder, self._kind, here, builder.add(self._weights, outer))
 
-    def fetch(self, here: Any, four: int, ahead: Any, halving: Any) -> None:
-        """Fetches as much of what is at ``ahead`` as four features take here, or half of it."""
+    def fetch(self, here: Any, fours: range, ahead: Any, halving: Any) -> None:
+        """Fetches as much of what is at ``ahead`` as some fours of features take here, or half of it."""
         builder = self._builder
         per_four = self._kind.code_bytes // FOURS
-        starts = list(range(four * per_four, (four + 1) * per_four, _LINE))
-        if four == FOURS - 1:
+        starts = list(range(fours.start * per_four, fours.stop * per_four, _LINE))
+        if fours.stop == FOURS:
             starts.append(self._kind.code_bytes)
         for start in starts:
             at = asm.plus(builder, here, start)
@@ -322,13 +324,11 @@ def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
                 for part in range(kind.num_parts):
                     if kind.has_scales:
                         tile.begin(headers, part, halves)
-                    at_once = _fours_at_once(kind)
-                    for first in kind.fours_of(part)[::at_once]:
-                        fours = range(first, first + at_once)
-                        for four in fours if halves[0] == 0 else ():
-                            walk.fetch(here, four, ahead, halving)
+                    for fours in _steps(kind, part):
+                        if halves[0] == 0:
+                            walk.fetch(here, fours, ahead, halving)
                         codes = [reader.codes(four) for four in fours]
-                        tile.add_fours(inputs, codes, 4 * first, halves)
+                        tile.add_fours(inputs, codes, 4 * fours.start, halves)
                     if kind.has_scales:
                         tile.end(headers, weighed(builder, reader, part), totals, halves)
         if not kind.has_scales:
@@ -383,7 +383,7 @@ def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
             inputs = tile.group(rows, loop.index, 4 * GROUP)
             weighing = reader.weighing() if kind.has_scales else Weighing(none, None, None)
             for four in range(FOURS):
-                walk.fetch(here, four, ahead, halving)
+                walk.fetch(here, range(four, four + 1), ahead, halving)
                 columns = reader.codes(four)
                 scales = weighing.scales[four * len(weighing.scales) // FOURS]
                 for which in range(4):
