@@ -14,7 +14,6 @@ its own requests in it under their ids and hands on what it is to know of them, 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,8 +43,6 @@ from drafters.tree import EMPTY, DraftTree
 
 if TYPE_CHECKING:
     from drafters.merged.merging import MergedText
-
-logger = logging.getLogger(__name__)
 
 _CERTAIN = 0.8
 """Expected share of a draft's depth that is accepted, from which no guest is asked."""
