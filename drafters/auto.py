@@ -2,8 +2,8 @@
 
 Its core (``drafters/merged``) is compiled, and asked in every step. It grows one tree, best first: after
 each node it guesses what followed the text's last tokens before, in the request and in the tenant's
-finished ones (``drafters/copying``), what the target found likeliest after the last tokens, what it nearly
-said of late and what it says most often. How likely a guess is, is learned from the text that comes,
+finished ones (``drafters/copying``), what the target found likeliest after the last tokens, what it
+nearly said of late and what it says most often. How likely a guess is, is learned from the text that comes,
 whether the guess was used or not.
 
 Guests are asked besides, where that is expected to pay (``asking.py``): a head, a drafter that reads the

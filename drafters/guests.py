@@ -55,9 +55,7 @@ class Guest:
         emitted = seen.emitted_token_ids
         was_asked = bool(self.tree.token_ids)
         if was_asked:
-            self.added.observe(
-                self.num_free, max(0, len(self.tree.follow(emitted)) - num_right)
-            )
+            self.added.observe(self.num_free, max(0, len(self.tree.follow(emitted)) - num_right))
         if was_asked or self.acceptance.is_waiting:
             self.acceptance.label_against(self.tree, emitted)
         told, self.tree = self._view(seen), EMPTY

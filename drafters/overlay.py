@@ -20,7 +20,9 @@ class Overlay(TreeBuilder):
         """``survivals[i]`` is node i's, never more than its parent's."""
         placed: list[int] = []
         for token_id, parent, survival in zip(tree.token_ids, tree.parents, survivals, strict=True):
-            placed.append(self.add(ROOT if parent == ROOT else placed[parent], token_id, 0, survival))
+            placed.append(
+                self.add(ROOT if parent == ROOT else placed[parent], token_id, 0, survival)
+            )
 
     def draft(self, num_nodes: int, width: int, depth: int) -> DraftTree:
         """Returns the likeliest nodes, at most ``width`` under one parent: the best chain comes first,

@@ -140,7 +140,6 @@ class DraftTree:
                 raise ValueError(f"node {index}: token {token_id} repeats among its siblings")
             seen.add((parent, token_id))
 
-
     def _validate_survivals(self) -> None:
         if not len(self.survivals):
             return

@@ -22,8 +22,12 @@ NUM_FEATURES = len(KINDS)
 COPY, ROW, NEARLY, NOISE, FREQUENT = 1, 2, 5, 6, 7
 """``ROW`` and the next two: those of the levels of contexts."""
 NUM_WEIGHTS = NUM_FEATURES * NUM_VALUES
+NUM_SAID = 16
+"""Behind the shared weights: of chances by their size, the sum of those that were given and how many
+were right. Of many guesses the best is seldom as good as it looks."""
+_SAID_DECAY = 0.998
 SHARED_RATE, OWN_RATE = 0.005, 0.04
-COPY_VALUES = 51
+COPY_VALUES = 58
 """Of ``COPY``, with no row beside it, and as many with one."""
 
 
@@ -84,7 +88,9 @@ def noise_bucket(noise: float) -> int:
 
 @njit
 def copy_value(match: int, share: float) -> int:
-    length = (match >= 1) + (match >= 2) + (match >= 3) + (match >= 5) + (match >= 8) + (match >= 16)
+    length = (
+        (match >= 1) + (match >= 2) + (match >= 3) + (match >= 5) + (match >= 8) + (match >= 16)
+    )
     part = (
         (share >= 0.03)
         + (share >= 0.1)
@@ -92,8 +98,9 @@ def copy_value(match: int, share: float) -> int:
         + (share >= 0.5)
         + (share >= 0.75)
         + (share >= 0.93)
+        + (share >= 0.98)
     )
-    return 2 + 7 * length + part
+    return 2 + 8 * length + part
 
 
 @njit
@@ -125,6 +132,13 @@ def _teach(m: Merged, features: int, error: float) -> None:
 
 
 @njit
+def believed(m: Merged, chance: float) -> float:
+    """Returns how often guesses that were given such a chance were right."""
+    at = NUM_WEIGHTS + min(NUM_SAID - 1, int(chance * NUM_SAID))
+    return min(1.0, chance * m.shared[at + NUM_SAID] / m.shared[at])
+
+
+@njit
 def judge(m: Merged, most_guesses: int, tokens: Any, start: int, end: int) -> None:
     """The text has come to ``tokens[start:end]``."""
     expansion = 0
@@ -133,7 +147,11 @@ def judge(m: Merged, most_guesses: int, tokens: Any, start: int, end: int) -> No
         for each in range(m.counts[expansion]):
             g = m.guesses[most_guesses * expansion + each]
             is_right = g.token == tokens[position]
-            _teach(m, g.features, (1.0 if is_right else 0.0) - g.chance)
+            right = 1.0 if is_right else 0.0
+            _teach(m, g.features, right - g.chance)
+            said = NUM_WEIGHTS + min(NUM_SAID - 1, int(g.chance * NUM_SAID))
+            m.shared[said] = _SAID_DECAY * m.shared[said] + g.chance
+            m.shared[said + NUM_SAID] = _SAID_DECAY * m.shared[said + NUM_SAID] + right
             if is_right:
                 reached = g.next
         if reached < 0:

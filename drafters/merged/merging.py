@@ -51,7 +51,10 @@ class Table:
 
     def make_room(self, num_rows: int) -> None:
         """For so many more rows, up to the most there may be."""
-        while self.told["size"] < MAX_ROWS and 2 * (self.told["num_used"] + num_rows) > self.told["size"]:
+        while (
+            self.told["size"] < MAX_ROWS
+            and 2 * (self.told["num_used"] + num_rows) > self.told["size"]
+        ):
             cells, before = self._cells, self.told
             self._make(2 * before["size"])
             move_rows.compile()(before.address, self.told.address)
@@ -59,7 +62,7 @@ class Table:
 
 
 class Merging:
-    """What all requests share: room to draft in, tenants' texts and tables, weights, which are no texts."""
+    """Room to draft in, tenants' texts and tables, and weights, which are no texts: all requests share it."""
 
     def __init__(self) -> None:
         self.grow, self.hear = grow.compile(), hear.compile()

@@ -1,8 +1,12 @@
 """Compiled: the noise that a request's tokens are sampled with."""
+
 from __future__ import annotations
+
 import math
+
 import numpy as np
 from numba import njit
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX2 = np.uint64(0x94D049BB133111EB)

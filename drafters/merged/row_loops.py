@@ -12,15 +12,15 @@ from typing import Any
 
 from numba import njit
 
-from drafters.compiled import Loop, Tokens
+from drafters.compiled import Loop
 from drafters.merged.records import Rows, Seen
 
 NUM_LEVELS = 3
 NUM_TOP = 8
 TOKENS_AT, LOGS_AT = 3, 3 + NUM_TOP
 ROW_CELLS = LOGS_AT + NUM_TOP
-"""Two halves of the hash, when it was written, tokens and log-probabilities in units of 1 / ``LOG_UNITS``;
-a token of -1 ends them."""
+"""Two halves of the hash, when it was written, tokens, and log-probabilities in units of
+1 / ``LOG_UNITS``; a token of -1 ends them."""
 LOG_UNITS = 1024.0
 LEAST_LOG = -20_480
 _PLACES = 4

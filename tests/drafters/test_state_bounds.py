@@ -128,7 +128,6 @@ def test_auto_keeps_a_text_and_what_it_is_drafted_with() -> None:
     assert most <= suffix + 8_192 + 48 * 33 * 17 + stated_bytes("prediction") * NUM + MAX_ROWS * 80
 
 
-
 @pytest.mark.parametrize("name", FREE)
 def test_what_stays_after_a_request_is_what_the_page_says(name: str) -> None:
     drafter = build_drafters([name])[name]
