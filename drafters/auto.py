@@ -3,8 +3,8 @@
 Its core (``drafters/merged``) is compiled, and asked in every step. It grows one tree, best first: after
 each node it guesses what followed the text's last tokens before, in the request and in the tenant's
 finished ones (``drafters/copying``), what the target found likeliest after the last tokens, what it
-nearly said of late and what it says most often. How likely a guess is, is learned from the text that comes,
-whether the guess was used or not.
+nearly said of late and what it says most often. How likely a guess is, is learned from the text that
+comes, whether the guess was used or not.
 
 Guests are asked besides, where that is expected to pay (``asking.py``): a head, a drafter that reads the
 target's hidden states; drafters of other distributions; ``prediction`` where a request brings one. What
@@ -180,7 +180,7 @@ class AutoDrafter(Drafter):
 
     def read_prompt(self, request_id: str, num_tokens: int) -> int:
         """The core, then one guest after the other."""
-        state = self._states[request_id]
+        state: AutoState = self._states[request_id]
         state.is_reading = False  # nobody waits for one that fails to read
         num_read = state.core.read_prompt(num_tokens)
         state.is_reading = num_read == num_tokens
@@ -271,7 +271,7 @@ class AutoDrafter(Drafter):
 
     def _lay(self, request: DraftRequest) -> DraftTree:
         """Returns the draft of the core and of all guests that have drafted."""
-        state = self._states[request.request_id]
+        state: AutoState = self._states[request.request_id]
         drafted = [guest for guest in state.guests if guest.tree.token_ids]
         if not drafted:
             return state.tree
@@ -336,7 +336,7 @@ class AutoDrafter(Drafter):
     def num_top_tokens(self, request_id: str) -> int:
         """As many as the core wants, or the guest that wants most. Raises KeyError for a request that is
         not open."""
-        state = self._states[request_id]
+        state: AutoState = self._states[request_id]
         most = 0 if state.is_reading else state.core.num_top_tokens
         for each in state.guests:
             if each.is_asked:

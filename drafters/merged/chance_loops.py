@@ -40,8 +40,7 @@ def with_feature(features: int, kind: int, value: int, default: int) -> int:
 def margin_bucket(rank: int, log: int, first: int, second: int) -> int:
     """Returns the bucket of a row's token for a greedy request: the lead of the first one before the
     second, and how far another lies behind the first, in units of log-probability."""
-    margin = first - second if rank == 0 else first - log
-    margin = margin / LOG_UNITS
+    margin = (first - (second if rank == 0 else log)) / LOG_UNITS
     bucket = (
         (margin >= 0.25)
         + (margin >= 0.5)
@@ -135,7 +134,8 @@ def _teach(m: Merged, features: int, error: float) -> None:
 def believed(m: Merged, chance: float) -> float:
     """Returns how often guesses that were given such a chance were right."""
     at = NUM_WEIGHTS + min(NUM_SAID - 1, int(chance * NUM_SAID))
-    return min(1.0, chance * m.shared[at + NUM_SAID] / m.shared[at])
+    found: float = m.shared[at + NUM_SAID]
+    return min(1.0, chance * found / m.shared[at])
 
 
 @njit
