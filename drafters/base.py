@@ -346,8 +346,6 @@ class Drafter:
     settings: ClassVar[type | None] = None
     """The frozen dataclass of what an operator may set, as ``--drafter.<name>.<field>``. Its fields have
     defaults, and a ``description`` in their metadata."""
-    part_of: ClassVar[str] = ""
-    """The name of a drafter that does all that this one does, and stands for both in ``auto``."""
     num_slots: int = 0
     """With ``draft_slots`` among its needs: the slots that it wants however little it is to draft."""
     hidden_layers: Sequence[int] = (NORMED,)
