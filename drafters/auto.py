@@ -209,8 +209,9 @@ class AutoDrafter(Drafter):
         by_guest: dict[Drafter, list[tuple[DraftRequest, Guest]]] = {}
         for request in requests:
             state = self._states[request.request_id]
-            state.tree = EMPTY if state.is_reading else state.core.propose(request)
-            if not state.guests:
+            is_asked = request.depth > 0 and not state.is_reading
+            state.tree = state.core.propose(request) if is_asked else EMPTY
+            if not state.guests or request.depth < 1:
                 continue
             num_free = expected_tokens(state.tree, state.tree.survivals) if state.tree else 0.0
             for guest in state.guests:
