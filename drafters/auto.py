@@ -2,9 +2,9 @@
 
 Its core (``drafters/merged``) is compiled, and asked in every step. It grows one tree, best first: after
 each node it guesses what followed the text's last tokens before, in the request and in the tenant's
-finished ones (``drafters/copying``), what the target found likeliest after the last tokens, what it nearly
-said of late and what it says most often. How likely a guess is, is learned from the text that comes,
-whether the guess was used or not.
+finished ones (``drafters/copying``), what the target found likeliest after the last tokens, what it
+nearly said of late and what it says most often. How likely a guess is, is learned from the text that
+comes, whether the guess was used or not.
 
 Guests are asked besides, where that is expected to pay (``ledger.py``): a head, a drafter that reads the
 target's hidden states; drafters of other distributions; ``prediction`` where a request brings one. What
@@ -14,7 +14,6 @@ its own requests in it under their ids and hands on what it is to know of them, 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,8 +43,6 @@ from drafters.tree import EMPTY, DraftTree
 
 if TYPE_CHECKING:
     from drafters.merged.merging import MergedText
-
-logger = logging.getLogger(__name__)
 
 _CERTAIN = 0.8
 """Expected share of a draft's depth that is accepted, from which no guest is asked."""
@@ -183,7 +180,7 @@ class AutoDrafter(Drafter):
 
     def read_prompt(self, request_id: str, num_tokens: int) -> int:
         """The core, then one guest after the other."""
-        state = self._states[request_id]
+        state: AutoState = self._states[request_id]
         state.is_reading = False  # nobody waits for one that fails to read
         num_read = state.core.read_prompt(num_tokens)
         state.is_reading = num_read == num_tokens
@@ -212,8 +209,9 @@ class AutoDrafter(Drafter):
         by_guest: dict[Drafter, list[tuple[DraftRequest, Guest]]] = {}
         for request in requests:
             state = self._states[request.request_id]
-            state.tree = EMPTY if state.is_reading else state.core.propose(request)
-            if not state.guests:
+            is_asked = request.depth > 0 and not state.is_reading
+            state.tree = state.core.propose(request) if is_asked else EMPTY
+            if not state.guests or request.depth < 1:
                 continue
             num_free = expected_tokens(state.tree, state.tree.survivals) if state.tree else 0.0
             for guest in state.guests:
@@ -274,7 +272,7 @@ class AutoDrafter(Drafter):
 
     def _lay(self, request: DraftRequest) -> DraftTree:
         """Returns the draft of the core and of all guests that have drafted."""
-        state = self._states[request.request_id]
+        state: AutoState = self._states[request.request_id]
         drafted = [guest for guest in state.guests if guest.tree.token_ids]
         if not drafted:
             return state.tree
@@ -339,7 +337,7 @@ class AutoDrafter(Drafter):
     def num_top_tokens(self, request_id: str) -> int:
         """As many as the core wants, or the guest that wants most. Raises KeyError for a request that is
         not open."""
-        state = self._states[request_id]
+        state: AutoState = self._states[request_id]
         most = 0 if state.is_reading else state.core.num_top_tokens
         for each in state.guests:
             if each.is_asked:

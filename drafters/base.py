@@ -346,8 +346,6 @@ class Drafter:
     settings: ClassVar[type | None] = None
     """The frozen dataclass of what an operator may set, as ``--drafter.<name>.<field>``. Its fields have
     defaults, and a ``description`` in their metadata."""
-    part_of: ClassVar[str] = ""
-    """The name of a drafter that does all that this one does, and stands for both in ``auto``."""
     auto_width: int = 4
     """The width of the trees that it drafts best, where requests leave the shape to the engine."""
     num_slots: int = 0

@@ -172,8 +172,11 @@ class Loop:
     def compile(self) -> Callable[..., int]:
         """Returns the function, which takes addresses as integers. Raises what numba raises."""
         if self._call is None:
-            folders = Path(self._body.__code__.co_filename).parent, Path(__file__).parent
-            sources = [each for folder in folders for each in sorted(folder.glob("*.py"))]
+            own = Path(self._body.__code__.co_filename).parent
+            # A loop may have been made of loops of other folders.
+            sources = sorted(
+                {*own.glob("*.py"), *Path(__file__).parent.rglob("*_loops.py"), Path(__file__)}
+            )
             with kept(version_of(sources), self._body, *self._kinds) as keep:
                 self._code = cfunc(types.int64(*self._kinds), cache=keep)(self._body)
             arguments = [ctypes.c_int64] * len(self._kinds)

@@ -22,8 +22,12 @@ NUM_FEATURES = len(KINDS)
 COPY, ROW, NEARLY, NOISE, FREQUENT = 1, 2, 5, 6, 7
 """``ROW`` and the next two: those of the levels of contexts."""
 NUM_WEIGHTS = NUM_FEATURES * NUM_VALUES
+NUM_SAID = 16
+"""Behind the shared weights: of chances by their size, the sum of those that were given and how many
+were right. Of many guesses the best is seldom as good as it looks."""
+_SAID_DECAY = 0.998
 SHARED_RATE, OWN_RATE = 0.005, 0.04
-COPY_VALUES = 51
+COPY_VALUES = 58
 """Of ``COPY``, with no row beside it, and as many with one."""
 
 
@@ -36,8 +40,7 @@ def with_feature(features: int, kind: int, value: int, default: int) -> int:
 def margin_bucket(rank: int, log: int, first: int, second: int) -> int:
     """Returns the bucket of a row's token for a greedy request: the lead of the first one before the
     second, and how far another lies behind the first, in units of log-probability."""
-    margin = first - second if rank == 0 else first - log
-    margin = margin / LOG_UNITS
+    margin = (first - (second if rank == 0 else log)) / LOG_UNITS
     bucket = (
         (margin >= 0.25)
         + (margin >= 0.5)
@@ -94,8 +97,9 @@ def copy_value(match: int, share: float) -> int:
         + (share >= 0.5)
         + (share >= 0.75)
         + (share >= 0.93)
+        + (share >= 0.98)
     )
-    return 2 + 7 * length + part
+    return 2 + 8 * length + part
 
 
 @njit
@@ -127,6 +131,14 @@ def _teach(m: Merged, features: int, error: float) -> None:
 
 
 @njit
+def believed(m: Merged, chance: float) -> float:
+    """Returns how often guesses that were given such a chance were right."""
+    at = NUM_WEIGHTS + min(NUM_SAID - 1, int(chance * NUM_SAID))
+    found: float = m.shared[at + NUM_SAID]
+    return min(1.0, chance * found / m.shared[at])
+
+
+@njit
 def judge(m: Merged, most_guesses: int, tokens: Any, start: int, end: int) -> None:
     """The text has come to ``tokens[start:end]``."""
     expansion = 0
@@ -135,7 +147,11 @@ def judge(m: Merged, most_guesses: int, tokens: Any, start: int, end: int) -> No
         for each in range(m.counts[expansion]):
             g = m.guesses[most_guesses * expansion + each]
             is_right = g.token == tokens[position]
-            _teach(m, g.features, (1.0 if is_right else 0.0) - g.chance)
+            right = 1.0 if is_right else 0.0
+            _teach(m, g.features, right - g.chance)
+            said = NUM_WEIGHTS + min(NUM_SAID - 1, int(g.chance * NUM_SAID))
+            m.shared[said] = _SAID_DECAY * m.shared[said] + g.chance
+            m.shared[said + NUM_SAID] = _SAID_DECAY * m.shared[said + NUM_SAID] + right
             if is_right:
                 reached = g.next
         if reached < 0:

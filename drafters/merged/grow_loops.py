@@ -32,6 +32,7 @@ from drafters.merged.chance_loops import (
     NEARLY,
     NOISE,
     ROW,
+    believed,
     copy_value,
     judge,
     log_bucket,
@@ -222,7 +223,7 @@ def _expand(
     m.num_expanded += 1
     for at in range(first, first + count):
         g = m.guesses[at]
-        survival = above * g.chance
+        survival = above * believed(m, g.chance)
         if survival >= _LEAST_SURVIVAL:
             b = desk.branches[desk.num_branches]
             b.parent, b.token, b.feature, b.depth = node, g.token, at, depth
@@ -279,7 +280,7 @@ def _grow(s: State, desk: Desk, m: Merged, max_nodes: int, width: int, max_depth
     for node in range(num_nodes):
         n = desk.nodes[node]
         above = 1.0 if n.parent < 0 else m.survivals[desk.nodes[n.parent].place]
-        m.survivals[n.place] = above * m.guesses[n.feature].chance
+        m.survivals[n.place] = above * believed(m, m.guesses[n.feature].chance)
     return num_nodes
 
 

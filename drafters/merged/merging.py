@@ -20,7 +20,6 @@ from drafters.merged.row_loops import (
     NUM_LEVELS,
     NUM_TOP,
     ROW_CELLS,
-    length_of,
     move_rows,
 )
 from drafters.merged.weights import first_weights
@@ -33,6 +32,7 @@ _NODES = 16
 _SHARES = (0.67, 0.07, 0.03, 0.02, 0.013, 0.009, 0.006, 0.005)
 """Stand in for the probabilities of top tokens where nobody tells them."""
 _LONGEST = 4
+"""Tokens of the longest context of a row."""
 _DOUBLE = struct.Struct("d")
 
 
@@ -55,14 +55,13 @@ class Table:
             self.told["size"] < MAX_ROWS
             and 2 * (self.told["num_used"] + num_rows) > self.told["size"]
         ):
-            cells, before = self._cells, self.told
-            self._make(2 * before["size"])
-            move_rows.compile()(before.address, self.told.address)
-            del cells
+            before = self._cells, self.told  # until all is moved
+            self._make(2 * self.told["size"])
+            move_rows.compile()(before[1].address, self.told.address)
 
 
 class Merging:
-    """What all requests share: room to draft in, tenants' texts and tables, weights, which are no texts."""
+    """Room to draft in, tenants' texts and tables, and weights, which are no texts."""
 
     def __init__(self) -> None:
         self.grow, self.hear = grow.compile(), hear.compile()
@@ -168,11 +167,11 @@ class MergedText:
         is_emitted = array("i", bytes(4 * num_rows))
         for row in seen.path:
             is_emitted[row] = 1
-        tops, probs = _flat(seen)
+        tops, probs, num_top = _flat(seen)
         told["tokens"], told["parents"] = address_of(tokens), address_of(parents)
         told["is_emitted"], told["num_rows"] = address_of(is_emitted), num_rows
         told["tops"], told["probs"] = address_of(tops), address_of(probs)
-        told["num_top"], told["num_emitted"] = NUM_TOP if tops else 0, len(emitted)
+        told["num_top"], told["num_emitted"] = num_top, len(emitted)
         if tops:
             self._table.make_room(NUM_LEVELS * num_rows)
         self._told["rows"] = self._table.told.address
@@ -182,24 +181,20 @@ class MergedText:
         self._alignment.extend(text)
 
 
-_NO_PROBS = [0.0] * NUM_TOP
-
-
-def _flat(seen: Observation) -> tuple[array[int], array[float]]:
-    """Returns the top tokens of all rows and their probabilities, ``NUM_TOP`` each."""
+def _flat(seen: Observation) -> tuple[array[int], array[float], int]:
+    """Returns the top tokens of all rows, their probabilities, and how many there are of each row. They
+    come as lists, or as arrays of numpy ``[num_rows, num_top]``."""
     tops, probs = array("i"), array("d")
-    if seen.top_token_ids is None:
-        return tops, probs
-    given: Any = seen.top_probs or [_SHARES] * len(seen.top_token_ids)
-    for row, row_probs in zip(seen.top_token_ids, given, strict=True):
-        known = len(row)
-        if known >= NUM_TOP:
-            tops.fromlist(row[:NUM_TOP])
-            probs.fromlist(row_probs[:NUM_TOP])
-        else:
-            tops.fromlist([*row, *[-1] * (NUM_TOP - known)])
-            probs.fromlist([*row_probs, *_NO_PROBS][:NUM_TOP])
-    return tops, probs
-
-
-assert length_of.py_func(NUM_LEVELS - 1) == _LONGEST
+    given: Any = seen.top_token_ids
+    if given is None:
+        return tops, probs, 0
+    given_probs: Any = [_SHARES] * len(given) if seen.top_probs is None else seen.top_probs
+    if not isinstance(given, list):
+        tops.frombytes(given.astype("i4").tobytes())
+        probs.frombytes(given_probs.astype("f8").tobytes())
+        return tops, probs, given.shape[1]
+    for row, row_probs in zip(given, given_probs, strict=True):
+        missing = NUM_TOP - len(row)
+        tops.extend(row[:NUM_TOP] if missing <= 0 else [*row, *[-1] * missing])
+        probs.extend([*row_probs[:NUM_TOP], *[0.0] * (NUM_TOP - len(row_probs))])
+    return tops, probs, NUM_TOP

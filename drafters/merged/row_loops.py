@@ -19,8 +19,8 @@ NUM_LEVELS = 3
 NUM_TOP = 8
 TOKENS_AT, LOGS_AT = 3, 3 + NUM_TOP
 ROW_CELLS = LOGS_AT + NUM_TOP
-"""Two halves of the hash, when it was written, tokens and log-probabilities in units of 1 / ``LOG_UNITS``;
-a token of -1 ends them."""
+"""Two halves of the hash, when it was written, tokens, and log-probabilities in units of
+1 / ``LOG_UNITS``; a token of -1 ends them."""
 LOG_UNITS = 1024.0
 LEAST_LOG = -20_480
 _PLACES = 4
@@ -53,18 +53,13 @@ def _hash(tokens: Any, end: int, length: int) -> int:
 def find_row(rows: Rows, tokens: Any, end: int, length: int) -> int:
     """Returns where the row of the context before ``tokens[end]`` begins in ``cells``; -1: there is
     none."""
-    if end < length:
-        return -1
-    for at in range(end - length, end):
-        if tokens[at] < 0:
-            return -1
-    mixed = _hash(tokens, end, length)
+    mixed, found = _hash(tokens, end, length), -1
     one, other = mixed & _HALF, (mixed >> 31) & _HALF
     for place in range(_PLACES):
         cell = ROW_CELLS * ((one + place) & (rows.size - 1))
         if rows.cells[cell + 2] > 0 and rows.cells[cell] == one and rows.cells[cell + 1] == other:
-            return cell
-    return -1
+            found = cell
+    return found
 
 
 @njit

@@ -77,7 +77,6 @@ class NasdOneLevelDrafter(Drafter):
             *_SHARED_OPTIONS,
         ),
     )
-    part_of = "nasd"
 
     def start(self, request: NewRequest) -> NasdState:
         length = int(request.options["n"]) - 1

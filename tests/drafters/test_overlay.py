@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.overlay import Overlay, overlay_feature
+from drafters.overlay import Overlay
 from drafters.tree import DraftTree, chain
 from worlds.simulated_target import node_paths
 
@@ -14,23 +14,18 @@ def test_a_node_that_two_trees_hold_is_one_and_worth_the_more_of_both() -> None:
     overlay = Overlay()
     overlay.lay(chain([1, 2, 3]), [0.5, 0.25, 0.1875])
     overlay.lay(chain([1, 2, 4]), [0.75, 0.375, 0.375])
-    tree = overlay.tree(8, 2, 8)
+    tree = overlay.draft(8, 2, 8)
     assert (tree.token_ids, tree.parents) == ([1, 2, 4, 3], [-1, 0, 1, 1])
-    assert tree.features == [
-        overlay_feature(0.75, 2),
-        overlay_feature(0.5, 2),
-        overlay_feature(1.0, 1),
-        overlay_feature(0.5, 1),
-    ]
+    assert tree.survivals == [0.75, 0.375, 0.375, 0.1875]
 
 
 def test_the_chain_is_the_path_of_most_expected_tokens() -> None:
     overlay = Overlay()
     overlay.lay(chain([1]), [0.6])
     overlay.lay(chain([2, 3, 4]), [0.5, 0.5, 0.5])
-    assert list(overlay.chain(3).token_ids) == [2, 3, 4]
-    assert list(overlay.chain(1).token_ids) == [1]
-    nothing = (overlay.chain(0), overlay.tree(0, 1, 1), Overlay().chain(4), Overlay().tree(4, 2, 4))
+    assert list(overlay.draft(3, 1, 3).token_ids) == [2, 3, 4]
+    assert list(overlay.draft(1, 1, 1).token_ids) == [1]
+    nothing = (overlay.draft(0, 1, 0), Overlay().draft(4, 1, 4), Overlay().draft(4, 2, 4))
     assert not any(map(len, nothing))
 
 
@@ -62,20 +57,21 @@ def test_what_is_taken_is_what_definition_says(
         overlay.lay(tree, survivals)
         for path, survival in zip(node_paths(tree), survivals, strict=True):
             worth[path] = max(worth.get(path, 0.0), survival)
-    tree = overlay.tree(num_nodes, width, 6)
+    tree = overlay.draft(num_nodes, width, 6)
     tree.validate()
     assert len(tree) <= num_nodes
-    assert all(0 <= feature < 64 for feature in tree.features)
     assert all(list(tree.parents).count(parent) <= width for parent in range(-1, len(tree)))
     taken = node_paths(tree)
     assert set(taken) <= set(worth)
+    if width == 1:
+        return
     if width == 3:
         fitting = [path for path in worth if len(path) <= 6 and _narrow(path, worth)]
         best = sorted((worth[path] for path in fitting), reverse=True)[:num_nodes]
         # Where no node has more than three children, the sum is the largest there is.
         if len(fitting) == len(worth):
             assert abs(sum(worth[path] for path in taken) - sum(best)) < 1e-9
-    single = overlay.chain(4)
+    single = overlay.draft(4, 1, 4)
     assert single.is_chain()
     most = max(
         (sum(worth[path[: d + 1]] for d in range(len(path))) for path in worth if len(path) <= 4),

@@ -60,17 +60,16 @@ def test_tokens_emitted_meanwhile_are_read_like_the_prompt(name: str) -> None:
         assert drafts(drafter, PROMPT)[:1] == drafts(later, PROMPT)[:1]
 
 
-def test_who_chooses_among_others_asks_those_who_have_read_all() -> None:
+def test_auto_drafts_once_its_core_has_read_all() -> None:
     drafter = build_drafters(["auto"])["auto"]
     period = [1, 2, 3, 4, 5] * 40
     drafter.open("r", period, {}, "")
     num_read = drafter.read_prompt("r", 0)
-    is_asked_early = False
-    while (more := drafter.read_prompt("r", 150)) == 150:
+    while (more := drafter.read_prompt("r", 75)) == 75:
         num_read += more
-        is_asked_early |= bool(ask(drafter, period).token_ids)
-    assert is_asked_early
-    assert num_read + more == 5 * len(period)  # ngram, nasd, suffix, stand, recycling
+        assert not ask(drafter, period).token_ids
+    assert num_read + more == len(period)
+    assert ask(drafter, period).token_ids
 
 
 def test_a_request_may_end_half_read() -> None:

@@ -121,7 +121,7 @@ def test_several_drafters_of_one_class_each_ask_for_their_own_model():
     assert REGISTERED["small_model"].info.name == "small_model"
     auto = AutoDrafter({"ngram": build_drafters(["ngram"])["ngram"]})
     auto.meet(built)
-    assert set(auto._members) == {"ngram"}, "those with a model are nobody's members"
+    assert set(auto._guests) == {"ngram"}, "those with a model are nobody's guests"
 
 
 def test_a_draft_takes_the_place_of_its_method_or_stands_beside_it(caplog):

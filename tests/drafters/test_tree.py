@@ -28,6 +28,11 @@ def test_a_subtree_is_renumbered():
     kept = TREE.subtree([0, 2, 3])
     kept.validate()
     assert kept == DraftTree([5, 7, 5], [ROOT, ROOT, 1], [0, 2, 3])
+    survivals = [0.5, 0.2, 0.4, 0.3, 0.1]
+    said = DraftTree(TREE.token_ids, TREE.parents, TREE.features, survivals=survivals)
+    assert said.subtree([0, 2, 3]).survivals == [0.5, 0.4, 0.3]
+    line = DraftTree([1, 2], [ROOT, 0], [0, 0], survivals=[0.5, 0.25])
+    assert line.subtree([0]).survivals == [0.5]
     assert TREE.subtree(range(5)) is TREE
     assert len(TREE.subtree([])) == 0
 
@@ -43,6 +48,12 @@ def test_a_valid_tree_may_repeat_a_token_under_different_parents():
         (DraftTree([1], [0], [0]), "does not come before"),
         (DraftTree([1], [-2], [0]), "does not come before"),
         (DraftTree([1, 1], [ROOT, ROOT], [0, 0]), "repeats"),
+        (DraftTree([1, 2], [ROOT, 0], [0, 0], survivals=[0.5]), "survivals differ in length"),
+        (DraftTree([1, 2], [ROOT, 0], [0, 0], survivals=[0.5, 0.6]), "0.6 below one of 0.5"),
+        (DraftTree([1], [ROOT], [0], survivals=[1.1]), "1.1 below one of 1"),
+        (DraftTree([1], [ROOT], [0], survivals=[float("nan")]), "nan below one of 1"),
+        (DraftTree([1], [ROOT], [0], survivals=[1]), "a survival of 1"),
+        (DraftTree([1], [0], [0], survivals=[0.5]), "does not come before"),
     ],
 )
 def test_broken_shapes_are_refused(tree, complaint):

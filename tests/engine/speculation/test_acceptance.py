@@ -196,3 +196,13 @@ def test_a_chain_that_ended_early_is_granted_as_if_it_had_not() -> None:
     assert acceptance.granted_from(FORK, 4) is FORK
     matched = new_acceptance(AcceptanceEstimator(), "fake", "match")
     assert matched.granted_from(chain([7]), 4) == chain([7])
+
+
+def test_a_drafter_that_says_how_likely_its_nodes_are_is_believed_and_teaches_nothing() -> None:
+    estimator = AcceptanceEstimator()
+    acceptance = new_acceptance(estimator, "sure", "match")
+    tree = DraftTree([1, 2], [-1, 0], [0, 0], survivals=[0.75, 0.5])
+    assert acceptance.survivals(tree) == [0.75, 0.5]
+    acceptance.observe(tree, Observation("r", [9, 1], EMPTY, [1], [0], [1]))
+    assert not estimator.priors("sure")
+    assert not acceptance.is_waiting

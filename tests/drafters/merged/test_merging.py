@@ -1,0 +1,82 @@
+"""Top tokens by context: found where they were kept, bounded, and learned from all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from drafters.base import DraftRequest, DraftSampling, DraftShape, Observation
+from drafters.merged import merging
+from drafters.merged.merging import MergedText, Merging
+from drafters.tree import EMPTY, DraftTree
+from engine.sampling.noise import gumbel_list
+
+TREE = DraftShape(4, 4)
+PROBS = (0.4, 0.3, 0.2)
+
+
+def say(text: MergedText, token_ids: list[int], emitted: int, tops: Sequence[int]) -> None:
+    token_ids.append(emitted)
+    rows = ([emitted], [0], [emitted], [tops], [PROBS])
+    text.observe(Observation("r", token_ids, EMPTY, *rows))
+
+
+def first_tokens(tree: DraftTree) -> set[int]:
+    return {t for t, parent in zip(tree.token_ids, tree.parents, strict=True) if parent == -1}
+
+
+def test_rows_are_found_by_their_last_tokens_and_moved_as_the_table_grows() -> None:
+    core = Merging()
+    text = [1_000_000]
+    writer = core.open(text, "salt")
+    for number in range(2_000):
+        say(writer, text, number + 1, [number + 1, 500_000 + number, 600_000 + number])
+    for number in (10, 700, 1_990):
+        reader = core.open([number], "salt")
+        tree = reader.propose(DraftRequest("x", [number], 3, TREE))
+        assert first_tokens(tree) == {number + 1, 500_000 + number, 600_000 + number}
+
+
+def test_a_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "MAX_ROWS", 2_048)
+    core = Merging()
+    text = [1_000_000]
+    writer = core.open(text, "salt")
+    for number in range(3_000):
+        say(writer, text, number, [number, 500_000 + number, 600_000 + number])
+    assert core.table("salt").told["size"] == 2_048
+    tree = writer.propose(DraftRequest("r", [*text[:-1], 2_998], 3, TREE))
+    assert 2_999 in first_tokens(
+        core.open([2_998], "salt").propose(DraftRequest("x", [2_998], 3, TREE))
+    )
+    assert len(tree) <= 3
+
+
+def test_rows_of_branches_that_were_not_accepted_teach_as_well() -> None:
+    core = Merging()
+    text = [1, 2]
+    drafted = DraftTree([7, 8], [-1, -1], [0, 0])
+    writer = core.open([1], "salt")
+    tops = [[2, 3, 4], [70, 71, 72], [80, 81, 82]]
+    writer.observe(Observation("r", text, drafted, [2, -1, -1], [0], [2], tops, [PROBS] * 3))
+    reader = core.open([7], "salt")
+    assert first_tokens(reader.propose(DraftRequest("x", [7], 3, TREE))) == {70, 71, 72}
+
+
+def test_a_sampled_request_drafts_first_what_its_noise_favours() -> None:
+    core = Merging()
+    token_ids = list(range(1_000, 1_008))
+    probs = [0.125] * 8
+    text = [1, 2]
+    writer = core.open([1], "salt")
+    writer.observe(Observation("r", text, EMPTY, [2], [0], [2], [token_ids], [probs]))
+    num_first = 0
+    for key in range(40):
+        reader = core.open([1], "salt")
+        sampling = DraftSampling(1.0, key=key)
+        tree = reader.propose(DraftRequest("x", [1], 1, DraftShape(1, 1), sampling))
+        noise = gumbel_list(key, 1, token_ids)
+        best = max(range(8), key=noise.__getitem__)
+        num_first += list(tree.token_ids) == [token_ids[best]]
+    assert num_first > 30
