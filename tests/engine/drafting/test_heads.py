@@ -352,12 +352,13 @@ def test_a_head_has_no_more_bits_than_its_target_but_where_tokens_are_chosen(
     # An output head in 8 bits leaves a target in 4 bits one of 4 bits.
     quantize_linears(target, [each for each in names if each != "lm_head"], target.dtype, method)
     quantize_linears(target, ["lm_head"], target.dtype)
-    network = eagle_network(EAGLE3_FORMS["eagle3"].but(owns_head=True))
+    network = eagle_network()
+    network.lm_head = torch.nn.Linear(HIDDEN_SIZE, TINY_VOCAB, bias=False)
     quantize_head(network, target)
     bits = {name: packed.format.bits for name, packed in packed_weights(network)}
     assert bits.pop("lm_head") == 8
     assert set(bits.values()) == {num_bits}
-    assert network.logits(torch.ones(1, HIDDEN_SIZE)).dtype == torch.float32
+    assert network.lm_head(torch.ones(1, HIDDEN_SIZE)).dtype == torch.float32
 
 
 @pytest.mark.skipif(not is_exact(), reason="this CPU has no products in 8 bits that are exact")
