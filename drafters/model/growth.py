@@ -12,6 +12,7 @@ and every node that is run gets its full number of children.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,8 +34,7 @@ _NUM_RECENT = 64
 
 def feature_of(confidence: float, rank: int) -> int:
     """Returns the bucket of (how sure the draft model was of a node, which sibling it is)."""
-    level = sum(confidence >= edge for edge in _EDGES)
-    return level + NUM_LEVELS * min(rank, NUM_RANKS - 1)
+    return bisect_right(_EDGES, confidence) + NUM_LEVELS * min(rank, NUM_RANKS - 1)
 
 
 def is_first_child(feature: int) -> bool:
@@ -74,10 +74,17 @@ class DraftGrowth:
     def base(self) -> int:
         return len(self.ask.token_ids)
 
-    @property
-    def expected_gain(self) -> float:
-        """The chance that the next level is reached at all: the most tokens it can add."""
-        return max((self.nodes.weights[node] for node in self.frontier), default=0.0)
+    def expected_gain(self, mean: float) -> float:
+        """Returns how many more tokens are expected to be accepted if the next level is run. ``mean``:
+        the chance that some child of a node is, once the node is.
+
+        Of the nodes of a level one is accepted at most, so each adds what its children are worth, less
+        the node that these put out of a tree which is full."""
+        weights, most = self.nodes.weights, self.ask.max_nodes
+        kept = sorted(weights, reverse=True)[:most]
+        put_out = [0.0] * (most - len(kept)) + kept[::-1]
+        gains = zip((mean * weights[node] for node in self.frontier), put_out, strict=False)
+        return sum(max(0.0, gain - lost) for gain, lost in gains)
 
     @property
     def num_candidates(self) -> int:

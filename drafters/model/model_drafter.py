@@ -32,7 +32,7 @@ from drafters.batch_times import BatchTimes
 from drafters.model.block_contents import BlockContents, TextDigests
 from drafters.model.growth import DraftGrowth, is_first_child
 from drafters.model.protocol import DraftModel, DraftRows, Levels
-from drafters.tree import EMPTY, FORCED, DraftTree, chain_length
+from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
 
 _STRENGTH = 8.0
 """The draft model's own opinion counts as so many nodes of a feature."""
@@ -78,13 +78,13 @@ class Calibration:
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}
-        self._num_first = (1.0, 2.0)
+        self._num_continued = (1.0, 2.0)
 
     @property
     def mean(self) -> float:
-        """The acceptance of the likeliest child of a node that was reached."""
-        num_accepted, num_labels = self._num_first
-        return num_accepted / num_labels
+        """How often some child of a node that was reached is accepted."""
+        num_continued, num_reached = self._num_continued
+        return num_continued / num_reached
 
     def acceptance(self, feature: int, confidence: float) -> float:
         num_accepted, num_labels = self._counts.get(feature, (0.0, 0.0))
@@ -93,13 +93,14 @@ class Calibration:
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
         """``path``: accepted rows, as in ``Observation``. Nodes whose parent was reached are labelled."""
         reached = {row - 1 for row in path}  # row 0 becomes ROOT
+        continued = {tree.parents[node] for node in reached if node != ROOT}
         for node, parent in enumerate(tree.parents):
             if parent not in reached or tree.features[node] == FORCED:
                 continue
             feature, accepted = tree.features[node], node in reached
             self._counts[feature] = _counted(self._counts.get(feature, (0.0, 0.0)), accepted)
             if is_first_child(feature):
-                self._num_first = _counted(self._num_first, accepted)
+                self._num_continued = _counted(self._num_continued, parent in continued)
 
 
 def _counted(counts: tuple[float, float], accepted: bool) -> tuple[float, float]:
@@ -234,19 +235,19 @@ class ModelDrafter(Drafter):
         levels: list[list[DraftRows]] = []
         for depth in range(1, max((each.most_levels for each in chains), default=0)):
             ready = [each for each in chains if each.most_levels > depth]
-            if not self._pays(ready, len(ready), len(ready) * self._calibration.mean**depth):
+            gain = len(ready) * self._calibration.mean ** (depth + 1)
+            if not self._pays(ready, len(ready), gain):
                 break
             levels.append([DraftRows(each.ask, [0], each.base + depth - 1, 1) for each in ready])
         return levels
 
-    def _pays(self, growths: Sequence[DraftGrowth], num_rows: int, reached: float) -> bool:
-        """Whether a round of these rows is expected to bring more tokens than the engine writes in the
-        time it takes. ``reached``: how many rows are expected to be. Requests that do not weigh costs
-        pay for the others."""
+    def _pays(self, growths: Sequence[DraftGrowth], num_rows: int, gain: float) -> bool:
+        """Whether a round of these rows, which is expected to bring ``gain`` tokens, brings more than the
+        engine writes in the time it takes. Requests that do not weigh costs pay for the others."""
         rates = [growth.ask.tokens_per_second for growth in growths]
         if not min(rates):
             return True
-        return self._calibration.mean * reached > max(rates) * self._times.expect(num_rows)
+        return gain > max(rates) * self._times.expect(num_rows)
 
     def _read_ahead(
         self, growths: Iterable[DraftGrowth], levels: Sequence[Sequence[DraftRows]], found: Levels
@@ -267,7 +268,8 @@ class ModelDrafter(Drafter):
         growing = [each for each in growths if not (each.is_chain and self._model.runs_ahead)]
         while ready := [growth for growth in growing if growth.frontier]:
             num_rows = sum(len(growth.frontier) for growth in ready)
-            if not self._pays(ready, num_rows, sum(each.expected_gain for each in ready)):
+            mean = self._calibration.mean
+            if not self._pays(ready, num_rows, sum(each.expected_gain(mean) for each in ready)):
                 return
             frontiers = [growth.frontier for growth in ready]
             rows = [growth.next_rows() for growth in ready]

@@ -42,6 +42,7 @@ from engine.model.quantization import (
     round_inputs,
     rounds_inputs,
     share_named,
+    usual_bits,
 )
 from engine.model.runner import ModelRunner
 from engine.model.shards import whole_layer
@@ -107,7 +108,7 @@ class DraftHeads:
         if not network.shapes:
             return MedusaHeads(network)
         if has_packed_weights(runner.model):
-            _quantize(network, self.dtype, rounds_inputs(runner.model))
+            quantize_head(network, runner.model)
         if can_pack(self.device, self.dtype):
             pack_linears(network, self.config.max_num_batched_tokens, exact=False)
         fuse(network, max_model_len)
@@ -163,19 +164,23 @@ def prepare_heads(
     return DraftHeads(facts, networks, reasons, config, target.dtype, target.device, ends)
 
 
-def _quantize(network: nn.Module, dtype: torch.dtype, rounds: bool) -> None:
+def quantize_head(network: nn.Module, target: PreTrainedModel) -> None:
     """A head costs reading its weights, as its target does; and a draft that is wrong once more often
-    costs less than half the bytes."""
+    costs less than the bytes. What tokens are chosen by keeps 8 bits: in 4 it would lose more than all
+    the rest. It is made float32, as choosing wants it."""
     large = [
         name
         for name, each in network.named_modules()
         if is_plain(each) and each.out_features >= _LEAST_FEATURES
     ]
-    quantize_linears(network, large, dtype)
+    ends = [name for name in large if name == "lm_head"]
+    method = "int4" if usual_bits(target) <= 4 else "int8"
+    quantize_linears(network, [name for name in large if name not in ends], target.dtype, method)
+    quantize_linears(network, ends, torch.float32)
     # Keys and values of a block's context have no queries beside them.
     reads_context = hasattr(network, "block_size")
     share_named(network, _SIBLINGS[1:] if reads_context else _SIBLINGS)
-    round_inputs(network, rounds)
+    round_inputs(network, rounds_inputs(target))
 
 
 def checkpoint_folder(config: EngineConfig) -> Path:

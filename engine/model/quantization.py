@@ -198,21 +198,28 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
 def round_experts(model: PreTrainedModel, method: str) -> None:
     """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone.
     Only where ``refusal`` has no reason."""
-    rounding: Callable[[torch.Tensor], GroupedWeight]
-    rounding = quantize_weight if method == "int8" else round_to_nearest
     scheme = _said(8 if method == "int8" else BITS, GROUP)
     for name in [name for name, module in model.named_modules() if is_experts(module)]:
         own = model.get_submodule(name)
-        model.set_submodule(name, rounded_experts(own, rounding, method, scheme, model.dtype))
+        model.set_submodule(
+            name, rounded_experts(own, _rounding(method), method, scheme, model.dtype)
+        )
         del own
         release_memory()
 
 
-def quantize_linears(module: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
-    """Gives linear layers of a module 8 bits, by their names. ``dtype``: of what they return. Only where
-    ``refusal`` has no reason."""
+def quantize_linears(
+    module: nn.Module, names: Iterable[str], dtype: torch.dtype, method: str = "int8"
+) -> None:
+    """Gives linear layers of a module 8 or 4 bits (``ROUNDED``), by their names, each weight by its own
+    group alone. ``dtype``: of what they return. Only where ``refusal`` has no reason."""
     for name in names:
-        _replace(module, name, None, "int8", dtype)
+        weight = as_linear(module.get_submodule(name)).weight
+        _replace(module, name, _rounding(method)(weight), method, dtype)
+
+
+def _rounding(method: str) -> Callable[[torch.Tensor], GroupedWeight]:
+    return quantize_weight if method == "int8" else round_to_nearest
 
 
 def replace_linears(
@@ -242,12 +249,11 @@ def _nothing_to_quantise(model: PreTrainedModel, method: str) -> UnsupportedMode
 
 
 def _replace(
-    model: nn.Module, name: str, given: GroupedWeight | None, method: str, dtype: torch.dtype
+    model: nn.Module, name: str, weight: GroupedWeight, method: str, dtype: torch.dtype
 ) -> None:
     from engine.kernels.packing import pack
 
     linear = as_linear(model.get_submodule(name))
-    weight = quantize_weight(linear.weight) if given is None else given
     packed = pack([weight], len(weight.codes), weight.codes.shape[1], linear.bias)
     scheme = _said(weight.bits, weight.span)
     product = GroupedProduct(packed, dtype)
@@ -405,6 +411,14 @@ def _weights(model: nn.Module) -> Iterator[tuple[int, int, str]]:
     for each in model.modules():
         if isinstance(each, GroupedEmbedding) and each.packed not in held:
             yield each.num_embeddings * each.embedding_dim, each.packed.format.bits, each.scheme
+
+
+def usual_bits(model: nn.Module) -> int:
+    """Returns the bits that most of a model's packed weights have. There are some."""
+    sizes: Counter[int] = Counter()
+    for count, bits, _ in _weights(model):
+        sizes[bits] += count
+    return sizes.most_common(1)[0][0]
 
 
 def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedGroups]]:

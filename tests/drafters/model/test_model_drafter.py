@@ -13,7 +13,7 @@ from drafters.base import DraftRequest, DraftSampling, DraftShape
 from drafters.model.growth import NUM_LEVELS, NUM_RANKS, DraftGrowth, feature_of
 from drafters.model.model_drafter import Calibration
 from drafters.model.protocol import Candidates
-from drafters.tree import ROOT, chain, chain_length
+from drafters.tree import ROOT, DraftTree, chain, chain_length
 from worlds.lanes import examples
 from worlds.model_world import BLOCK_SIZE, FakeDraftModel, World, ranking, target
 
@@ -160,6 +160,29 @@ def test_calibration_follows_what_was_accepted() -> None:
     for _ in range(400):
         calibration.learn(chain([1, 2], feature), [0, 1, 2])
     assert calibration.acceptance(feature, 0.9) > 0.8
+
+
+def test_the_mean_is_how_often_any_child_is_accepted() -> None:
+    calibration = Calibration()
+    features = [feature_of(0.5, 0), feature_of(0.3, 1)]
+    for _ in range(200):
+        calibration.learn(DraftTree([1, 2], [ROOT, ROOT], features), [0, 2])
+    assert calibration.mean > 0.9
+    assert calibration.acceptance(features[0], 0.5) < 0.1
+
+
+def test_a_level_brings_what_all_its_rows_do_less_what_they_put_out_of_a_full_tree() -> None:
+    shape = DraftShape(width=3, depth=8)
+    growth, full = (
+        DraftGrowth(DraftRequest("r", PROMPT, most, shape), 0.0, 8, lambda _, sure: sure)
+        for most in (8, 3)
+    )
+    for each in (growth, full):
+        each.add_level([ROOT], [Candidates([1, 2, 3], [0.5, 0.25, 0.125])])
+    assert growth.expected_gain(0.8) == pytest.approx(0.8 * (0.5 + 0.25 + 0.125))
+    # Its rows bring 0.4 and 0.2: the one puts out 0.125, the other would put out 0.25.
+    assert full.frontier == [0, 1]
+    assert full.expected_gain(0.8) == pytest.approx(0.4 - 0.125)
 
 
 def test_features_tell_sure_from_unsure_and_stay_within_what_estimators_keep() -> None:

@@ -31,12 +31,13 @@ from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.drafting.drafts import SMALL_MODEL, find_drafts, with_bundled_drafts
-from engine.drafting.heads import DraftHeads, prepare_heads
+from engine.drafting.heads import DraftHeads, prepare_heads, quantize_head
 from engine.drafting.medusa import MedusaHeads
 from engine.drafting.published.medusa import ResidualHeads
 from engine.drafting.published.mtp import MtpNetwork
 from engine.model.int8 import is_exact
 from engine.model.loader import BUNDLED, load_model
+from engine.model.quantization import packed_weights, quantize_linears
 from engine.request.params import PLAIN, SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
 from engine.transfer import Readback, read_now
@@ -339,6 +340,25 @@ def test_mtp_is_read_from_the_checkpoint_that_is_served(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
     with pytest.raises(ValueError, match="tiny.gguf: MTP modules are not read from GGUF files"):
         prepared(TARGET.reference, EngineConfig(model=str(file), draft=("mtp",)))
+
+
+@pytest.mark.skipif(not is_exact(), reason="this CPU has no products in 8 bits that are exact")
+@pytest.mark.parametrize(("method", "num_bits"), [("int4", 4), ("int8", 8)])
+def test_a_head_has_no_more_bits_than_its_target_but_where_tokens_are_chosen(
+    method: str, num_bits: int
+) -> None:
+    target = tiny_llama()
+    names = [name for name, each in target.named_modules() if isinstance(each, torch.nn.Linear)]
+    # An output head in 8 bits leaves a target in 4 bits one of 4 bits.
+    quantize_linears(target, [each for each in names if each != "lm_head"], target.dtype, method)
+    quantize_linears(target, ["lm_head"], target.dtype)
+    network = eagle_network()
+    network.lm_head = torch.nn.Linear(HIDDEN_SIZE, TINY_VOCAB, bias=False)
+    quantize_head(network, target)
+    bits = {name: packed.format.bits for name, packed in packed_weights(network)}
+    assert bits.pop("lm_head") == 8
+    assert set(bits.values()) == {num_bits}
+    assert network.lm_head(torch.ones(1, HIDDEN_SIZE)).dtype == torch.float32
 
 
 @pytest.mark.skipif(not is_exact(), reason="this CPU has no products in 8 bits that are exact")
