@@ -89,6 +89,7 @@ class AutoDrafter(Drafter):
         takes_prediction=True,
     )
     settings = AutoSettings
+    auto_width = 8
 
     def __init__(
         self,

@@ -317,16 +317,16 @@ def test_plans_are_full_batches_and_steady_ones_two(tmp_path: Path) -> None:
 
 
 def test_over_http_clients_say_what_is_not_the_default_and_nothing_of_the_default() -> None:
-    known = ["ngram", "suffix"]
+    known = ["auto", "suffix"]
     ways = {PLAIN: PLAIN_DECODING}
-    ways |= dict(parse_drafter(text, known) for text in ("ngram", "suffix:4", "suffix+max_depth=3"))
+    ways |= dict(parse_drafter(text, known) for text in ("auto", "suffix:4", "suffix+max_depth=3"))
     arguments = ["--model", "bundled", "--quantization", "none"]
     usual = http_plan(parse_options(arguments, ""), ways)
-    assert [arm.name for arm in usual.arms] == ["plain (HTTP)", "ngram (HTTP)"]
+    assert [arm.name for arm in usual.arms] == ["plain (HTTP)", "auto (HTTP)"]
     plan = http_plan(parse_options([*arguments, "--drafters", *known], ""), ways)
     assert {arm.name: arm.options["body"] for arm in plan.arms} == {
         "plain (HTTP)": {"speculative": {"draft_strategy": "none"}},
-        "ngram (HTTP)": {},
+        "auto (HTTP)": {},
         "suffix fixed 4 (HTTP)": {
             "speculative": {
                 "draft_strategy": "suffix",

@@ -297,7 +297,8 @@ def run_together(runner: ModelRunner, requests: Sequence[RequestRows]) -> list[t
     batch = build_batch(requests, runner.store.block_size)
     logits = runner.forward(batch).logits
     return [
-        logits[each.first_logit : each.first_logit + each.num_logits] for each in batch.requests
+        logits[each.first_logit : each.first_logit + each.num_logits].clone()
+        for each in batch.requests
     ]
 
 
