@@ -43,6 +43,8 @@ from engine.verification.probs import (
 from engine.verification.rejection import Accepts, Decision, Rule, reject_chain, reject_tokens
 
 _NO_TOKEN = -1
+_FEW_LOGITS = 1 << 23
+"""So many are made float32 at once; more, which prompts' log-probabilities ask for, part by part."""
 _RULES: dict[VerificationName, Rule] = {"rejection": reject_tokens, "block": reject_chain}
 
 
@@ -53,6 +55,8 @@ def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepC
     verification by rejection, and what follows from it, waits again.
     """
     readback = Readback()
+    if logits.numel() <= _FEW_LOGITS:
+        logits = logits.float()  # which all who read them would do by themselves
     sampling = [each for each in requests if each.samples]
     with clock.measure("verify"):
         for each in sampling:
