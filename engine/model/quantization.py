@@ -37,7 +37,7 @@ from engine.model.layers import (
     names_by_input,
 )
 from engine.model.product import GroupedProduct, can_join, join_products
-from engine.model.rounding.gptq import BITS, round_to_nearest
+from engine.model.rounding.gptq import BITS, SHARES, round_to_nearest
 from engine.model.stored.experts import StoredExperts
 from engine.model.stored.layer import StoredLinear, StoredWeight
 from engine.request.errors import UnsupportedModelError
@@ -198,12 +198,12 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
 def round_experts(model: PreTrainedModel, method: str) -> None:
     """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone.
     Only where ``refusal`` has no reason."""
+    rounding: Callable[[torch.Tensor], GroupedWeight]
+    rounding = quantize_weight if method == "int8" else round_to_nearest
     scheme = _said(8 if method == "int8" else BITS, GROUP)
     for name in [name for name, module in model.named_modules() if is_experts(module)]:
         own = model.get_submodule(name)
-        model.set_submodule(
-            name, rounded_experts(own, _rounding(method), method, scheme, model.dtype)
-        )
+        model.set_submodule(name, rounded_experts(own, rounding, method, scheme, model.dtype))
         del own
         release_memory()
 
@@ -215,11 +215,8 @@ def quantize_linears(
     group alone. ``dtype``: of what they return. Only where ``refusal`` has no reason."""
     for name in names:
         weight = as_linear(module.get_submodule(name)).weight
-        _replace(module, name, _rounding(method)(weight), method, dtype)
-
-
-def _rounding(method: str) -> Callable[[torch.Tensor], GroupedWeight]:
-    return quantize_weight if method == "int8" else round_to_nearest
+        rounded = quantize_weight(weight) if method == "int8" else round_to_nearest(weight, SHARES)
+        _replace(module, name, rounded, method, dtype)
 
 
 def replace_linears(
