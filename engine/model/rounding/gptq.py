@@ -27,7 +27,7 @@ _DAMPING = 0.01
 _MORE_DAMPING = 10
 _AT_ONCE = 128
 """Features whose errors reach those behind them in one product."""
-SHARES = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
+_SHARES = (1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried at either end; above 1, since what is made up for inside the
 group widens it."""
 _FEW_SHARES = (1.0, 0.9)
@@ -54,7 +54,7 @@ def round_by_inputs(
     weight: torch.Tensor,
     hessian: torch.Tensor,
     has_minima: bool = False,
-    shares: tuple[float, ...] = SHARES,
+    shares: tuple[float, ...] = _SHARES,
 ) -> GroupedWeight:
     """Rounds ``weight`` ``[out_features, in_features]`` by ``hessian`` ``[in_features, in_features]``
     float32, the sum of ``outer(x, x)`` over the layer's inputs. ``has_minima``: groups begin at any
