@@ -6,8 +6,9 @@ name, by ``auto`` for the head that it asks. What a draft brings is counted in t
 over those of its kind of traffic; what a call takes is measured for batches of about the same size, since
 a call costs about as much for one request as for many.
 
-Requests for which a draft does not pay are tried: one in some steps, however many there are, each in its
-turn, and only as often as the tokens allow that were written since the last trial.
+Requests for which a draft does not pay are tried: one at a time, however many there are, each in its turn,
+and only as often as the tokens allow that were written since the last trial. So what is dear is tried
+seldom, and what costs next to nothing, as copies that come in runs, hardly rests.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ _HOPED = 1.0
 _STRENGTH = 4.0
 _DECAY = 0.95
 _SHARED_DECAY = 0.99
-_TRIED_EVERY = 16
-"""Steps that lie between trials, at least."""
 _TRIAL_SHARE = 0.02
 """Trials cost no more than this part of what is written."""
 
@@ -96,9 +95,8 @@ class Ledger:
         self._times = BatchTimes()
         self._seconds = self._times.expect if seconds is None else seconds
         self._num_trial_steps = num_trial_steps
-        self._num_steps = 0
-        """Steps since the last trial in which somebody was left out."""
         self._num_written = 0
+        """Tokens since the last trial."""
         self._num_trials = 0
         self._trier, self._num_left = "", 0
         """Whose trial lasts, and in how many steps more it is asked."""
@@ -137,12 +135,11 @@ class Ledger:
         if self._num_left:
             self._num_left -= 1
             return [at for at in left if hopes[at].request_id == self._trier]
-        self._num_steps += 1
         tried = left[self._num_trials % len(left)]
         price = (price + hopes[tried].rows) * self._num_trial_steps
-        if self._num_steps < _TRIED_EVERY or price > _TRIAL_SHARE * self._num_written:
+        if price > _TRIAL_SHARE * self._num_written:
             return []
-        self._num_steps = self._num_written = 0
+        self._num_written = 0
         self._num_trials += 1
         self._trier, self._num_left = hopes[tried].request_id, self._num_trial_steps - 1
         return [tried]

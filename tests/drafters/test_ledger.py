@@ -71,8 +71,7 @@ def test_trials_take_two_hundredths_of_what_is_written_however_many_requests(
         assert len(tried) <= 1
         num_tried += len(tried)
         ledger.wrote(1)
-    assert num_tried <= num_steps / 16
-    assert 0.9 * min(num_steps / 16, 0.02 * num_steps / price) - 1 <= num_tried
+    assert 0.9 * min(num_steps, 0.02 * num_steps / price) - 1 <= num_tried
     assert num_tried * price <= 0.02 * num_steps
 
 

@@ -73,7 +73,7 @@ def test_trials_cost_two_hundredths_of_what_is_written(price: float) -> None:
     story_of(world, [request], 100)
     (story,) = story_of(world, [request], 4000)
     num_asked = len(story) - story.count(".")
-    assert 1 <= num_asked <= 4000 / 16
+    assert num_asked >= 1
     assert num_asked * price <= 0.02 * 4000 + price
 
 
