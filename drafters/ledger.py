@@ -28,8 +28,10 @@ _HOPED = 1.0
 _STRENGTH = 4.0
 _DECAY = 0.95
 _SHARED_DECAY = 0.99
-_TRIAL_SHARE = 0.02
+_TRIAL_SHARE = 0.01
 """Trials cost no more than this part of what is written."""
+_MOST_QUIET = 16
+"""Steps for which nobody is asked without another look at who it would be."""
 
 
 def expected_tokens(tree: DraftTree, survivals: Sequence[float]) -> float:
@@ -98,11 +100,14 @@ class Ledger:
         self._num_written = 0
         """Tokens since the last trial."""
         self._num_trials = 0
+        self._num_quiet = self._num_resting = 0
+        """Steps in which nobody is asked yet, and how many of those who rest may be there."""
         self._trier, self._num_left = "", 0
         """Whose trial lasts, and in how many steps more it is asked."""
 
     def gain(self, kind: Hashable = None) -> Gain:
         """Returns the estimate of a new request."""
+        self._num_quiet = 0
         shared = self._gains[kind] = self._gains.pop(kind, {})
         if len(self._gains) > MAX_NUM_KINDS:
             del self._gains[next(iter(self._gains))]
@@ -123,7 +128,24 @@ class Ledger:
         chosen, left = order[:best], order[best:]
         if left:
             chosen += self._tried(hopes, left, price[best + 1] / (best + 1))
+        if hopes and not chosen:
+            self._rest(hopes, price[1])
         return sorted(chosen)
+
+    def _rest(self, hopes: Sequence[Hope], price: float) -> None:
+        """Nobody is asked: as long as nobody else comes, nor a trial, nothing is learned of those who
+        rest, and they need not be looked at. Each writes a token in a step."""
+        missing = price * self._num_trial_steps / _TRIAL_SHARE - self._num_written
+        self._num_resting = len(hopes)
+        self._num_quiet = max(0, min(_MOST_QUIET, int(missing / max(1, len(hopes)))))
+
+    def rests(self, num_requests: int) -> bool:
+        """Whether nobody of so many requests, all of which weigh cost, is asked in this step; it need not
+        be told of them then."""
+        if self._num_quiet <= 0 or num_requests > self._num_resting:
+            return False
+        self._num_quiet -= 1
+        return True
 
     @staticmethod
     def _place(hope: Hope) -> tuple[bool, float]:

@@ -37,6 +37,8 @@ class Drafting:
     acceptance: Acceptance
     gain: Gain
     shape: DraftShape
+    weighs_cost: bool = True
+    """Whether it is asked only where its draft is expected to bring more than it takes."""
     row_tokens: float = 0.0
     """The tokens that the engine did not write while it verified the rows of the last draft."""
     num_whole: int = 0

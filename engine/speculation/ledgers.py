@@ -11,7 +11,8 @@ yields n-grams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -76,6 +77,12 @@ class Ledgers:
             plan.num_rows + num_drafts, plan.num_context_tokens, len(plan.scheduled), num_drafts > 0
         )
 
+    def rest(self, drafting: Iterable[Drafting]) -> set[str]:
+        """Returns the drafters that nobody is asked for in this step. ``drafting``: of all requests that
+        weigh what a draft costs."""
+        counts = Counter(each.name for each in drafting)
+        return {name for name, number in counts.items() if self._ledgers[name].rests(number)}
+
     def choose(
         self, name: str, group: Sequence[tuple[ScheduledRequest, Drafting]], plan: Plan
     ) -> list[int]:
@@ -84,8 +91,7 @@ class Ledgers:
 
     def _hope(self, each: ScheduledRequest, drafting: Drafting, plan: Plan) -> Hope:
         request, rows = each.request, 0.0
-        is_weighed = drafting.policy.weighs_cost
-        if not is_weighed or request.params.speculative.min_speculative_tokens > 0:
+        if not drafting.weighs_cost:
             return Hope(0.0, 0.0)
         if drafting.num_whole:
             more = self._seconds(plan, drafting.num_whole) - self._seconds(plan, 0)

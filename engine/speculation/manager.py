@@ -112,6 +112,7 @@ class Speculation:
         gain = self._ledgers.gain(wanted.draft_strategy, is_whole, request)
         shape = shape_of(wanted, drafter, request.sampling.verification)
         drafting = self._drafting[request_id] = Drafting(drafter, policy, acceptance, gain, shape)
+        drafting.weighs_cost = policy.weighs_cost and not wanted.min_speculative_tokens
 
         def start() -> bool:
             drafter.open(request_id, request.token_ids, wanted.options, params.cache_salt)
@@ -206,7 +207,7 @@ class Speculation:
         if not self._drafting:
             return
         with self._weighed(plan):
-            drafting = [each for each in plan.scheduled if self._bound(each, plan.num_waiting)]
+            drafting = [each for each in self._awake(plan) if self._bound(each, plan.num_waiting)]
             if drafting:
                 rate = self._ledgers.begin_step(plan)
                 self._propose(self._chosen(drafting, plan), plan, readback, rate)
@@ -216,6 +217,25 @@ class Speculation:
                 self._ledgers.granted(plan)
             for each in plan.scheduled:
                 self._want(each)
+
+    def _awake(self, plan: Plan) -> list[ScheduledRequest]:
+        """Returns the requests that may get a draft, but for those that rest for some steps: they cost
+        next to nothing."""
+        able = [
+            (each, own)
+            for each in plan.scheduled
+            if each.samples and (own := self._drafting.get(each.request.request_id)) is not None
+        ]
+        resting = self._ledgers.rest(own for _, own in able if own.weighs_cost)
+        if not resting:
+            return [each for each, _ in able]
+        awake = []
+        for each, own in able:
+            if own.name not in resting or not own.weighs_cost or each.request.sampling.grammar:
+                awake.append(each)
+            else:
+                each.reason = "low_acceptance"
+        return awake
 
     @contextmanager
     def _weighed(self, plan: Plan) -> Iterator[None]:
