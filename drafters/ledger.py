@@ -6,9 +6,9 @@ name, by ``auto`` for the head that it asks. What a draft brings is counted in t
 over those of its kind of traffic; what a call takes is measured for batches of about the same size, since
 a call costs about as much for one request as for many.
 
-Requests for which a draft does not pay are tried: one at a time, however many there are, each in its turn,
-and only as often as the tokens allow that were written since the last trial. So what is dear is tried
-seldom, and what costs next to nothing, as copies that come in runs, hardly rests.
+Requests for which a draft does not pay are tried: one at a time, however many there are, each in its
+turn, and only as often as the tokens allow that were written since the last trial. So what is dear is
+tried seldom, and what costs next to nothing, as copies that come in runs, hardly rests.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ MAX_NUM_KINDS = 1024
 _HOPED = 1.0
 """Tokens that an untried drafter is believed to bring: enough that it is tried."""
 _STRENGTH = 4.0
+_OWN_STRENGTH = 16.0
+"""A request's own drafts are few: a run of luck says little of the next steps."""
+MARGIN = 1.25
+"""Times its price that a draft has to be expected to bring: who is chosen for the largest of several
+estimates brings less than that on average."""
 _DECAY = 0.95
 _SHARED_DECAY = 0.99
 _TRIAL_SHARE = 0.01
@@ -60,10 +65,10 @@ class Gain:
         """Returns the gain beside drafts that cost nothing and are expected to bring ``num_free``
         tokens: where these expect much there is little to add."""
         gain, bucket = _HOPED, _bucket(num_free)
-        for counts in (self.shared, self.own):
+        for counts, strength in ((self.shared, _STRENGTH), (self.own, _OWN_STRENGTH)):
             known = counts.get(bucket)
             if known is not None:
-                gain = known.over(gain, _STRENGTH)
+                gain = known.over(gain, strength)
         return gain
 
     def observe(self, num_tokens: float, num_free: float = 0.0) -> None:
@@ -123,8 +128,8 @@ class Ledger:
         best, most, gain = first, 0.0, 0.0
         for size in range(first + 1, len(hopes) + 1):
             gain += hopes[order[size - 1]].gain
-            if gain - (price[size] - price[first]) > most:
-                best, most = size, gain - (price[size] - price[first])
+            if gain - MARGIN * (price[size] - price[first]) > most:
+                best, most = size, gain - MARGIN * (price[size] - price[first])
         chosen, left = order[:best], order[best:]
         if left:
             chosen += self._tried(hopes, left, price[best + 1] / (best + 1))

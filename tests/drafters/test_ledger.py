@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.ledger import Hope, Ledger, expected_tokens
+from drafters.ledger import MARGIN, Hope, Ledger, expected_tokens
 from drafters.tree import EMPTY, DraftTree, chain
 
 RATE = 100.0
@@ -23,7 +23,8 @@ def timed(seconds: dict[int, float]) -> Ledger:
 
 
 def hopes(*gains: float, rate: float = RATE) -> list[Hope]:
-    return [Hope(gain, rate) for gain in gains]
+    """``gains``: beyond the margin that is asked of each."""
+    return [Hope(MARGIN * gain, rate) for gain in gains]
 
 
 def test_a_head_is_asked_where_it_adds_more_than_is_written_meanwhile() -> None:
@@ -45,8 +46,8 @@ def test_a_batch_is_as_large_as_pays_for_all_of_it() -> None:
 def test_who_does_not_weigh_cost_is_asked_and_others_pay_for_what_they_add() -> None:
     ledger = timed({1: 1.0, 2: 1.01, 4: 1.04})
     assert ledger.choose([Hope(0.0, 0.0)]) == [0]
-    assert ledger.choose([Hope(1.1, RATE), Hope(0.0, 0.0)]) == [0, 1]
-    assert ledger.choose([Hope(0.9, RATE), Hope(0.0, 0.0)]) == [1]
+    assert ledger.choose([*hopes(1.1), Hope(0.0, 0.0)]) == [0, 1]
+    assert ledger.choose([*hopes(0.9), Hope(0.0, 0.0)]) == [1]
 
 
 def test_what_was_never_timed_is_tried_and_the_first_of_a_size_does_not_count() -> None:
@@ -96,7 +97,7 @@ def test_a_gain_is_learned_by_what_free_drafts_expect_and_by_request() -> None:
     assert first.expect(4.5) < 0.1
     second = ledger.gain()
     assert second.expect(0.0) == pytest.approx(first.expect(0.0), abs=0.3), "shared"
-    for _ in range(20):
+    for _ in range(60):
         second.observe(0)
     assert second.expect(0.0) < 1.0 < first.expect(0.0)
 
