@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, TreeBuilder
 from engine.grammar.constraint import GrammarConstraint, Path
 from engine.request.params import VerificationName
+from engine.schedule.request import ScheduledRequest
 
 
 def constrained(
@@ -98,3 +99,22 @@ def _restricted(probs: Any, allowed: NDArray[np.bool_]) -> Any:
 def num_forced(tree: DraftTree, nodes: Sequence[int]) -> int:
     """Returns how many of these nodes the grammar forces."""
     return sum(tree.features[node] == FORCED for node in nodes)
+
+
+def constrain(drafting: Sequence[ScheduledRequest]) -> None:
+    """Make the proposals of requests with a grammar what it leaves of them."""
+    for each in drafting:
+        sampling = each.request.sampling
+        if sampling.grammar is None or each.max_nodes <= 0:
+            continue
+        try:
+            each.proposal = constrained(
+                each.proposal,
+                sampling.grammar,
+                each.max_nodes,
+                each.max_depth,
+                sampling.verification,
+            )
+        except Exception:
+            # One that gave up does so again where rows are masked: for its request alone.
+            each.proposal = EMPTY

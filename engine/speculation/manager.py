@@ -30,12 +30,12 @@ from drafters.base import (
 )
 from drafters.checks import count_of
 from drafters.estimator import AcceptanceEstimator
-from drafters.tree import EMPTY, DraftTree
+from drafters.tree import DraftTree
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import new_acceptance
-from engine.speculation.constrained import constrained, num_forced
+from engine.speculation.constrained import constrain, num_forced
 from engine.speculation.contained import Drafting, check_trees, guarded, is_of_core, shape_of
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.policy import (
@@ -212,7 +212,7 @@ class Speculation:
                 rate = self._ledgers.begin_step(plan)
                 self._propose(self._chosen(drafting, plan), plan, readback, rate)
                 drafting = [each for each in drafting if each.max_nodes > 0]
-                _constrain(drafting)
+                constrain(drafting)
                 self._grant(drafting, plan)
                 self._ledgers.granted(plan)
             for each in plan.scheduled:
@@ -589,22 +589,3 @@ def _counts(each: ScheduledRequest) -> tuple[int, int]:
         num_verified -= forced
         num_accepted -= num_forced(each.draft, [row - 1 for row in each.outcome.path[1:]])
     return num_verified, num_accepted
-
-
-def _constrain(drafting: Sequence[ScheduledRequest]) -> None:
-    """Make the proposals of requests with a grammar what it leaves of them."""
-    for each in drafting:
-        sampling = each.request.sampling
-        if sampling.grammar is None or each.max_nodes <= 0:
-            continue
-        try:
-            each.proposal = constrained(
-                each.proposal,
-                sampling.grammar,
-                each.max_nodes,
-                each.max_depth,
-                sampling.verification,
-            )
-        except Exception:
-            # One that gave up does so again where rows are masked: for its request alone.
-            each.proposal = EMPTY
