@@ -138,7 +138,7 @@ class Bench:
         self.core: EngineCore = engine.core
         self.clock = GrammarClock()
         self._max_tokens = max_tokens
-        processors = {Grammar: "process", manager: "_constrain"}
+        processors = {Grammar: "process", manager: "constrain"}
         for owner, name in processors.items():
             setattr(owner, name, timed_call(getattr(owner, name), self.clock))
         constrain = self.core.limits.constrain

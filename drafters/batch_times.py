@@ -22,5 +22,13 @@ class BatchTimes:
         self._seconds[key] = known + _EMA * (min(seconds, 4 * known) - known)
 
     def expect(self, size: int) -> float:
-        """0 while fewer than two batches of about that size have been timed."""
-        return self._seconds.get(size.bit_length(), 0.0)
+        """What is known at least: of a size that was not timed yet, the time of a smaller one, or a part
+        of a larger one's; 0 while nothing was."""
+        key = size.bit_length()
+        if key in self._seconds or not self._seconds or not key:
+            return self._seconds.get(key, 0.0)
+        smaller = max((each for each in self._seconds if each < key), default=None)
+        if smaller is not None:
+            return self._seconds[smaller]
+        larger = min(self._seconds)
+        return self._seconds[larger] / (1 << (larger - key))

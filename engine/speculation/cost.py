@@ -151,7 +151,7 @@ class CostModel:
         self._draft_times.setdefault(drafter, BatchTimes()).observe(num_asked, seconds)
 
     def draft_seconds(self, drafter: str, num_asked: int) -> float:
-        """What a call of ``drafter`` for so many requests takes; 0 while none of about so many was
+        """What a call of ``drafter`` for so many requests takes, as far as is known; 0 while none was
         timed."""
         times = self._draft_times.get(drafter)
         return 0.0 if times is None else times.expect(num_asked)

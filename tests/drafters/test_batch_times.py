@@ -10,7 +10,14 @@ def test_sizes_between_two_powers_of_two_are_one() -> None:
     times.observe(5, 60.0)  # the first may have warmed something up
     assert times.expect(4) == 0.0
     times.observe(4, 8.0)
-    assert [times.expect(size) for size in (0, 3, 4, 7, 8)] == [0.0, 0.0, 8.0, 8.0, 0.0]
+    assert [times.expect(size) for size in (0, 4, 7)] == [0.0, 8.0, 8.0]
+
+
+def test_sizes_that_were_not_timed_take_what_others_show_at_least() -> None:
+    times = BatchTimes()
+    for _ in range(2):
+        times.observe(4, 8.0)
+    assert [times.expect(size) for size in (1, 2, 3, 8, 100)] == [2.0, 4.0, 4.0, 8.0, 8.0]
 
 
 def test_a_lasting_change_is_followed_and_one_outlier_is_not() -> None:

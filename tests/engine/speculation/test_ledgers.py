@@ -184,3 +184,11 @@ def test_under_load_a_window_that_paid_alone_is_not_asked() -> None:
     scheduled = world.draft(request, *crowd)
     assert (scheduled[0].num_asked, scheduled[0].reason) == (0, "low_acceptance")
     assert set(story_of(world, [request], 5, accepted=1)[0]) == {"x"}
+
+
+def test_the_rows_of_a_draft_are_taken_off_what_it_brings() -> None:
+    world = dear(0.0, 0.1)
+    request = world.open("r", GOODPUT, max_tokens=10_000)
+    story_of(world, [request], 300, accepted=3)
+    gain = world.speculation._drafting["r"].gain
+    assert gain.expect() == pytest.approx(3 - 4 * 0.1, abs=0.15)
