@@ -171,6 +171,11 @@ class Ledger:
         self._trier, self._num_left = hopes[tried].request_id, self._num_trial_steps - 1
         return [tried]
 
+    def forget(self, request_id: str) -> None:
+        """The request is over, and its trial with it."""
+        if self._trier == request_id:
+            self._trier, self._num_left = "", 0
+
     def wrote(self, num_tokens: int) -> None:
         """So many tokens were written for requests that may be tried."""
         self._num_written += num_tokens

@@ -67,6 +67,10 @@ class Ledgers:
             ledger = self._ledgers[drafter] = Ledger(seconds, steps)
         return ledger.gain(Traffic.of(request.params, request.sampling.verification))
 
+    def forget(self, drafter: str, request_id: str) -> None:
+        """The request is over."""
+        self._ledgers[drafter].forget(request_id)
+
     def begin_step(self, plan: Plan) -> float:
         """Returns what the step would write per second without drafts."""
         self._rate, self._row_tokens = plan.num_sampling / self._seconds(plan, 0), 0.0

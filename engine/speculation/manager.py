@@ -181,6 +181,7 @@ class Speculation:
         if drafting is None:
             return 0
         drafting.policy.forget(request.request_id)
+        self._ledgers.forget(drafting.name, request.request_id)
         drafting.catch_up(request.request_id, request.token_ids)
         guarded([drafting], drafting.drafter.close, request.request_id)
         self._num_closed_failures += drafting.num_failures

@@ -176,6 +176,22 @@ def test_a_window_is_tried_for_as_many_steps_as_it_needs() -> None:
     assert set(story[story.index("x") :]) == {"x"}
 
 
+def test_a_trial_ends_with_its_request() -> None:
+    world = dear(0.0, 0.1, WINDOW)
+    first = world.open("first", GOODPUT, max_tokens=10_000)
+    story = story_of(world, [first], 50)[0]
+    while story[-1] != "x" or story[-2] != ".":
+        story += story_of(world, [first], 1)[0]
+    world.speculation.close(first)
+    world.pool.free("first")
+    second = world.open("second", GOODPUT, max_tokens=10_000)
+    (story,) = story_of(world, [second], 1000)
+    first_look, *trials = [run for run in story.split(".") if run]
+    assert len(first_look) == 1  # how many rows its windows have
+    assert {len(run) for run in trials[:-1]} == {6}
+    assert story.index("x" * 6) > 50
+
+
 def test_under_load_a_window_that_paid_alone_is_not_asked() -> None:
     world = dear(0.0, 0.1, WINDOW)
     request = world.open("r", GOODPUT, max_tokens=10_000)
