@@ -24,7 +24,8 @@ _LEVEL_BITS, _LEVEL_MASK = 2, 3
 
 
 @njit
-def _hash(tokens: Any, end: int, length: int) -> int:
+def hash_tokens(tokens: Any, end: int, length: int) -> int:
+    """Returns a hash of the ``length`` tokens before ``tokens[end]``."""
     mixed = length * 0x1E3779B97F4A7C15
     for at in range(end - length, end):
         mixed = (mixed ^ tokens[at]) * 0x2545F4914F6CDD1D
@@ -40,7 +41,7 @@ def _slot(text: Text, ending: Any, end: int, level: int) -> int:
     """Returns where in the table the context before ``ending[end]`` is, or would be."""
     tokens, table = text.tokens, text.table
     length, mask = 1 << level, text.table_size - 1
-    at = _hash(ending, end, length) & mask
+    at = hash_tokens(ending, end, length) & mask
     while table[at] != 0:
         entry = table[at]
         if entry & _LEVEL_MASK == level:
@@ -126,7 +127,9 @@ def _move(text: Text, table: Any, size: int) -> int:
     for at in range(text.table_size):
         entry = before[at]
         if entry:
-            slot = _hash(tokens, entry >> _LEVEL_BITS, 1 << (entry & _LEVEL_MASK)) & (size - 1)
+            slot = hash_tokens(tokens, entry >> _LEVEL_BITS, 1 << (entry & _LEVEL_MASK)) & (
+                size - 1
+            )
             while table[slot]:
                 slot = (slot + 1) & (size - 1)
             table[slot] = entry

@@ -13,6 +13,7 @@ from typing import Any
 from numba import njit
 
 from drafters.compiled import Loop
+from drafters.copying.index_loops import hash_tokens
 from drafters.merged.records import Rows, Seen
 
 NUM_LEVELS = 3
@@ -41,19 +42,10 @@ def log_of(prob: float) -> int:
 
 
 @njit
-def _hash(tokens: Any, end: int, length: int) -> int:
-    mixed = length * 0x1E3779B97F4A7C15
-    for at in range(end - length, end):
-        mixed = (mixed ^ tokens[at]) * 0x2545F4914F6CDD1D
-        mixed ^= mixed >> 29
-    return mixed
-
-
-@njit
 def find_row(rows: Rows, tokens: Any, end: int, length: int) -> int:
     """Returns where the row of the context before ``tokens[end]`` begins in ``cells``; -1: there is
     none."""
-    mixed, found = _hash(tokens, end, length), -1
+    mixed, found = hash_tokens(tokens, end, length), -1
     one, other = mixed & _HALF, (mixed >> 31) & _HALF
     for place in range(_PLACES):
         cell = ROW_CELLS * ((one + place) & (rows.size - 1))
@@ -80,7 +72,7 @@ def _place_for(rows: Rows, one: int, other: int) -> int:
 def _put_row(rows: Rows, tokens: Any, end: int, length: int, seen: Seen, row: int) -> None:
     if end < length:
         return
-    mixed = _hash(tokens, end, length)
+    mixed = hash_tokens(tokens, end, length)
     cell = _place_for(rows, mixed & _HALF, (mixed >> 31) & _HALF)
     rows.num_written += 1
     cells = rows.cells

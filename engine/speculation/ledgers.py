@@ -53,9 +53,9 @@ class Ledgers:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._ledgers: dict[str, Ledger] = {}
-        self._rate = self._row_tokens = 0.0
-        """What the step would write per second without drafts, and the tokens that it does not write
-        while it verifies a row more."""
+        self._plain_seconds = self._rate = self._row_tokens = 0.0
+        """What the step takes without drafts, what it would write per second, and the tokens that it does
+        not write while it verifies a row more."""
 
     def gain(self, drafter: str, is_whole: bool, request: Request) -> Gain:
         """Returns the account of a new request. ``is_whole``: its drafts are granted whole or not at
@@ -73,13 +73,18 @@ class Ledgers:
 
     def begin_step(self, plan: Plan) -> float:
         """Returns what the step would write per second without drafts."""
-        self._rate, self._row_tokens = plan.num_sampling / self._seconds(plan, 0), 0.0
+        self._plain_seconds, self._row_tokens = self._seconds(plan, 0), 0.0
+        self._rate = plan.num_sampling / self._plain_seconds
         return self._rate
 
     def _seconds(self, plan: Plan, num_drafts: int) -> float:
         return self._cost.step_seconds(
             plan.num_rows + num_drafts, plan.num_context_tokens, len(plan.scheduled), num_drafts > 0
         )
+
+    def _tokens(self, plan: Plan, num_drafts: int) -> float:
+        """Returns the tokens that are not written while so many drafts are verified."""
+        return self._rate * (self._seconds(plan, num_drafts) - self._plain_seconds)
 
     def rest(self, drafting: Iterable[Drafting]) -> set[str]:
         """Returns the drafters that nobody is asked for in this step. ``drafting``: of all requests that
@@ -98,8 +103,7 @@ class Ledgers:
         if not drafting.weighs_cost:
             return Hope(0.0, 0.0)
         if drafting.num_whole:
-            more = self._seconds(plan, drafting.num_whole) - self._seconds(plan, 0)
-            rows = self._rate * more
+            rows = self._tokens(plan, drafting.num_whole)
         gain = drafting.gain.expect() - rows
         return Hope(gain, self._rate, max(rows, drafting.row_tokens), request.request_id)
 
@@ -107,8 +111,7 @@ class Ledgers:
         """The drafts of the step are those that it verifies."""
         num_drafts = sum(len(each.draft) for each in plan.scheduled)
         if num_drafts:
-            more = self._seconds(plan, num_drafts) - self._seconds(plan, 0)
-            self._row_tokens = self._rate * more / num_drafts
+            self._row_tokens = self._tokens(plan, num_drafts) / num_drafts
 
     def learn(
         self, each: ScheduledRequest, drafting: Drafting, num_verified: int, num_accepted: int
