@@ -84,7 +84,6 @@ class AutoDrafter(Drafter):
         "Copies what followed the last tokens before, recycles what the target found likely there, and "
         "drafts what is likeliest of it all, as a tree or a chain; asks a trained head, too, where that "
         "pays.",
-        needs=DrafterNeeds(top_probs=True),
         cost="Per step and request some 30 microseconds; the target's eight likeliest tokens per row.",
         takes_prediction=True,
     )
@@ -128,12 +127,16 @@ class AutoDrafter(Drafter):
             for name, each in drafters.items()
             if name not in REGISTERED and can_join(each.info)
         }
+        needs = DrafterNeeds(
+            top_probs=any(each.info.needs.top_probs for each in self._guests.values())
+        )
+        self.info = replace(self.info, needs=needs)
         self._head = self._head_of(drafters)
         if self._head is None:
             return
         own = self._head.info
         needs = replace(
-            self.info.needs, hidden_rows=own.needs.hidden_rows, draft_slots=own.needs.draft_slots
+            needs, hidden_rows=own.needs.hidden_rows, draft_slots=own.needs.draft_slots
         )
         cost = f"{self.info.cost[:-1]}; where that pays a draft of {own.name}."
         self.info = replace(self.info, needs=needs, cost=cost)

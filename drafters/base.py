@@ -205,8 +205,9 @@ class Observation:
 
     ``row_token_ids``: the target's token at every row; where drafts are not verified by "match", -1 at
     rows off the path. ``top_token_ids[r]``: the likeliest tokens at row ``r``, best first, without those
-    of probability zero, as many as ``num_top_tokens`` asked for. ``top_probs[r]``: their probabilities
-    at temperature 1, before any truncation, for drafters that need ``top_probs``.
+    of probability zero, as many as ``num_top_tokens`` asked for. ``top_logits[r]``: their logits as the
+    target gave them, before any truncation; ``top_probs[r]``: what probabilities these are, for drafters
+    that need ``top_probs``.
     """
 
     request_id: str
@@ -217,6 +218,7 @@ class Observation:
     emitted_token_ids: Sequence[int]
     top_token_ids: Sequence[Sequence[int]] | None = None
     top_probs: Sequence[Sequence[float]] | None = None
+    top_logits: Sequence[Sequence[float]] | None = None
 
     @classmethod
     def of_missed(cls, request_id: str, text: Sequence[int], num_missed: int) -> Observation:

@@ -25,7 +25,7 @@ MAX_NUM_KINDS = 1024
 """Kinds of traffic that are remembered; the one that was not met for longest is forgotten."""
 _HOPED = 1.0
 """Tokens that an untried drafter is believed to bring: enough that it is tried."""
-_STRENGTH = 4.0
+_STRENGTH = 2.0
 _OWN_STRENGTH = 16.0
 """A request's own drafts are few: a run of luck says little of the next steps."""
 MARGIN = 1.25
@@ -35,7 +35,7 @@ _DECAY = 0.95
 _SHARED_DECAY = 0.99
 _TRIAL_SHARE = 0.01
 """Trials cost no more than this part of what is written."""
-_MOST_QUIET = 16
+_MOST_QUIET = 32
 """Steps for which nobody is asked without another look at who it would be."""
 
 
@@ -102,11 +102,12 @@ class Ledger:
         self._times = BatchTimes()
         self._seconds = self._times.expect if seconds is None else seconds
         self._num_trial_steps = num_trial_steps
-        self._num_written = 0
-        """Tokens since the last trial."""
+        self._num_written, self._num_missing = 0, 0.0
+        """Tokens since the last trial, and how many more the next one waits for."""
         self._num_trials = 0
-        self._num_quiet = self._num_resting = 0
-        """Steps in which nobody is asked yet, and how many of those who rest may be there."""
+        self._num_quiet = self._num_resting = self._load = 0
+        """Steps in which nobody is asked yet, how many of those who rest may be there, and how many
+        others."""
         self._trier, self._num_left = "", 0
         """Whose trial lasts, and in how many steps more it is asked."""
 
@@ -134,19 +135,20 @@ class Ledger:
         if left:
             chosen += self._tried(hopes, left, price[best + 1] / (best + 1))
         if hopes and not chosen:
-            self._rest(hopes, price[1])
+            self._rest(len(hopes))
         return sorted(chosen)
 
-    def _rest(self, hopes: Sequence[Hope], price: float) -> None:
+    def _rest(self, num_requests: int) -> None:
         """Nobody is asked: as long as nobody else comes, nor a trial, nothing is learned of those who
         rest, and they need not be looked at. Each writes a token in a step."""
-        missing = price * self._num_trial_steps / _TRIAL_SHARE - self._num_written
-        self._num_resting = len(hopes)
-        self._num_quiet = max(0, min(_MOST_QUIET, int(missing / max(1, len(hopes)))))
+        self._num_resting = num_requests
+        self._num_quiet = max(0, min(_MOST_QUIET, int(self._num_missing / num_requests)))
 
-    def rests(self, num_requests: int) -> bool:
+    def rests(self, num_requests: int, load: int = 0) -> bool:
         """Whether nobody of so many requests, all of which weigh cost, is asked in this step; it need not
-        be told of them then."""
+        be told of them then. ``load``: how many others there are, without whom drafts may pay."""
+        if load != self._load:
+            self._load, self._num_quiet = load, 0
         if self._num_quiet <= 0 or num_requests > self._num_resting:
             return False
         self._num_quiet -= 1
@@ -160,11 +162,12 @@ class Ledger:
         """Returns who of those ``left`` out is tried, if anybody; ``price``: the tokens not written while
         one more draft is made."""
         if self._num_left:
-            self._num_left -= 1
+            self._num_left, self._num_missing = self._num_left - 1, 0.0
             return [at for at in left if hopes[at].request_id == self._trier]
         tried = left[self._num_trials % len(left)]
         price = (price + hopes[tried].rows) * self._num_trial_steps
-        if price > _TRIAL_SHARE * self._num_written:
+        self._num_missing = price / _TRIAL_SHARE - self._num_written
+        if self._num_missing > 0:
             return []
         self._num_written = 0
         self._num_trials += 1

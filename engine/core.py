@@ -241,7 +241,9 @@ class EngineCore:
         batch = self._build_batch(plan)
         with clock.measure("forward"):
             output = self.runner.forward(batch)
+        before = clock.draft
         done = self._verify(plan.scheduled, output.logits, clock)
+        plan.speculation_seconds += clock.draft - before  # what drafters want to see of the step
         if output.seconds is not None:
             clock.forward_took(output.seconds())
         self._mask_seconds = max(

@@ -57,6 +57,7 @@ from drafters.merged.row_loops import (
     learn_rows,
     length_of,
     log_of,
+    normalize,
 )
 
 MOST_GUESSES = 32
@@ -298,7 +299,7 @@ def _note_nearly(m: Merged, seen: Seen, row: int, said: int) -> None:
         token = seen.tops[row * seen.num_top + rank]
         if token < 0:
             break
-        score = log_of(seen.probs[row * seen.num_top + rank])
+        score = log_of(seen.logs[row * seen.num_top + rank])
         if token == said or score <= LEAST_NEARLY:
             continue
         at = 0
@@ -327,6 +328,7 @@ def _hear(m: Merged, seen: Seen, tokens: Any, before: int, context: Any) -> int:
     for at in range(before, before + seen.num_emitted):
         count_token(m.rows, tokens[at])
     if seen.num_top:
+        normalize(seen)
         learn_rows(m.rows, tokens, before, seen, context)
         node, position = -1, before
         # Rows of the path, one below the other.

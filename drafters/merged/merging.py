@@ -6,7 +6,6 @@ import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 from drafters.base import GREEDY, DraftRequest, DraftSampling, Observation
 from drafters.compiled import Memory, address_of
@@ -29,8 +28,8 @@ MAX_TENANTS = 16
 MAX_ROWS = 65_536
 _FIRST_ROWS = 1_024
 _NODES = 16
-_SHARES = (0.67, 0.07, 0.03, 0.02, 0.013, 0.009, 0.006, 0.005)
-"""Stand in for the probabilities of top tokens where nobody tells them."""
+_USUAL_LOGITS = (-0.4, -2.7, -3.5, -3.9, -4.3, -4.7, -5.1, -5.3)
+"""Stand in for those of top tokens where nobody tells them."""
 _LONGEST = 4
 """Tokens of the longest context of a row."""
 _DOUBLE = struct.Struct("d")
@@ -167,10 +166,10 @@ class MergedText:
         is_emitted = array("i", bytes(4 * num_rows))
         for row in seen.path:
             is_emitted[row] = 1
-        tops, probs, num_top = _flat(seen)
+        tops, logs, num_top = _flat(seen)
         told["tokens"], told["parents"] = address_of(tokens), address_of(parents)
         told["is_emitted"], told["num_rows"] = address_of(is_emitted), num_rows
-        told["tops"], told["probs"] = address_of(tops), address_of(probs)
+        told["tops"], told["logs"] = address_of(tops), address_of(logs)
         told["num_top"], told["num_emitted"] = num_top, len(emitted)
         if tops:
             self._table.make_room(NUM_LEVELS * num_rows)
@@ -182,19 +181,13 @@ class MergedText:
 
 
 def _flat(seen: Observation) -> tuple[array[int], array[float], int]:
-    """Returns the top tokens of all rows, their probabilities, and how many there are of each row. They
-    come as lists, or as arrays of numpy ``[num_rows, num_top]``."""
-    tops, probs = array("i"), array("d")
-    given: Any = seen.top_token_ids
-    if given is None:
-        return tops, probs, 0
-    given_probs: Any = [_SHARES] * len(given) if seen.top_probs is None else seen.top_probs
-    if not isinstance(given, list):
-        tops.frombytes(given.astype("i4").tobytes())
-        probs.frombytes(given_probs.astype("f8").tobytes())
-        return tops, probs, given.shape[1]
-    for row, row_probs in zip(given, given_probs, strict=True):
+    """Returns the top tokens of all rows, their logits, and how many there are of each row."""
+    tops, logs = array("i"), array("d")
+    if seen.top_token_ids is None:
+        return tops, logs, 0
+    given = seen.top_logits or [_USUAL_LOGITS] * len(seen.top_token_ids)
+    for row, values in zip(seen.top_token_ids, given, strict=True):
         missing = NUM_TOP - len(row)
         tops.extend(row[:NUM_TOP] if missing <= 0 else [*row, *[-1] * missing])
-        probs.extend([*row_probs[:NUM_TOP], *[0.0] * (NUM_TOP - len(row_probs))])
-    return tops, probs, NUM_TOP
+        logs.extend(values[:NUM_TOP] if len(values) >= NUM_TOP else [*values, *[0.0] * missing])
+    return tops, logs, NUM_TOP

@@ -56,13 +56,14 @@ class Merged(Protocol):
 
 class Seen(Protocol):
     """A step that was verified: of each node its token and its parent, of each row whether its token was
-    emitted and its top tokens, ``num_top`` of them, -1 where there are fewer, and their probabilities."""
+    emitted and its top tokens, ``num_top`` of them, -1 where there are fewer, and their logits, which become
+    log-probabilities among them."""
 
     tokens: Tokens
     parents: Tokens
     is_emitted: Tokens
     tops: Tokens
-    probs: Floats
+    logs: Floats
     num_rows: int
     num_top: int
     num_emitted: int

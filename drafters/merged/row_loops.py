@@ -37,8 +37,21 @@ def length_of(level: int) -> int:
 
 
 @njit
-def log_of(prob: float) -> int:
-    return max(LEAST_LOG, int(math.log(max(prob, 1e-9)) * LOG_UNITS))
+def log_of(log: float) -> int:
+    return max(LEAST_LOG, int(log * LOG_UNITS))
+
+
+@njit
+def normalize(seen: Seen) -> None:
+    """Makes logits of each row's top tokens their log-probabilities, as if there were no others."""
+    for first in range(0, seen.num_rows * seen.num_top, seen.num_top):
+        total, end = 0.0, first
+        while end < first + seen.num_top and seen.tops[end] >= 0:
+            total += math.exp(seen.logs[end] - seen.logs[first])
+            end += 1
+        likeliest = seen.logs[first] + math.log(max(total, 1.0))
+        for at in range(first, end):
+            seen.logs[at] -= likeliest
 
 
 @njit
@@ -82,7 +95,7 @@ def _put_row(rows: Rows, tokens: Any, end: int, length: int, seen: Seen, row: in
         cells[cell + TOKENS_AT + rank] = token
         if token < 0:
             break
-        cells[cell + LOGS_AT + rank] = log_of(seen.probs[row * seen.num_top + rank])
+        cells[cell + LOGS_AT + rank] = log_of(seen.logs[row * seen.num_top + rank])
 
 
 @njit

@@ -81,8 +81,8 @@ def _own(scored: Scored, num: int) -> list[int]:
     return [token_id, *scored.named] + [token_id] * (num - 1 - len(scored.named))
 
 
-TopTokens = tuple[list[list[int]], list[list[float]] | None]
-"""Per row, token ids, and where they were asked for their probabilities."""
+TopTokens = tuple[list[list[int]], list[list[float]], list[list[float]] | None]
+"""Per row, token ids, their logits, and where they were asked for their probabilities."""
 
 
 def begin_top_tokens(
@@ -96,22 +96,24 @@ def begin_top_tokens(
     probability 0 are left out. The first ones of them are what a smaller ``k`` gives. Probabilities are
     those of the unprocessed logits."""
     if not len(row_indices):
-        return lambda: ([], [] if with_probs else None)
+        return lambda: ([], [], [] if with_probs else None)
 
-    def read(rows: Tensor, part: slice) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-        token_ids, values = _top(rows, k)
-        return token_ids, values - _log_sums(rows) if with_probs else values
+    def read(rows: Tensor, part: slice) -> tuple[Tensor, ...]:  # noqa: ARG001
+        found = _top(rows, k)
+        return (*found, _log_sums(rows)) if with_probs else found
 
     found = _by_parts(logits, row_indices, read, readback)
 
     def finish() -> TopTokens:
-        token_ids, values = (each.tolist() for each in found)
-        counts = [len(row) - row.count(-math.inf) for row in values]
-        tops = [ids[:count] for ids, count in zip(token_ids, counts, strict=True)]
+        token_ids, values, *sums = (each.tolist() for each in found)
+        for ids, row in zip(token_ids, values, strict=True):
+            num_none = row.count(-math.inf)
+            if num_none:
+                del ids[-num_none:], row[-num_none:]
         if not with_probs:
-            return tops, None
-        kept = zip(values, counts, strict=True)
-        return tops, [[math.exp(value) for value in row[:count]] for row, count in kept]
+            return token_ids, values, None
+        rows = zip(values, *sums, strict=True)
+        return token_ids, values, [[math.exp(each - total) for each in row] for row, (total,) in rows]
 
     return finish
 
@@ -119,19 +121,19 @@ def begin_top_tokens(
 def _by_parts(
     logits: Tensor,
     row_indices: Sequence[int],
-    read: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
+    read: Callable[[Tensor, slice], tuple[Tensor, ...]],
     readback: Readback,
-) -> tuple[Arrival, Arrival]:
-    """Token ids and floats, some of each per row, that ``read`` finds in the rows as float32; it is also
-    told which of them it is given."""
+) -> tuple[Arrival, ...]:
+    """Numbers of some kinds, so many of each per row, that ``read`` finds in the rows as float32; it is
+    also told which of them it is given."""
     numel = _PIECE_NUMEL if host_kernel(_KERNEL, logits.device) is None else _CACHED_NUMEL
     num_rows = max(1, numel // logits.shape[1])
     with torch.inference_mode():
         chosen = _chooser(logits, row_indices)
         parts = [slice(first, first + num_rows) for first in range(0, len(row_indices), num_rows)]
-        found = [read(chosen(part).float(), part) for part in parts]
-        token_ids, values = (readback.add(torch.cat(each)) for each in zip(*found, strict=True))
-    return token_ids, values
+        first, *others = (read(chosen(part).float(), part) for part in parts)
+        found = [torch.cat(each) for each in zip(first, *others, strict=True)] if others else first
+    return tuple(map(readback.add, found))
 
 
 def _chooser(logits: Tensor, row_indices: Sequence[int]) -> Callable[[slice], Tensor]:

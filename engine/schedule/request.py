@@ -194,8 +194,9 @@ class ScheduledRequest:
     """Its rows, and where they lie in the batch."""
     outcome: Outcome | None = None
     top_token_ids: Sequence[Sequence[int]] | None = None
-    """The target's likeliest tokens at the anchor's row and each node's, best first; ``top_probs``:
-    their probabilities."""
+    """The target's likeliest tokens at the anchor's row and each node's, best first; their
+    logits, and their probabilities."""
+    top_logits: Sequence[Sequence[float]] | None = None
     top_probs: Sequence[Sequence[float]] | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """Log-probabilities of the emitted tokens, for requests that asked."""

@@ -86,11 +86,11 @@ class Ledgers:
         """Returns the tokens that are not written while so many drafts are verified."""
         return self._rate * (self._seconds(plan, num_drafts) - self._plain_seconds)
 
-    def rest(self, drafting: Iterable[Drafting]) -> set[str]:
+    def rest(self, drafting: Iterable[Drafting], num_sampling: int) -> set[str]:
         """Returns the drafters that nobody is asked for in this step. ``drafting``: of all requests that
-        weigh what a draft costs."""
+        weigh what a draft costs, among ``num_sampling`` that get a token."""
         counts = Counter(each.name for each in drafting)
-        return {name for name, number in counts.items() if self._ledgers[name].rests(number)}
+        return {name for name, number in counts.items() if self._ledgers[name].rests(number, num_sampling - number)}
 
     def choose(
         self, name: str, group: Sequence[tuple[ScheduledRequest, Drafting]], plan: Plan

@@ -227,7 +227,8 @@ class Speculation:
             for each in plan.scheduled
             if each.samples and (own := self._drafting.get(each.request.request_id)) is not None
         ]
-        resting = self._ledgers.rest(own for _, own in able if own.weighs_cost)
+        weighing = (own for _, own in able if own.weighs_cost)
+        resting = self._ledgers.rest(weighing, plan.num_sampling)
         if not resting:
             return [each for each, _ in able]
         awake = []
@@ -574,6 +575,7 @@ def _observation(request: Request, each: ScheduledRequest, outcome: Outcome) -> 
         outcome.emitted_token_ids,
         each.top_token_ids,
         each.top_probs,
+        each.top_logits,
     )
 
 

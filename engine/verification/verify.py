@@ -178,11 +178,12 @@ def begin_top_rows(
     found = begin_top_tokens(logits, rows, most, readback, with_probs)
 
     def finish() -> None:
-        token_ids, probs = found()
+        token_ids, values, probs = found()
         first = 0
         for each in asking:
             own, k = slice(first, first + 1 + len(each.draft)), each.num_top_tokens
             each.top_token_ids = [row[:k] for row in token_ids[own]]
+            each.top_logits = [row[:k] for row in values[own]]
             if probs is not None and each.wants_top_probs:
                 each.top_probs = [row[:k] for row in probs[own]]
             first = own.stop

@@ -269,7 +269,7 @@ def test_all_that_the_engine_tells_reaches_the_head_asked_or_not() -> None:
 def test_auto_asks_the_engine_for_what_its_head_needs() -> None:
     head = Head("head", right)
     auto = World(head).auto
-    assert auto.info.needs == DrafterNeeds(top_probs=True, hidden_rows=True, draft_slots=True)
+    assert auto.info.needs == DrafterNeeds(hidden_rows=True, draft_slots=True)
     assert "head" in auto.info.cost
     assert not auto.info.samples
     assert auto.num_slots == 3
@@ -295,7 +295,7 @@ def test_the_operator_says_which_head() -> None:
 
     assert taken(None) is None
     assert taken("none", "first", "second") is None
-    assert built("none", "first").info.needs == DrafterNeeds(top_probs=True)
+    assert built("none", "first").info.needs == DrafterNeeds()
     for wanted, name in {None: "first", "second": "second"}.items():
         head = taken(wanted, "first", "second")
         assert head is not None

@@ -109,6 +109,6 @@ def replay_texts(
         readback = Readback()
         finish = begin_top_tokens(logits, rows, num_top, readback, with_probs=True)
         readback.fetch()
-        top_token_ids, top_probs = finish()
+        top_token_ids, _, top_probs = finish()
         assert top_probs is not None
         yield ReplayText(prompt_ids, token_ids, top_token_ids, top_probs, text.sampling)

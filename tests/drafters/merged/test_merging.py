@@ -13,12 +13,12 @@ from drafters.tree import EMPTY, DraftTree
 from engine.sampling.noise import gumbel_list
 
 TREE = DraftShape(4, 4)
-PROBS = (0.4, 0.3, 0.2)
+LOGITS = (-0.9, -1.2, -1.6)
 
 
 def say(text: MergedText, token_ids: list[int], emitted: int, tops: Sequence[int]) -> None:
     token_ids.append(emitted)
-    rows = ([emitted], [0], [emitted], [tops], [PROBS])
+    rows = ([emitted], [0], [emitted], [tops], None, [LOGITS])
     text.observe(Observation("r", token_ids, EMPTY, *rows))
 
 
@@ -59,7 +59,7 @@ def test_rows_of_branches_that_were_not_accepted_teach_as_well() -> None:
     drafted = DraftTree([7, 8], [-1, -1], [0, 0])
     writer = core.open([1], "salt")
     tops = [[2, 3, 4], [70, 71, 72], [80, 81, 82]]
-    writer.observe(Observation("r", text, drafted, [2, -1, -1], [0], [2], tops, [PROBS] * 3))
+    writer.observe(Observation("r", text, drafted, [2, -1, -1], [0], [2], tops, None, [LOGITS] * 3))
     reader = core.open([7], "salt")
     assert first_tokens(reader.propose(DraftRequest("x", [7], 3, TREE))) == {70, 71, 72}
 
@@ -67,10 +67,10 @@ def test_rows_of_branches_that_were_not_accepted_teach_as_well() -> None:
 def test_a_sampled_request_drafts_first_what_its_noise_favours() -> None:
     core = Merging()
     token_ids = list(range(1_000, 1_008))
-    probs = [0.125] * 8
+    logits = [0.0] * 8
     text = [1, 2]
     writer = core.open([1], "salt")
-    writer.observe(Observation("r", text, EMPTY, [2], [0], [2], [token_ids], [probs]))
+    writer.observe(Observation("r", text, EMPTY, [2], [0], [2], [token_ids], None, [logits]))
     num_first = 0
     for key in range(40):
         reader = core.open([1], "salt")
