@@ -135,9 +135,7 @@ class AutoDrafter(Drafter):
         if self._head is None:
             return
         own = self._head.info
-        needs = replace(
-            needs, hidden_rows=own.needs.hidden_rows, draft_slots=own.needs.draft_slots
-        )
+        needs = replace(needs, hidden_rows=own.needs.hidden_rows, draft_slots=own.needs.draft_slots)
         cost = f"{self.info.cost[:-1]}; where that pays a draft of {own.name}."
         self.info = replace(self.info, needs=needs, cost=cost)
         self.hidden_layers, self.num_slots = self._head.hidden_layers, self._head.num_slots

@@ -56,8 +56,8 @@ class Merged(Protocol):
 
 class Seen(Protocol):
     """A step that was verified: of each node its token and its parent, of each row whether its token was
-    emitted and its top tokens, ``num_top`` of them, -1 where there are fewer, and their logits, which become
-    log-probabilities among them."""
+    emitted and its top tokens, ``num_top`` of them, -1 where there are fewer, and ``logs``: their logits,
+    which become their log-probabilities, as if there were no others."""
 
     tokens: Tokens
     parents: Tokens

@@ -53,9 +53,9 @@ class Ledgers:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._ledgers: dict[str, Ledger] = {}
-        self._plain_seconds = self._rate = self._row_tokens = 0.0
-        """What the step takes without drafts, what it would write per second, and the tokens that it does
-        not write while it verifies a row more."""
+        self._plain_seconds = self.prompt_seconds = self._rate = self._row_tokens = 0.0
+        """What the step takes without drafts, how much of that its prompts take, what it would write per
+        second without either, and the tokens that are not written while it verifies a row more."""
 
     def gain(self, drafter: str, is_whole: bool, request: Request) -> Gain:
         """Returns the account of a new request. ``is_whole``: its drafts are granted whole or not at
@@ -72,9 +72,13 @@ class Ledgers:
         self._ledgers[drafter].forget(request_id)
 
     def begin_step(self, plan: Plan) -> float:
-        """Returns what the step would write per second without drafts."""
+        """Returns what the step would write per second without drafts and prompts: while these
+        are read little is written, but a token that is written meanwhile saves no more than others do."""
         self._plain_seconds, self._row_tokens = self._seconds(plan, 0), 0.0
-        self._rate = plan.num_sampling / self._plain_seconds
+        context, number = plan.num_context_tokens, len(plan.scheduled)
+        seconds = self._cost.step_seconds(plan.num_sampling, context, number)
+        self.prompt_seconds = max(0.0, self._plain_seconds - seconds)
+        self._rate = plan.num_sampling / (self._plain_seconds - self.prompt_seconds)
         return self._rate
 
     def _seconds(self, plan: Plan, num_drafts: int) -> float:
@@ -90,7 +94,11 @@ class Ledgers:
         """Returns the drafters that nobody is asked for in this step. ``drafting``: of all requests that
         weigh what a draft costs, among ``num_sampling`` that get a token."""
         counts = Counter(each.name for each in drafting)
-        return {name for name, number in counts.items() if self._ledgers[name].rests(number, num_sampling - number)}
+        return {
+            name
+            for name, number in counts.items()
+            if self._ledgers[name].rests(number, num_sampling - number)
+        }
 
     def choose(
         self, name: str, group: Sequence[tuple[ScheduledRequest, Drafting]], plan: Plan

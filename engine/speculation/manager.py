@@ -431,6 +431,7 @@ class Speculation:
             float(plan.num_sampling),
             plan.num_context_tokens,
             len(plan.scheduled),
+            prompt_seconds=self._ledgers.prompt_seconds,
         )
         candidates = [self._candidate(each, plan.num_waiting) for each in drafting]
         grants = grant_all(self._policies, self._cost, candidates, load)

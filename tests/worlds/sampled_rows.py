@@ -78,6 +78,8 @@ def top_tokens(logits: Tensor, rows: Sequence[int], k: int) -> list[list[int]]:
 def top_probs(
     logits: Tensor, rows: Sequence[int], k: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    token_ids, _, probs = read_now(lambda readback: begin_top_tokens(logits, rows, k, readback, True))
+    token_ids, _, probs = read_now(
+        lambda readback: begin_top_tokens(logits, rows, k, readback, True)
+    )
     assert probs is not None
     return token_ids, probs

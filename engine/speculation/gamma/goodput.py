@@ -8,7 +8,8 @@ over every K, 0 included. This is exact for any cost of rows: survivals never gr
 first K are closed under parents, and no other K nodes have a larger sum (the scheduling objective
 of DSpark and of vLLM's adaptive verification). Nodes of equal cost come for free; a node that only
 fills padding but has no survival is not granted. Load needs no rule of its own: as rows get dearer,
-K* falls to 0.
+K* falls to 0. What a step's prompts take is left out of its seconds: they are read with drafts or
+without, and a token that is written beside them saves no more time than another.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class GoodputPolicy(GammaPolicy):
             return 0.0
         rows = enumerate(islice(table, 1, None), start=1)
         row_seconds = min(((seconds - table[0]) / number for number, seconds in rows), default=0.0)
-        return row_seconds * load.expected_tokens / (load.draft_seconds + table[0])
+        return row_seconds * load.expected_tokens / (load.other_seconds + table[0])
 
     @staticmethod
     def _offered(candidate: DraftCandidate, num_spare: int, least: float) -> _Offer:
@@ -157,11 +158,9 @@ class GoodputPolicy(GammaPolicy):
     ) -> int:
         """Returns how many nodes of the pool to grant."""
         limit = min(len(pool), load.num_spare_rows)
-        drafting = load.draft_seconds
+        others = load.other_seconds
         tokens = accumulate(islice(pool, limit), initial=load.expected_tokens)
-        rates = [
-            total / (drafting + seconds) for total, seconds in zip(tokens, table, strict=False)
-        ]
+        rates = [total / (others + seconds) for total, seconds in zip(tokens, table, strict=False)]
         best = rates.index(max(rates))  # the fewest nodes among equals
         if limit <= 0 and not best_left:
             return 0

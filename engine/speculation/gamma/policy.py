@@ -52,7 +52,8 @@ class Load(NamedTuple):
 
     ``expected_tokens``: one per sampling request plus the survivals of nodes granted so far.
     ``num_rows`` counts those nodes too. ``num_kv_tokens`` is the context of the step's
-    ``num_requests`` requests, prompts included. ``draft_seconds`` has been spent on drafting already.
+    ``num_requests`` requests, prompts included. ``draft_seconds`` has been spent on drafting already;
+    ``prompt_seconds`` of the step are its prompts', which are read with drafts or without.
     """
 
     num_rows: int
@@ -62,6 +63,12 @@ class Load(NamedTuple):
     num_kv_tokens: int
     num_requests: int
     draft_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+
+    @property
+    def other_seconds(self) -> float:
+        """What is added to a step's time where drafts are weighed."""
+        return self.draft_seconds - self.prompt_seconds
 
     def with_nodes(self, num_nodes: int, gain: float) -> Load:
         """The load with so many more draft nodes, of which ``gain`` are expected to be accepted."""

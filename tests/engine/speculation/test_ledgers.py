@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,9 @@ from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import DraftTree, chain
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Request
-from engine.speculation.ledgers import Traffic
+from engine.schedule.request import Plan, Request
+from engine.speculation.cost import CostModel
+from engine.speculation.ledgers import Ledgers, Traffic
 from worlds.engine_harness import DictatedCost
 from worlds.fake_drafters import FakeDrafter
 from worlds.speculation_world import World
@@ -139,6 +142,17 @@ def test_other_temperatures_and_lengths_are_other_kinds() -> None:
     }
     assert len(kinds) == 2 * 3 * 4
     assert traffic("match", 0.0, 1) not in kinds
+
+
+def test_prompts_of_a_step_are_no_time_in_which_its_drafts_could_write() -> None:
+    """Two requests of 3 seconds a step get a prompt of 100 rows, a second each, beside them."""
+    ledgers = Ledgers(CostModel([(1, 0, 2.0), (2, 0, 3.0), (200, 0, 201.0)]))
+    scheduled: list[Any] = [SimpleNamespace(samples=True, base=0)] * 2
+    assert ledgers.begin_step(Plan(scheduled, num_rows=2)) == pytest.approx(2 / 3)
+    assert ledgers.prompt_seconds == 0.0
+    prompt: list[Any] = [SimpleNamespace(samples=False, base=0)]
+    assert ledgers.begin_step(Plan(scheduled + prompt, num_rows=102)) == pytest.approx(2 / 3)
+    assert ledgers.prompt_seconds == pytest.approx(100.0)
 
 
 def test_a_floor_and_policies_that_weigh_no_cost_are_always_asked() -> None:

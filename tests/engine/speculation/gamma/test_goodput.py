@@ -91,6 +91,16 @@ def test_a_steep_cost_cuts_everyone_to_zero_and_cheap_rows_bring_them_back() -> 
     assert gammas == [[8] * 4, [0] * 4, [0] * 4, [8] * 4]
 
 
+def test_beside_prompts_a_row_has_to_bring_as_much_as_without_them() -> None:
+    """A row costs half of a plain step, however long the step's prompts make it."""
+    likely, unlikely = chain_candidate("likely", [0.6]), chain_candidate("unlikely", [0.4])
+    policy = GoodputPolicy(DictatedCost(lambda rows: 100.0 + 0.5 * (rows - 102)))
+    load = load_of(2, num_rows=102)
+    grants = policy.grant([likely, unlikely], load._replace(prompt_seconds=98.0))
+    assert [grant.gamma for grant in grants] == [1, 0]
+    assert [grant.gamma for grant in policy.grant([likely, unlikely], load)] == [1, 1]
+
+
 def test_overload_and_low_acceptance_are_told_apart() -> None:
     def loaded_only(num_rows: int) -> float:
         return 1.0 if num_rows <= 8 else float(num_rows - 7)
