@@ -89,6 +89,7 @@ class AutoDrafter(Drafter):
     )
     settings = AutoSettings
     auto_width = 8
+    row_worth = 0.015
 
     def __init__(
         self,

@@ -350,6 +350,9 @@ class Drafter:
     defaults, and a ``description`` in their metadata."""
     auto_width: int = 4
     """The width of the trees that it drafts best, where requests leave the shape to the engine."""
+    row_worth: float = 0.0
+    """The tokens that a node's row brings later, accepted or not, since the drafter learns from what the
+    target found likely there. So where rows cost less than that, they are verified however unlikely."""
     num_slots: int = 0
     """With ``draft_slots`` among its needs: the slots that it wants however little it is to draft."""
     hidden_layers: Sequence[int] = (NORMED,)

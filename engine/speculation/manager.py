@@ -33,6 +33,7 @@ from drafters.estimator import AcceptanceEstimator
 from drafters.tree import DraftTree
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
+from engine.request.params import SpeculativeParams
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import new_acceptance
 from engine.speculation.constrained import constrain, num_forced
@@ -450,13 +451,22 @@ class Speculation:
             drafting.name,
             wanted,
             tree,
-            drafting.acceptance.survivals(tree) if tree.token_ids else (),
+            self._worth(drafting, tree, wanted) if tree.token_ids else (),
             each.max_nodes,
             all_or_nothing=drafting.is_whole,
             gain=drafting.gain.expect() if drafting.is_whole else 0.0,
             is_asked=each.num_asked > 0,
             is_first=not drafting.has_verified,
         )
+
+    @staticmethod
+    def _worth(drafting: Drafting, tree: DraftTree, wanted: SpeculativeParams) -> Sequence[float]:
+        """Returns the survivals of a tree's nodes and, but where a client bounds the share of them that
+        is accepted, what their rows teach."""
+        survivals, worth = drafting.acceptance.survivals(tree), drafting.drafter.row_worth
+        if not worth or wanted.target_acceptance_rate is not None:
+            return survivals
+        return [survival + worth for survival in survivals]
 
     def _take(self, each: ScheduledRequest, grant: Grant) -> None:
         """The part of a proposal that is granted, as far as there are blocks to lease, is the draft."""

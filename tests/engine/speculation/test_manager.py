@@ -161,6 +161,25 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     assert third.draft_seconds == 0.0
 
 
+@pytest.mark.parametrize(("rate", "is_verified"), [(None, True), (0.5, False)])
+def test_rows_that_teach_are_verified_where_they_cost_less_than_that(
+    rate: float | None, is_verified: bool
+) -> None:
+    """Not where a client bounds the share that is accepted."""
+    wanted = replace(FIXED, adaptive_depth="goodput", target_acceptance_rate=rate)
+
+    def unlikely(_: DraftRequest) -> DraftTree:
+        return replace(chain([5, 6]), survivals=[0.0, 0.0])
+
+    for worth, row_seconds in ((0.02, 0.01), (0.0, 0.01), (0.02, 0.1)):
+        drafter = fake(propose=unlikely)
+        drafter.row_worth = worth
+        world = World(drafter, cost=TimedCost(row_seconds))
+        (scheduled,) = world.draft(world.open("r", wanted))
+        pays = is_verified and worth > row_seconds
+        assert len(scheduled.draft) == (2 if pays else 0)
+
+
 def test_closing_forgets_and_tells_the_failures() -> None:
     drafter = FakeDrafter(propose=zeros, fails="propose")
     world = World(drafter)
