@@ -208,6 +208,7 @@ class AutoDrafter(Drafter):
     ) -> Callable[[], list[DraftTree]]:
         """Has the core draft and begins the guests' drafts, by ``begin``, where they are expected to pay;
         returns what makes the trees of all."""
+        self.weighed_seconds = 0.0
         self._merging.advance()
         by_guest: dict[Drafter, list[tuple[DraftRequest, Guest]]] = {}
         for request in requests:
@@ -254,14 +255,18 @@ class AutoDrafter(Drafter):
         blamed = guests if len(guests) == 1 else ()
         begun: list[Callable[[], list[DraftTree]]] = []
         tried(blamed, lambda: begun.append(begin(drafter, asks)))
+        spent = self._clock() - started
 
         def finish() -> None:
+            started = self._clock()
             if begun and tried(blamed, lambda: self._take(guests, begun[0]())):
+                seconds = spent + self._clock() - started
                 if any(guest.tree.token_ids for guest in guests):
-                    ledger.took(len(guests), self._clock() - started)
+                    ledger.took(len(guests), seconds, any(guest.has_rested for guest in guests))
             elif len(guests) > 1:
                 for ask, guest in chosen:
                     tried((guest,), lambda g, a: self._take([g], drafter.propose([a])), guest, ask)
+            self.weighed_seconds += spent + self._clock() - started
 
         return finish
 

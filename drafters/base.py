@@ -353,6 +353,8 @@ class Drafter:
     row_worth: float = 0.0
     """The tokens that a node's row brings later, accepted or not, since the drafter learns from what the
     target found likely there. So where rows cost less than that, they are verified however unlikely."""
+    weighed_seconds: float = 0.0
+    """What of its last call it has weighed by itself against what the engine writes meanwhile."""
     num_slots: int = 0
     """With ``draft_slots`` among its needs: the slots that it wants however little it is to draft."""
     hidden_layers: Sequence[int] = (NORMED,)

@@ -34,6 +34,8 @@ class Guest:
     num_missed: int = 0
     """Tokens at the end of the text that it was not told of, since it was not asked."""
     num_free: float = 0.0
+    has_rested: bool = True
+    """It was not asked in the step before, and has to take in what has come since."""
     hears_all: bool = field(init=False)
     """It hears of every step, since it keeps states of the target."""
 
@@ -54,6 +56,7 @@ class Guest:
         make say nothing of those that it can."""
         emitted = seen.emitted_token_ids
         was_asked = bool(self.tree.token_ids)
+        self.has_rested = not was_asked
         if was_asked:
             self.added.observe(max(0, len(self.tree.follow(emitted)) - num_right), self.num_free)
         if was_asked or self.acceptance.is_waiting:

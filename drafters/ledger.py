@@ -25,7 +25,7 @@ MAX_NUM_KINDS = 1024
 """Kinds of traffic that are remembered; the one that was not met for longest is forgotten."""
 _HOPED = 1.0
 """Tokens that an untried drafter is believed to bring: enough that it is tried."""
-_STRENGTH = 2.0
+_STRENGTH = 4.0
 _OWN_STRENGTH = 16.0
 """A request's own drafts are few: a run of luck says little of the next steps."""
 MARGIN = 1.25
@@ -102,6 +102,7 @@ class Ledger:
         self._times = BatchTimes()
         self._seconds = self._times.expect if seconds is None else seconds
         self._num_trial_steps = num_trial_steps
+        self._trial_times = BatchTimes()
         self._num_written, self._num_missing = 0, 0.0
         """Tokens since the last trial, and how many more the next one waits for."""
         self._num_trials = 0
@@ -165,7 +166,8 @@ class Ledger:
             self._num_left, self._num_missing = self._num_left - 1, 0.0
             return [at for at in left if hopes[at].request_id == self._trier]
         tried = left[self._num_trials % len(left)]
-        price = (price + hopes[tried].rows) * self._num_trial_steps
+        most = hopes[tried].tokens_per_second * self._trial_times.expect(1)
+        price = (max(price, most) + hopes[tried].rows) * self._num_trial_steps
         self._num_missing = price / _TRIAL_SHARE - self._num_written
         if self._num_missing > 0:
             return []
@@ -183,6 +185,10 @@ class Ledger:
         """So many tokens were written for requests that may be tried."""
         self._num_written += num_tokens
 
-    def took(self, size: int, seconds: float) -> None:
-        """A batch of so many requests took so long."""
-        self._times.observe(size, seconds)
+    def took(self, size: int, seconds: float, has_rested: bool = False) -> None:
+        """A batch of so many requests took so long. ``has_rested``: with what one of them had missed;
+        that is the price of a trial, not of a call."""
+        if has_rested:
+            self._trial_times.observe(1, seconds)
+        else:
+            self._times.observe(size, seconds)

@@ -118,3 +118,18 @@ def constrain(drafting: Sequence[ScheduledRequest]) -> None:
         except Exception:
             # One that gave up does so again where rows are masked: for its request alone.
             each.proposal = EMPTY
+
+
+def counts(each: ScheduledRequest) -> tuple[int, int]:
+    """Returns how many nodes were verified, which a shortage of blocks may have made fewer than were
+    granted, and how many of them were accepted; without those that a grammar forced, which say nothing of
+    the drafter."""
+    assert each.outcome is not None
+    num_verified, num_accepted = len(each.draft), each.outcome.num_accepted
+    if not num_verified:
+        return 0, 0
+    forced = num_forced(each.draft, range(num_verified))
+    if forced:
+        num_verified -= forced
+        num_accepted -= num_forced(each.draft, [row - 1 for row in each.outcome.path[1:]])
+    return num_verified, num_accepted

@@ -43,6 +43,8 @@ class Drafting:
     """The tokens that the engine did not write while it verified the rows of the last draft."""
     num_whole: int = 0
     """The rows of the last draft, where such are granted whole or not at all."""
+    has_rested: bool = True
+    """It was not asked in the step before, and has to take in what has come since."""
     has_verified: bool = False
     """A draft of the request was verified."""
     num_failures: int = 0
@@ -104,6 +106,15 @@ def shape_of(
     if wanted.tree_strategy != "auto" or verification != "match" or not drafter.info.drafts_trees:
         return shape
     return DraftShape(drafter.auto_width, shape.depth)
+
+
+def worth_of(drafting: Drafting, tree: DraftTree, wanted: SpeculativeParams) -> Sequence[float]:
+    """Returns the survivals of a tree's nodes and, but where a client bounds the share of them that is
+    accepted, what their rows teach."""
+    survivals, worth = drafting.acceptance.survivals(tree), drafting.drafter.row_worth
+    if not worth or wanted.target_acceptance_rate is not None:
+        return survivals
+    return [survival + worth for survival in survivals]
 
 
 def guarded(blamed: Sequence[Drafting], call: Callable[..., _Result], *args: Any) -> _Result | None:

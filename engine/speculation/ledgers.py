@@ -67,6 +67,15 @@ class Ledgers:
             ledger = self._ledgers[drafter] = Ledger(seconds, steps)
         return ledger.gain(Traffic.of(request.params, request.sampling.verification))
 
+    def took(self, drafter: str, asked: Sequence[Drafting], seconds: float) -> None:
+        """A call of the drafter for these requests took so long, less what it has weighed by itself."""
+        if any(each.has_rested for each in asked):
+            self._ledgers[drafter].took(len(asked), seconds, has_rested=True)
+        else:
+            self._cost.observe_draft(drafter, len(asked), seconds)
+        for each in asked:
+            each.has_rested = False
+
     def forget(self, drafter: str, request_id: str) -> None:
         """The request is over."""
         self._ledgers[drafter].forget(request_id)

@@ -33,11 +33,17 @@ from drafters.estimator import AcceptanceEstimator
 from drafters.tree import DraftTree
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
-from engine.request.params import SpeculativeParams
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import new_acceptance
-from engine.speculation.constrained import constrain, num_forced
-from engine.speculation.contained import Drafting, check_trees, guarded, is_of_core, shape_of
+from engine.speculation.constrained import constrain, counts
+from engine.speculation.contained import (
+    Drafting,
+    check_trees,
+    guarded,
+    is_of_core,
+    shape_of,
+    worth_of,
+)
 from engine.speculation.cost import CostModel
 from engine.speculation.gamma.policy import (
     DraftCandidate,
@@ -451,22 +457,13 @@ class Speculation:
             drafting.name,
             wanted,
             tree,
-            self._worth(drafting, tree, wanted) if tree.token_ids else (),
+            worth_of(drafting, tree, wanted) if tree.token_ids else (),
             each.max_nodes,
             all_or_nothing=drafting.is_whole,
             gain=drafting.gain.expect() if drafting.is_whole else 0.0,
             is_asked=each.num_asked > 0,
             is_first=not drafting.has_verified,
         )
-
-    @staticmethod
-    def _worth(drafting: Drafting, tree: DraftTree, wanted: SpeculativeParams) -> Sequence[float]:
-        """Returns the survivals of a tree's nodes and, but where a client bounds the share of them that
-        is accepted, what their rows teach."""
-        survivals, worth = drafting.acceptance.survivals(tree), drafting.drafter.row_worth
-        if not worth or wanted.target_acceptance_rate is not None:
-            return survivals
-        return [survival + worth for survival in survivals]
 
     def _take(self, each: ScheduledRequest, grant: Grant) -> None:
         """The part of a proposal that is granted, as far as there are blocks to lease, is the draft."""
@@ -516,10 +513,11 @@ class Speculation:
         of it at once, if anything."""
         request, outcome = each.request, each.outcome
         assert outcome is not None
-        num_verified, num_accepted = _counts(each)
+        num_verified, num_accepted = counts(each)
         drafting.policy.observe(request.request_id, num_verified, num_accepted)
         self._ledgers.learn(each, drafting, num_verified, num_accepted)
         drafting.has_verified |= num_verified > 0
+        drafting.has_rested |= each.num_asked <= 0
         is_told = drafting.is_told(each.num_asked)
         if not is_told:
             drafting.num_missed += len(outcome.emitted_token_ids)
@@ -534,16 +532,18 @@ class Speculation:
     ) -> None:
         """Requests and the cost model hear what drafts took: their drafters' time and, of those who were
         asked, the engine's."""
-        num_asked = {
-            name: sum(each.num_asked > 0 for each, _ in told) for name, told in by_drafter.items()
+        asked = {
+            name: [self._drafting[seen.request_id] for each, seen in told if each.num_asked > 0]
+            for name, told in by_drafter.items()
         }
-        own = plan.speculation_seconds / max(1, sum(num_asked.values()))
+        own = plan.speculation_seconds / max(1, sum(map(len, asked.values())))
         for name, told in by_drafter.items():
-            seconds = plan.draft_seconds[name] + own * num_asked[name]
+            seconds = plan.draft_seconds[name] + own * len(asked[name])
             for each, _ in told:
                 each.draft_seconds = seconds / len(told)
-            if num_asked[name]:
-                self._cost.observe_draft(name, num_asked[name], seconds)
+            if asked[name]:
+                weighed = self.drafters[name].weighed_seconds
+                self._ledgers.took(name, asked[name], seconds - weighed)
 
     def observe_hidden(
         self, requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]
@@ -588,18 +588,3 @@ def _observation(request: Request, each: ScheduledRequest, outcome: Outcome) -> 
         each.top_probs,
         each.top_logits,
     )
-
-
-def _counts(each: ScheduledRequest) -> tuple[int, int]:
-    """Returns how many nodes were verified, which a shortage of blocks may have made fewer than were
-    granted, and how many of them were accepted; without those that a grammar forced, which say nothing of
-    the drafter."""
-    assert each.outcome is not None
-    num_verified, num_accepted = len(each.draft), each.outcome.num_accepted
-    if not num_verified:
-        return 0, 0
-    forced = num_forced(each.draft, range(num_verified))
-    if forced:
-        num_verified -= forced
-        num_accepted -= num_forced(each.draft, [row - 1 for row in each.outcome.path[1:]])
-    return num_verified, num_accepted

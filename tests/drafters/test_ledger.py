@@ -76,6 +76,18 @@ def test_trials_take_a_hundredth_of_what_is_written_however_many_requests(
     assert num_tried * price <= 0.01 * num_steps + price
 
 
+def test_a_trial_costs_what_requests_have_missed_and_a_call_does_not() -> None:
+    ledger = timed({1: 0.001})
+    for _ in range(2):
+        ledger.took(1, 0.1, has_rested=True)
+    assert ledger.choose(hopes(0.2)) == [0], "a call costs a tenth of a token"
+    num_tried = 0
+    for _ in range(10_000):
+        num_tried += len(ledger.choose(hopes(0.05)))
+        ledger.wrote(1)
+    assert 9 <= num_tried <= 11, "and a trial ten"
+
+
 def test_those_left_out_are_tried_in_turn_the_most_hopeful_first() -> None:
     ledger = timed({1: 0.01, 2: 0.02})
     found = []

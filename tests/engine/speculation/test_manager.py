@@ -150,8 +150,10 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     cost = TimedCost()
     world = World(fake(), cost=cost)
     plain = world.open("plain", SpeculativeParams(draft_strategy="none"))
-    first, second, third = world.draft(world.open("a"), world.open("b"), plain)
-    world.observe(first, second, third)
+    requests = world.open("a"), world.open("b"), plain
+    for _ in range(2):
+        first, second, third = world.draft(*requests)
+        world.observe(first, second, third)
     ((name, num_requests, seconds),) = cost.draft_calls
     assert (name, num_requests) == ("fake", 2)
     own = world.plan.draft_seconds["fake"]
@@ -159,6 +161,21 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
     assert own > 0 < world.plan.speculation_seconds
     assert first.draft_seconds == second.draft_seconds == seconds / 2
     assert third.draft_seconds == 0.0
+
+
+def test_the_price_of_a_call_is_learned_from_those_who_did_not_rest() -> None:
+    """Who did has more to take in. What a drafter has weighed by itself is no part of it."""
+    cost, drafter = TimedCost(), fake()
+    drafter.weighed_seconds = 100.0
+    world = World(drafter, cost=cost)
+    request = world.open("r")
+    numbers = []
+    for most in (64, 64, 0, 64, 64):
+        world.speculation.max_num_nodes = most
+        world.observe(*world.draft(request))
+        numbers.append(len(cost.draft_calls))
+    assert numbers == [0, 1, 1, 1, 2]
+    assert all(-100.0 < seconds < -99.0 for _, _, seconds in cost.draft_calls)
 
 
 @pytest.mark.parametrize(("rate", "is_verified"), [(None, True), (0.5, False)])
