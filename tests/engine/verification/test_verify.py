@@ -82,7 +82,7 @@ def run(
 def sample(name: str, drafter: DrawingDrafter) -> Driver:
     verification, _, _, speculation = CASES[name]
     drafters = {"drawing": drafter}
-    cost = DictatedCost(row_seconds=0.05)
+    cost = DictatedCost(row_seconds=0.02)
     return run(name, verification, speculation, cost, drafters=drafters)
 
 
