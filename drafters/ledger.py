@@ -188,7 +188,5 @@ class Ledger:
     def took(self, size: int, seconds: float, has_rested: bool = False) -> None:
         """A batch of so many requests took so long. ``has_rested``: with what one of them had missed;
         that is the price of a trial, not of a call."""
-        if has_rested:
-            self._trial_times.observe(1, seconds)
-        else:
-            self._times.observe(size, seconds)
+        times = self._trial_times if has_rested else self._times
+        times.observe(size, seconds)

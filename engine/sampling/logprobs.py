@@ -113,11 +113,8 @@ def begin_top_tokens(
         if not with_probs:
             return token_ids, values, None
         rows = zip(values, *sums, strict=True)
-        return (
-            token_ids,
-            values,
-            [[math.exp(each - total) for each in row] for row, (total,) in rows],
-        )
+        probs = [[math.exp(each - total) for each in row] for row, (total,) in rows]
+        return token_ids, values, probs
 
     return finish
 

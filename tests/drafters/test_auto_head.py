@@ -175,6 +175,20 @@ def test_a_head_that_takes_longer_than_it_saves_is_only_tried(shape: DraftShape)
     assert 4 < world.num_asked < 3 + 0.02 * written / price
 
 
+def test_what_a_head_takes_is_weighed_by_auto_and_no_part_of_its_own_price() -> None:
+    head = Head("head", right, seconds=0.002)
+    world = World(head)
+    world.step(rate=0.0)
+    assert world.auto.weighed_seconds == pytest.approx(0.002)
+    head.fails = "begin"
+    for _ in range(4):
+        world.step(rate=0.0)
+    head.begun.clear()
+    world.step(rate=0.0)
+    assert not head.begun
+    assert world.auto.weighed_seconds == 0.0
+
+
 def test_cost_is_not_weighed_where_the_policy_weighs_none() -> None:
     world = World(Head("head", right, seconds=60.0)).run(50, rate=0.0)
     assert world.num_asked == 50

@@ -88,6 +88,17 @@ def test_a_trial_costs_what_requests_have_missed_and_a_call_does_not() -> None:
     assert 9 <= num_tried <= 11, "and a trial ten"
 
 
+def test_of_a_batch_that_has_rested_a_trial_costs_a_part() -> None:
+    ledger = timed({1: 0.001})
+    for _ in range(2):
+        ledger.took(8, 0.8, has_rested=True)
+    num_tried = 0
+    for _ in range(10_000):
+        num_tried += len(ledger.choose(hopes(0.05)))
+        ledger.wrote(1)
+    assert 9 <= num_tried <= 11, "the part of one of eight is ten tokens' time"
+
+
 def test_those_left_out_are_tried_in_turn_the_most_hopeful_first() -> None:
     ledger = timed({1: 0.01, 2: 0.02})
     found = []
