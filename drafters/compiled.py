@@ -153,6 +153,10 @@ class Memory:
     def __setitem__(self, name: str, value: int) -> None:
         self._fields[self._places[name]] = value
 
+    def fill(self, *values: int) -> None:
+        """Sets the first fields of the first record, in the order in which they are declared."""
+        self._fields[: len(values)] = array("q", values)
+
     def __sizeof__(self) -> int:
         return object.__sizeof__(self) + sys.getsizeof(self._fields)
 

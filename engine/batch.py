@@ -121,20 +121,19 @@ def build_batch(
 ) -> InputBatch:
     """Lay the requests' rows one after another, and tell each where its own are."""
     batch = InputBatch(requests, hidden_layers)
+    token_ids, positions = batch.token_ids, batch.positions
+    slots, logits_indices = batch.slot_mapping, batch.logits_indices
     for request in requests:
-        request.first_row = len(batch.token_ids)
-        request.first_logit = len(batch.logits_indices)
-        end = request.first_row + request.num_rows
-        batch.token_ids += request.token_ids
-        anchor = request.base + request.num_known - 1
-        batch.positions += range(request.base, anchor + 1)
+        request.first_row, request.first_logit = len(token_ids), len(logits_indices)
+        token_ids += request.token_ids
+        end, num_rows = request.base + request.num_known, len(token_ids)
+        positions += range(request.base, end)
         if request.parents:
             depths = request.depths()[request.num_stored :]
-            batch.positions += [anchor + depth for depth in depths]
-        batch.slot_mapping += _slots(
-            request.block_table, request.base + request.num_stored, request.end, block_size
-        )
-        batch.logits_indices += range(end - request.num_logits, end)
+            positions += [end - 1 + depth for depth in depths]
+        first, last = request.base + request.num_stored, end + len(request.parents)
+        slots += _slots(request.block_table, first, last, block_size)
+        logits_indices += range(num_rows - request.num_logits, num_rows)
     if any(request.adapter is not None for request in requests):
         for request in requests:
             address = 0 if request.adapter is None else request.adapter.address

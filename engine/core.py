@@ -261,20 +261,21 @@ class EngineCore:
 
     def _build_batch(self, plan: Plan) -> InputBatch:
         """All rows flat, in the order of the plan."""
+        has_states = self.pool.states is not None
         for each in plan.scheduled:
-            draft = each.draft
-            num_logits = 1 + len(draft) if each.samples else 0
-            if each.request.wants_prompt_logprobs:
-                num_logits = each.num_known + len(draft)
+            request, draft = each.request, each.draft
+            num_logits = 1 + len(draft.token_ids) if each.samples else 0
+            if request.wants_prompt_logprobs:
+                num_logits = each.num_known + len(draft.token_ids)
             each.rows = RequestRows(
-                token_ids=[*each.known_token_ids, *draft.token_ids],
-                num_known=each.num_known,
-                base=each.base,
-                parents=draft.parents,
-                block_table=self.pool.block_table(each.request.request_id),
-                num_logits=num_logits,
-                adapter=each.request.adapter,
-                states=self._state_rows(each),
+                [*each.known_token_ids, *draft.token_ids],
+                each.num_known,
+                each.base,
+                draft.parents,
+                self.pool.block_table(request.request_id),
+                num_logits,
+                adapter=request.adapter,
+                states=self._state_rows(each) if has_states else None,
             )
         # All that anybody reads, or none: steps then are of two kinds, and so are recordings of them.
         reads_hidden = any(each.hidden_layers or each.is_pooled for each in plan.scheduled)
@@ -284,10 +285,9 @@ class EngineCore:
             self._hidden_layers if reads_hidden else (),
         )
 
-    def _state_rows(self, each: ScheduledRequest) -> StateRows | None:
+    def _state_rows(self, each: ScheduledRequest) -> StateRows:
         states, request = self.pool.states, each.request
-        if states is None:
-            return None
+        assert states is not None
         num_tokens = len(request.token_ids)
         return states.rows(request.request_id, each.num_known, len(each.draft), num_tokens)
 
@@ -318,21 +318,23 @@ class EngineCore:
         """Accepted rows become committed keys and values; the rest of the leases go back. Returns the
         requests for which that was done."""
         moves: list[tuple[int, int]] = []
-        done = self._each(scheduled, lambda each: moves.extend(self._commit_one(each)))
+        done = self._each(scheduled, lambda each: self._commit_one(each, moves))
         self.runner.move([source for source, _ in moves], [target for _, target in moves])
         return done
 
-    def _commit_one(self, each: ScheduledRequest) -> list[tuple[int, int]]:
-        """Returns from which slots to which rows have to move."""
+    def _commit_one(self, each: ScheduledRequest, moves: list[tuple[int, int]]) -> None:
+        """Adds to ``moves`` from which slots to which rows have to move."""
         request, accepted = each.request, each.accepted_rows
-        table = self.pool.block_table(request.request_id)
-        anchor = each.base + each.num_known - 1
-        size = self.pool.block_size
-        moves = [
-            (slot_of(table, anchor + row, size), slot_of(table, anchor + depth, size))
-            for depth, row in enumerate(accepted, start=1)
-            if row != depth
-        ]
+        if accepted and accepted[-1] != len(
+            accepted
+        ):  # they ascend: else all lie where they belong
+            table, size = self.pool.block_table(request.request_id), self.pool.block_size
+            anchor = each.base + each.num_known - 1
+            moves += (
+                (slot_of(table, anchor + row, size), slot_of(table, anchor + depth, size))
+                for depth, row in enumerate(accepted, start=1)
+                if row != depth
+            )
         emitted = each.outcome.emitted_token_ids if each.outcome else ()
         request.commit(each.num_known + len(accepted), emitted)
         if self.pool.states is not None:
@@ -340,7 +342,6 @@ class EngineCore:
             self.pool.states.commit(request.request_id, each.num_known, nodes)
         self.pool.promote(request.request_id, request.token_ids, request.num_computed_tokens)
         self.pool.free_draft(request.request_id)
-        return moves
 
     def _tell_cache(self) -> None:
         """Send what the step published and evicted."""
@@ -430,15 +431,15 @@ class EngineCore:
             self._early.finish(request.stats)
             finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id, outcome.cut)
         event = TokenEvent(
-            request_id=request.request_id,
-            token_ids=outcome.emitted_token_ids,
-            drafted=outcome.drafted,
-            logprobs=scheduled.logprobs,
-            prompt_logprobs=request.take_prompt_logprobs(),
-            finish=finish,
-            num_draft_tokens=len(scheduled.draft),
-            draft_seconds=scheduled.draft_seconds,
-            verify_seconds=scheduled.verify_seconds,
+            request.request_id,
+            outcome.emitted_token_ids,
+            outcome.drafted,
+            scheduled.logprobs,
+            request.take_prompt_logprobs(),
+            finish,
+            len(scheduled.draft),
+            scheduled.draft_seconds,
+            scheduled.verify_seconds,
         )
         self._result.events.append(event)
 
@@ -489,15 +490,16 @@ def _account(
     assert outcome is not None
     gamma, num_emitted = len(each.draft), len(outcome.emitted_token_ids)
     stats.note_gamma(gamma, each.reason)
-    for account in (stats, by_drafter[stats.drafter]):
-        account.record(
-            gamma,
-            outcome.num_accepted,
-            num_emitted,
-            each.reason,
-            draft_seconds=each.draft_seconds,
-            verify_seconds=each.verify_seconds,
-            step_seconds=step_seconds,
-            baseline_seconds=baseline.seconds(num_emitted),
-            num_stop_tokens=int(outcome.stop_token_id is not None),
-        )
+    recorded = (
+        gamma,
+        outcome.num_accepted,
+        num_emitted,
+        each.reason,
+        each.draft_seconds,
+        each.verify_seconds,
+        step_seconds,
+        baseline.seconds(num_emitted),
+        int(outcome.stop_token_id is not None),
+    )
+    stats.record(*recorded)
+    by_drafter[stats.drafter].record(*recorded)

@@ -220,10 +220,11 @@ class BlockPool:
         table = self._table(request_id)
         num_needed = self._num_blocks_for(num_tokens)
         num_new = num_needed - len(table.block_ids)
-        if num_new > self.num_available:
-            return False
-        for _ in range(num_new):
-            self._lease(table)
+        if num_new > 0:
+            if num_new > self.num_available:
+                return False
+            for _ in range(num_new):
+                self._lease(table)
         self._commit_blocks(table, num_needed)
         return True
 
@@ -267,8 +268,9 @@ class BlockPool:
     def free_draft(self, request_id: str) -> None:
         """Give back the draft blocks that ``promote`` did not turn into committed ones."""
         table = self._table(request_id)
-        self._num_draft -= table.num_draft_blocks
-        while table.num_draft_blocks:
+        num_draft = table.num_draft_blocks
+        self._num_draft -= num_draft
+        for _ in range(num_draft):
             block_id = table.block_ids.pop()
             self._ref_counts[block_id] = 0
             self._free.append(block_id)
@@ -450,10 +452,11 @@ class BlockPool:
 
     def _commit_blocks(self, table: BlockTable, num_blocks: int) -> None:
         """Make the first ``num_blocks`` of the table committed; never fewer than there are."""
-        num_new = max(0, num_blocks - table.num_committed_blocks)
-        table.num_committed_blocks += num_new
-        self._num_draft -= num_new
-        self._num_committed += num_new
+        num_new = num_blocks - table.num_committed_blocks
+        if num_new > 0:
+            table.num_committed_blocks += num_new
+            self._num_draft -= num_new
+            self._num_committed += num_new
 
     def _publish(
         self, request_id: str, table: BlockTable, index: int, token_ids: Sequence[int]

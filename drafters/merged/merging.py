@@ -6,6 +6,8 @@ import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 from drafters.base import GREEDY, DraftRequest, DraftSampling, Observation
 from drafters.compiled import Memory, address_of
@@ -167,10 +169,8 @@ class MergedText:
         for row in seen.path:
             is_emitted[row] = 1
         tops, logs, num_top = _flat(seen)
-        told["tokens"], told["parents"] = address_of(tokens), address_of(parents)
-        told["is_emitted"], told["num_rows"] = address_of(is_emitted), num_rows
-        told["tops"], told["logs"] = address_of(tops), address_of(logs)
-        told["num_top"], told["num_emitted"] = num_top, len(emitted)
+        lists: list[array[Any]] = [tokens, parents, is_emitted, tops, logs]
+        told.fill(*map(address_of, lists), num_rows, num_top, len(emitted))
         if tops:
             self._table.make_room(NUM_LEVELS * num_rows)
         self._told["rows"] = self._table.told.address
@@ -186,6 +186,9 @@ def _flat(seen: Observation) -> tuple[array[int], array[float], int]:
     if seen.top_token_ids is None:
         return tops, logs, 0
     given = seen.top_logits or [_USUAL_LOGITS] * len(seen.top_token_ids)
+    if all(len(row) == NUM_TOP for row in (*seen.top_token_ids, *given)):
+        joined = chain.from_iterable
+        return array("i", joined(seen.top_token_ids)), array("d", joined(given)), NUM_TOP
     for row, values in zip(seen.top_token_ids, given, strict=True):
         missing = NUM_TOP - len(row)
         tops.extend(row[:NUM_TOP] if missing <= 0 else [*row, *[-1] * missing])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The outcome of a step for one request.
 
     ``row_token_ids[r]`` is the target's token at the request's row ``r`` (0: the anchor, ``i + 1``:
@@ -16,7 +14,8 @@ class Outcome:
     emitted. ``emitted_token_ids`` are the tokens at the path's rows 1.. and the target's last one,
     unless the run was trimmed. A stop token (EOS, a stop id) ends the run and belongs to none of it:
     it is not emitted, not billed, not cached. ``num_accepted`` counts verified drafts that were
-    accepted, whatever is trimmed; ``num_emitted_drafts`` those of them that are emitted.
+    accepted, whatever is trimmed; ``num_emitted_drafts`` those of them that are emitted. A tuple, since
+    every request of every step has one.
     """
 
     row_token_ids: tuple[int, ...]
@@ -35,5 +34,5 @@ class Outcome:
     @property
     def drafted(self) -> tuple[bool, ...]:
         """For every emitted token whether it was an accepted draft."""
-        num_plain = len(self.emitted_token_ids) - self.num_emitted_drafts
-        return (True,) * self.num_emitted_drafts + (False,) * num_plain
+        num_drafts = len(self.path) - 1
+        return (True,) * num_drafts + (False,) * (len(self.emitted_token_ids) - num_drafts)

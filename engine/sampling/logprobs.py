@@ -91,24 +91,26 @@ def begin_top_tokens(
     k: int,
     readback: Readback,
     with_probs: bool = False,
-) -> Callable[[], TopTokens]:
+) -> tuple[Callable[[], TopTokens], Tensor | None]:
     """The ``k`` likeliest tokens of each row, best first, lowest id among equals; those with
     probability 0 are left out. The first ones of them are what a smaller ``k`` gives. Probabilities are
-    those of the unprocessed logits."""
+    those of the unprocessed logits. Also returns the tokens where the logits are, ``[num_asked, k]``,
+    int64; None: no row is asked for."""
     if not len(row_indices):
-        return lambda: ([], [], [] if with_probs else None)
+        return lambda: ([], [], [] if with_probs else None), None
 
     def read(rows: Tensor, part: slice) -> tuple[Tensor, ...]:  # noqa: ARG001
         found = _top(rows, k)
         return (*found, _log_sums(rows)) if with_probs else found
 
-    found = _by_parts(logits, row_indices, read, readback)
+    is_once = logits.dtype == torch.float32 and host_kernel(_KERNEL, logits.device) is not None
+    found = _by_parts(logits, row_indices, read, readback, is_once and not with_probs)
 
     def finish() -> TopTokens:
         token_ids, values, *sums = (each.tolist() for each in found)
         for ids, row in zip(token_ids, values, strict=True):
-            num_none = row.count(-math.inf)
-            if num_none:
+            if row[-1:] == [-math.inf]:
+                num_none = row.count(-math.inf)
                 del ids[-num_none:], row[-num_none:]
         if not with_probs:
             return token_ids, values, None
@@ -116,7 +118,7 @@ def begin_top_tokens(
         probs = [[math.exp(each - total) for each in row] for row, (total,) in rows]
         return token_ids, values, probs
 
-    return finish
+    return finish, found[0].sent
 
 
 def _by_parts(
@@ -124,11 +126,12 @@ def _by_parts(
     row_indices: Sequence[int],
     read: Callable[[Tensor, slice], tuple[Tensor, ...]],
     readback: Readback,
+    is_once: bool = False,
 ) -> tuple[Arrival, ...]:
     """Numbers of some kinds, so many of each per row, that ``read`` finds in the rows as float32; it is
-    also told which of them it is given."""
+    also told which of them it is given. ``is_once``: it reads rows once, in no need of a cache."""
     numel = _PIECE_NUMEL if host_kernel(_KERNEL, logits.device) is None else _CACHED_NUMEL
-    num_rows = max(1, numel // logits.shape[1])
+    num_rows = len(row_indices) if is_once else max(1, numel // logits.shape[1])
     with torch.inference_mode():
         chosen = _chooser(logits, row_indices)
         parts = [slice(first, first + num_rows) for first in range(0, len(row_indices), num_rows)]

@@ -45,16 +45,22 @@ _PIECE_NUMEL = 1 << 21
 """Logits looked at in one go: with noise, truncation and what is sorted for it some 90 bytes each."""
 
 
-def choose_tokens(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
+def choose_tokens(
+    logits: Tensor, requests: Sequence[SampledRequest], likeliest: Tensor | None = None
+) -> Tensor:
     """The target's token at every row of ``requests``; -1 at rows that belong to none. Int64
     ``[num_rows]``, where the logits are.
 
     ``logits`` ``[num_rows, vocab_size]``, any float type, any device; left as they are. A row's
     token depends on its own logits, its request's parameters, its path, the request's key and the
-    position, and on nothing else in the batch.
+    position, and on nothing else in the batch. ``likeliest`` ``[num_rows]``: what ``greedy_tokens``
+    makes of all the logits, if that is known already; rows of nobody keep theirs then.
     """
     with torch.inference_mode():
         values = edited_logits(logits, requests)
+        are_greedy = all(each.sampling.is_greedy for each in requests)
+        if likeliest is not None and are_greedy and values is logits:
+            return likeliest
         chosen = torch.full((len(values),), _NO_TOKEN, device=values.device)
         for is_greedy in (True, False):
             own = [each for each in requests if each.sampling.is_greedy == is_greedy]
@@ -229,4 +235,4 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
     params = [SamplingParams(temperature=1.0, top_p=0.5, top_k=1)]
     with torch.inference_mode():
         sampled_tokens(logits, zero, zero, params)
-        read_now(lambda readback: begin_top_tokens(logits, [0], 1, readback, True))
+        read_now(lambda readback: begin_top_tokens(logits, [0], 1, readback, True)[0])

@@ -121,7 +121,8 @@ class SampledRequest(Protocol):
 
 def rows_of(request: SampledRequest) -> range:
     """The request's rows among the step's logits."""
-    return range(request.anchor_logit, request.anchor_logit + 1 + len(request.draft))
+    first = request.anchor_logit
+    return range(first, first + 1 + len(request.draft.token_ids))
 
 
 def paths(draft: DraftTree) -> list[tuple[int, ...]]:

@@ -220,7 +220,14 @@ class ScheduledRequest:
     @property
     def anchor_logit(self) -> int:
         """The anchor's row among the step's logits, if the request samples; the nodes' rows follow."""
-        return self.rows.first_logit + self.rows.num_logits - 1 - len(self.draft)
+        rows = self.rows
+        return rows.first_logit + rows.num_logits - 1 - len(self.draft.token_ids)
+
+    def leave_top_tokens(self, num: int) -> None:
+        """Of each row's top tokens as many as were asked for, where more were read."""
+        for name in ("top_token_ids", "top_logits", "top_probs"):
+            rows = getattr(self, name)
+            setattr(self, name, rows and [row[:num] for row in rows])
 
     def leave_out_late_drafts(self) -> None:
         """Mask the rows, and leave out nodes for which the step has no time.

@@ -27,6 +27,9 @@ def verify(request: SampledRequest, row_token_ids: Sequence[int]) -> Outcome:
 def trimmed(state: SamplingState, row_token_ids: tuple[int, ...], path: Sequence[int]) -> Outcome:
     """The outcome of a walk along the rows ``path``, cut where the request ends."""
     target = [row_token_ids[row] for row in path]
+    num_left = state.max_num_tokens - state.num_tokens
+    if len(target) < num_left and state.stop_token_ids.isdisjoint(target):  # as nearly always
+        return Outcome(row_token_ids, tuple(path), tuple(target), len(path) - 1)
     num_kept, finish_reason, stop_token_id = _trim(state, target)
     cut = "" if finish_reason != "stop" else _cut(state, target[:num_kept])
     if cut:
@@ -51,6 +54,8 @@ def _accepted_path(tree: DraftTree, row_token_ids: Sequence[int]) -> list[int]:
     """Rows from the anchor's down. Parents precede children and siblings differ, so one pass
     does."""
     path = [0]
+    if not tree.token_ids:
+        return path
     for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
         last = path[-1]
         if parent + 1 == last and token_id == row_token_ids[last]:

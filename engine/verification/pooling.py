@@ -8,8 +8,6 @@ again, and not added again.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -39,6 +37,6 @@ def pool(scheduled: ScheduledRequest, states: Tensor) -> None:
     readback.fetch()
     assert arrival.there is not None
     request.embedding = arrival.there.numpy().astype("<f4").tobytes()
-    scheduled.outcome = replace(
-        scheduled.outcome, emitted_token_ids=(), finish_reason="stop", stop_token_id=None
+    scheduled.outcome = scheduled.outcome._replace(
+        emitted_token_ids=(), finish_reason="stop", stop_token_id=None
     )

@@ -22,7 +22,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from engine.kernels import is_host
+from engine.kernels import host_kernel, is_host
 from engine.request.outcome import Outcome
 from engine.request.params import VerificationName
 from engine.request.stats import StepClock
@@ -61,9 +61,8 @@ def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepC
     with clock.measure("verify"):
         for each in sampling:
             each.leave_out_late_drafts()
-        finish_verification, tokens = begin_verification(logits, sampling, readback)
-    with clock.measure("draft"):
-        finish_tops = begin_top_rows(sampling, logits, readback)
+        finish_tops, likeliest = begin_top_rows(sampling, logits, readback)
+        finish_verification, tokens = begin_verification(logits, sampling, readback, likeliest)
     finish_logprobs = begin_logprobs(requests, logits, tokens, readback)
     with clock.measure("verify"):
         readback.fetch()
@@ -77,16 +76,19 @@ def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepC
 
 
 def begin_verification(
-    logits: Tensor, requests: Sequence[SampledRequest], readback: Readback
+    logits: Tensor,
+    requests: Sequence[SampledRequest],
+    readback: Readback,
+    likeliest: Tensor | None = None,
 ) -> tuple[Callable[[], None], Tensor | None]:
     """Begins each request's own verification of the step's ``logits`` ``[num_rows, vocab_size]``, which
-    are left as they are. States are read, not advanced.
+    are left as they are. States are read, not advanced. ``likeliest`` as ``choose_tokens`` takes it.
 
     Returns what gives the requests their outcomes once the readback was fetched, and the target's own
     token at every row, where any request is matched: int64 ``[num_rows]``, where the logits are.
     """
     matched = [each for each in requests if each.sampling.verification == "match"]
-    tokens = choose_tokens(logits, matched) if matched else None
+    tokens = choose_tokens(logits, matched, likeliest) if matched else None
     finishing = [] if tokens is None else [_begin_matching(tokens, matched, readback)]
     for name, rule in _RULES.items():
         own = [each for each in requests if each.sampling.verification == name]
@@ -168,27 +170,31 @@ def _outcome(request: SampledRequest, decision: Decision, last: int) -> Outcome:
 
 def begin_top_rows(
     sampling: Sequence[ScheduledRequest], logits: Tensor, readback: Readback
-) -> Callable[[], None]:
+) -> tuple[Callable[[], None], Tensor | None]:
     """The top tokens that drafters want to see, of all rows of requests that sample: who is accepted is
-    not known yet."""
+    not known yet. Also returns the likeliest of every row of the step, ``[num_rows]``, where a CPU has
+    looked at all of them: to look for these again would take it nearly as long."""
     asking = [each for each in sampling if each.num_top_tokens]
     rows = [row for each in asking for row in rows_of(each)]
     most = max((each.num_top_tokens for each in asking), default=0)
     with_probs = any(each.wants_top_probs for each in asking)
-    found = begin_top_tokens(logits, rows, most, readback, with_probs)
+    found, tokens = begin_top_tokens(logits, rows, most, readback, with_probs)
 
     def finish() -> None:
         token_ids, values, probs = found()
         first = 0
         for each in asking:
             own, k = slice(first, first + 1 + len(each.draft)), each.num_top_tokens
-            each.top_token_ids = [row[:k] for row in token_ids[own]]
-            each.top_logits = [row[:k] for row in values[own]]
+            each.top_token_ids, each.top_logits = token_ids[own], values[own]
             if probs is not None and each.wants_top_probs:
-                each.top_probs = [row[:k] for row in probs[own]]
+                each.top_probs = probs[own]
+            if k < most:
+                each.leave_top_tokens(k)
             first = own.stop
 
-    return finish
+    if tokens is None or host_kernel("top_tokens", logits.device) is None:
+        return finish, None
+    return finish, tokens[:, 0] if len(rows) == len(logits) else None
 
 
 # --- for clients ---

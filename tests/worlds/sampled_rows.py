@@ -72,14 +72,14 @@ def emitted_logprobs(
 
 
 def top_tokens(logits: Tensor, rows: Sequence[int], k: int) -> list[list[int]]:
-    return read_now(lambda readback: begin_top_tokens(logits, rows, k, readback))[0]
+    return read_now(lambda readback: begin_top_tokens(logits, rows, k, readback)[0])[0]
 
 
 def top_probs(
     logits: Tensor, rows: Sequence[int], k: int
 ) -> tuple[list[list[int]], list[list[float]]]:
     token_ids, _, probs = read_now(
-        lambda readback: begin_top_tokens(logits, rows, k, readback, True)
+        lambda readback: begin_top_tokens(logits, rows, k, readback, True)[0]
     )
     assert probs is not None
     return token_ids, probs

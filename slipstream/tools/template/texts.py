@@ -107,7 +107,7 @@ def replay_texts(
             logits = model(input_ids=ids, use_cache=False).logits[0]  # [num_tokens, vocab_size]
         rows = range(len(prompt_ids) - 1, logits.shape[0])
         readback = Readback()
-        finish = begin_top_tokens(logits, rows, num_top, readback, with_probs=True)
+        finish, _ = begin_top_tokens(logits, rows, num_top, readback, with_probs=True)
         readback.fetch()
         top_token_ids, _, top_probs = finish()
         assert top_probs is not None

@@ -73,7 +73,7 @@ def parts() -> list[ScheduledRequest]:
 
 def test_top_rows_are_those_of_each_request_alone(parts: list[ScheduledRequest]) -> None:
     logits = torch.randn(20, VOCAB)
-    read_now(lambda readback: begin_top_rows(parts, logits, readback))
+    read_now(lambda readback: begin_top_rows(parts, logits, readback)[0])
     assert parts[0].top_token_ids == top_tokens(logits, rows_of(parts[0]), 3)
     assert parts[0].top_probs is None
     assert (parts[1].top_token_ids, parts[1].top_probs) == (None, None)

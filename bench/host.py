@@ -1,0 +1,165 @@
+"""What a step takes around a forward that costs nothing: the host's part, which a fast device waits for.
+
+    taskset -c 0 python -m bench.host [--model smollm2] [--batch 1 8 32 64] [--drafters none ngram auto]
+
+The engine is the real one; in place of the model stands a function from each row's token to the next one.
+*Repeating* texts go round in circles of 48 tokens, and drafts are always chains of four, which drafters
+that copy get right; of the others no text says the same twice, so that drafters come to rest. Shown are
+the microseconds of a step, medians, less what the stand-in took, and a request's tokens in it. Choosing
+among all of the vocabulary is among them: on a GPU that is the device's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from bench.machine import describe_machine
+from bench.models import load_bench_model
+from bench.tables import table
+from engine.batch import ForwardOutput, InputBatch
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+
+_CIRCLE = 48
+_FIRST = 300
+_WARM_TOKENS = 96
+_STRIDE = 7919
+"""A prime that divides no vocabulary: steps of it meet every token once."""
+_PROMPT = 96
+_NUM_DRAFTS = 4
+
+
+class FreeRunner:
+    """A ``Runner`` whose logits name one token for each row, by the row's own token."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, repeats: bool, max_rows: int) -> None:
+        self._vocab_size, self._repeats = vocab_size, repeats
+        generator = torch.Generator().manual_seed(1)
+        self._logits = torch.randn(max_rows, vocab_size, generator=generator)
+        self._hidden = torch.randn(max_rows, hidden_size, generator=generator)
+        self._set: tuple[list[int], list[int]] = ([], [])
+        self.seconds = 0.0
+
+    def after(self, token_id: int) -> int:
+        if self._repeats:
+            return _FIRST + (token_id - _FIRST + 1) % _CIRCLE
+        return (token_id + _STRIDE) % self._vocab_size
+
+    def forward(self, batch: InputBatch) -> ForwardOutput:
+        began = time.perf_counter()
+        if self._set[0]:
+            self._logits[self._set] = 0.0
+        count = len(batch.logits_indices)
+        tokens = [self.after(batch.token_ids[row]) for row in batch.logits_indices]
+        self._set = list(range(count)), tokens
+        if count:
+            self._logits[self._set] = 30.0
+        hidden = tuple(self._hidden[: batch.num_rows] for _ in batch.hidden_layers)
+        self.seconds += time.perf_counter() - began
+        return ForwardOutput(self._logits[:count], hidden)
+
+    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Microseconds of a step, tokens of a step for each request."""
+
+    step: float
+    tokens: float
+
+
+def measure(
+    core: EngineCore, hidden_size: int, drafter: str, batch: int, repeats: bool, num_tokens: int
+) -> Found:
+    """Steps ``batch`` requests until each has written ``num_tokens`` more than it takes to settle."""
+    runner = FreeRunner(core.limits.vocab_size, hidden_size, repeats, 512)
+    core.runner = runner
+    wanted = PLAIN
+    if drafter != "none":
+        options = core.speculation.drafters[drafter].info.defaults()
+        wanted = SpeculativeParams(draft_strategy=drafter, options=options)
+        if repeats:  # beside a forward that costs nothing no draft would pay
+            wanted = replace(
+                wanted,
+                adaptive_depth="fixed",
+                num_speculative_tokens=_NUM_DRAFTS,
+                tree_strategy="linear",
+            )
+    for row in range(batch):
+        ids = [_FIRST + row if repeats else row * 97]
+        while len(ids) < _PROMPT:
+            ids.append(runner.after(ids[-1]))
+        most = _WARM_TOKENS + num_tokens
+        sampling = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+        name = f"{drafter} {batch} {row}"
+        request = GenerationRequest(name, tuple(ids), sampling, wanted, cache_salt=name)
+        core.submit(core.prepare(request))
+    times: list[float] = []
+    written = [0]
+    while core.has_work:
+        before, began = runner.seconds, time.perf_counter()
+        result = core.step()
+        taken = time.perf_counter() - began - (runner.seconds - before)
+        if any(each.finish for each in result.events if hasattr(each, "finish")):
+            core.abort_all()
+            core.take_result()
+            break
+        times.append(taken)
+        written.append(written[-1] + sum(len(each.token_ids) for each in result.events))
+    first = next(at for at, num in enumerate(written) if num >= _WARM_TOKENS * batch)
+    kept = times[first:]
+    return Found(statistics.median(kept) * 1e6, (written[-1] - written[first]) / len(kept) / batch)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--drafters", nargs="+", default=["none", "ngram", "suffix", "auto"])
+    parser.add_argument("--draft", action="append", default=[], help="as `slipstream serve`")
+    parser.add_argument("--tokens", type=int, default=384)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    config = EngineConfig(max_num_seqs=max(args.batch), draft=tuple(args.draft))
+    core = load_bench_model(args.model, config, False).core
+    hidden_size = int(core.runner.model.config.hidden_size)  # type: ignore[attr-defined]
+    processor = describe_machine(torch.device("cpu"))["processor"]
+    print(f"{processor}; {args.model}'s vocabulary of {core.limits.vocab_size}\n")
+    cells = list(product([False, True], args.drafters, args.batch))
+    found: dict[Any, list[Found]] = {cell: [] for cell in cells}
+    gc.freeze()
+    for _ in range(args.rounds):
+        for repeats, drafter, batch in cells:
+            one = measure(core, hidden_size, drafter, batch, repeats, args.tokens)
+            found[repeats, drafter, batch].append(one)
+    for repeats in (False, True):
+        rows = []
+        for drafter in args.drafters:
+            row = [drafter]
+            for batch in args.batch:
+                own = found[repeats, drafter, batch]
+                step, tokens = (
+                    statistics.median(each)
+                    for each in zip(*((f.step, f.tokens) for f in own), strict=True)
+                )
+                row.append(f"{step:.0f} / {tokens:.1f}")
+            rows.append(row)
+        print("repeating texts" if repeats else "texts that never repeat")
+        print(table(["us a step / tokens", *map(str, args.batch)], rows), "\n")
+
+
+if __name__ == "__main__":
+    main()
