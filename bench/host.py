@@ -7,6 +7,10 @@ The engine is the real one; in place of the model stands a function from each ro
 that copy get right; of the others no text says the same twice, so that drafters come to rest. Shown are
 the microseconds of a step, medians, less what the stand-in took, and a request's tokens in it. Choosing
 among all of the vocabulary is among them: on a GPU that is the device's.
+
+``--device-ms 1.5``: the stand-in is a device that takes so long and on which the next forward may be
+launched meanwhile; shown is also how long it was idle between two forwards, with the engine running ahead
+and without.
 """
 
 from __future__ import annotations
@@ -37,18 +41,32 @@ _STRIDE = 7919
 """A prime that divides no vocabulary: steps of it meet every token once."""
 _PROMPT = 96
 _NUM_DRAFTS = 4
+_SPUN = 0.0002
+"""Seconds that are not slept, since sleeps end late."""
 
 
 class FreeRunner:
     """A ``Runner`` whose logits name one token for each row, by the row's own token."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, repeats: bool, max_rows: int) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        repeats: bool,
+        max_rows: int,
+        device_seconds: float = 0.0,
+    ) -> None:
+        """``device_seconds``: a device takes so long for a forward, while the host goes on, and tells
+        nothing of it before."""
         self._vocab_size, self._repeats = vocab_size, repeats
         generator = torch.Generator().manual_seed(1)
         self._logits = torch.randn(max_rows, vocab_size, generator=generator)
         self._hidden = torch.randn(max_rows, hidden_size, generator=generator)
         self._set: tuple[list[int], list[int]] = ([], [])
         self.seconds = 0.0
+        self._device_seconds, self._ready = device_seconds, 0.0
+        self.idle: list[float] = []
+        """Seconds that the device waited before each forward."""
 
     def after(self, token_id: int) -> int:
         if self._repeats:
@@ -60,13 +78,25 @@ class FreeRunner:
         if self._set[0]:
             self._logits[self._set] = 0.0
         count = len(batch.logits_indices)
-        tokens = [self.after(batch.token_ids[row]) for row in batch.logits_indices]
+        token_ids = batch.token_ids if batch.chosen is None else batch.chosen.tolist()
+        tokens = [self.after(token_ids[row]) for row in batch.logits_indices]
         self._set = list(range(count)), tokens
         if count:
             self._logits[self._set] = 30.0
         hidden = tuple(self._hidden[: batch.num_rows] for _ in batch.hidden_layers)
-        self.seconds += time.perf_counter() - began
-        return ForwardOutput(self._logits[:count], hidden)
+        ended = time.perf_counter()
+        self.seconds += ended - began
+        if not self._device_seconds:
+            return ForwardOutput(self._logits[:count], hidden)
+        self.idle.append(max(0.0, began - self._ready))
+        self._ready = ready = max(began, self._ready) + self._device_seconds
+        return ForwardOutput(self._logits[:count], hidden, lambda: self._wait(ready))
+
+    def _wait(self, ready: float) -> float:
+        while (left := ready - time.perf_counter()) > 0:
+            if left > _SPUN:
+                time.sleep(left - _SPUN)
+        return self._device_seconds
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         pass
@@ -74,17 +104,24 @@ class FreeRunner:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Microseconds of a step, tokens of a step for each request."""
+    """Microseconds of a step, a request's tokens in it, and microseconds that a device waited."""
 
     step: float
     tokens: float
+    idle: float = 0.0
 
 
 def measure(
-    core: EngineCore, hidden_size: int, drafter: str, batch: int, repeats: bool, num_tokens: int
+    core: EngineCore,
+    hidden_size: int,
+    drafter: str,
+    batch: int,
+    repeats: bool,
+    num_tokens: int,
+    device_seconds: float = 0.0,
 ) -> Found:
     """Steps ``batch`` requests until each has written ``num_tokens`` more than it takes to settle."""
-    runner = FreeRunner(core.limits.vocab_size, hidden_size, repeats, 512)
+    runner = FreeRunner(core.limits.vocab_size, hidden_size, repeats, 512, device_seconds)
     core.runner = runner
     wanted = PLAIN
     if drafter != "none":
@@ -119,8 +156,39 @@ def measure(
         times.append(taken)
         written.append(written[-1] + sum(len(each.token_ids) for each in result.events))
     first = next(at for at, num in enumerate(written) if num >= _WARM_TOKENS * batch)
-    kept = times[first:]
-    return Found(statistics.median(kept) * 1e6, (written[-1] - written[first]) / len(kept) / batch)
+    kept, idle = times[first:], runner.idle[first:-1] or [0.0]
+    tokens = (written[-1] - written[first]) / len(kept) / batch
+    return Found(statistics.median(kept) * 1e6, tokens, statistics.median(idle) * 1e6)
+
+
+def measure_all(
+    core: EngineCore, hidden_size: int, args: argparse.Namespace, device_seconds: float
+) -> None:
+    """Prints the tables of one device, or of a forward that takes none."""
+    cells = list(product([False, True], args.drafters, args.batch))
+    found: dict[Any, list[Found]] = {cell: [] for cell in cells}
+    for _ in range(args.rounds):
+        for repeats, drafter, batch in cells:
+            given = drafter, batch, repeats, args.tokens, device_seconds
+            found[repeats, drafter, batch].append(measure(core, hidden_size, *given))
+    head = "us of a step / tokens" + (" / us of them idle" if device_seconds else "")
+    for repeats in (False, True):
+        rows = []
+        for drafter in args.drafters:
+            own = [_median(found[repeats, drafter, batch]) for batch in args.batch]
+            rows.append([drafter, *(_said(each, device_seconds) for each in own)])
+        print("repeating texts" if repeats else "texts that never repeat")
+        print(table([head, *map(str, args.batch)], rows), "\n")
+
+
+def _median(found: Sequence[Found]) -> Found:
+    columns = zip(*((each.step, each.tokens, each.idle) for each in found), strict=True)
+    return Found(*map(statistics.median, columns))
+
+
+def _said(found: Found, device_seconds: float) -> str:
+    said = f"{found.step:.0f} / {found.tokens:.1f}"
+    return f"{said} / {found.idle:.0f}" if device_seconds else said
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -131,6 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draft", action="append", default=[], help="as `slipstream serve`")
     parser.add_argument("--tokens", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device-ms", type=float, help="of a device's forwards: is it idle?")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     config = EngineConfig(max_num_seqs=max(args.batch), draft=tuple(args.draft))
@@ -138,27 +207,16 @@ def main(arguments: list[str] | None = None) -> None:
     hidden_size = int(core.runner.model.config.hidden_size)  # type: ignore[attr-defined]
     processor = describe_machine(torch.device("cpu"))["processor"]
     print(f"{processor}; {args.model}'s vocabulary of {core.limits.vocab_size}\n")
-    cells = list(product([False, True], args.drafters, args.batch))
-    found: dict[Any, list[Found]] = {cell: [] for cell in cells}
     gc.freeze()
-    for _ in range(args.rounds):
-        for repeats, drafter, batch in cells:
-            one = measure(core, hidden_size, drafter, batch, repeats, args.tokens)
-            found[repeats, drafter, batch].append(one)
-    for repeats in (False, True):
-        rows = []
-        for drafter in args.drafters:
-            row = [drafter]
-            for batch in args.batch:
-                own = found[repeats, drafter, batch]
-                step, tokens = (
-                    statistics.median(each)
-                    for each in zip(*((f.step, f.tokens) for f in own), strict=True)
-                )
-                row.append(f"{step:.0f} / {tokens:.1f}")
-            rows.append(row)
-        print("repeating texts" if repeats else "texts that never repeat")
-        print(table(["us a step / tokens", *map(str, args.batch)], rows), "\n")
+    if args.device_ms is None:
+        measure_all(core, hidden_size, args, 0.0)
+        return
+    for runs_ahead in (False, True):
+        core.runs_ahead = runs_ahead
+        if runs_ahead:
+            core.cost.observe_overhead(0.0, is_hidden=True)
+        print("running ahead" if runs_ahead else "waiting for the host", end=", ")
+        measure_all(core, hidden_size, args, args.device_ms / 1000)
 
 
 if __name__ == "__main__":

@@ -554,4 +554,5 @@ def _build_core(
         config.check_integrity,
         kv_events=kv_events,
         hidden_layers=hidden_layers,
+        runs_ahead=runner.device.type == "cuda" and config.tensor_parallel_size == 1,
     )

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,14 +26,15 @@ from engine.request.events import ErrorEvent, StepResult, TokenEvent
 from engine.request.params import GenerationRequest
 from engine.request.stats import SpeculativeStats, StepClock, StepStats
 from engine.sampling.state import SamplingState
+from engine.schedule.ahead import going_on
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.baseline import Baseline, EarlyFinishers, estimate_baseline
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
-from engine.transfer import Readback
+from engine.transfer import Readback, upload
 from engine.verification.pooling import pool
-from engine.verification.verify import read_step
+from engine.verification.verify import Reading, begin_reading, read_step
 from kvpool.block_pool import BlockPool
 from kvpool.state_slots import StateRows
 
@@ -77,6 +78,16 @@ class ModelLimits:
     constrain: Constrain | None = None
 
 
+class _Launched(NamedTuple):
+    """A step that is under way, and not read yet."""
+
+    plan: Plan
+    batch: InputBatch
+    output: ForwardOutput
+    reading: Reading | None
+    clock: StepClock
+
+
 class EngineCore:
     """Owns the requests and drives pool, scheduler, drafters, model and verifier."""
 
@@ -92,9 +103,11 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         kv_events: KvEvents | None = None,
         hidden_layers: tuple[int, ...] = (),
+        runs_ahead: bool = False,
     ) -> None:
         """``clock``: the one of requests' deadlines; seconds. ``kv_events`` hears the pool.
-        ``hidden_layers``: whose states a step asks for where one of its requests reads some."""
+        ``hidden_layers``: whose states a step asks for where one of its requests reads some.
+        ``runs_ahead``: forwards return before they are done, and later ones wait for them."""
         self.runner = runner
         self.pool = pool
         self.scheduler = scheduler
@@ -105,6 +118,12 @@ class EngineCore:
         self._clock = clock
         self.kv_events = kv_events
         self._hidden_layers = hidden_layers or speculation.hidden_layers
+        self.runs_ahead = runs_ahead and pool.states is None
+        if self.runs_ahead:
+            cost.observe_overhead(0.0, is_hidden=True)  # as long as none was seen to take longer
+        self._launched: _Launched | None = None
+        """The step after the one that was read last, where it was launched ahead."""
+        self._ended = 0.0
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._result = StepResult()
@@ -153,8 +172,9 @@ class EngineCore:
         del self._requests[request.request_id]
         self.scheduler.remove(request)
         request.stats.num_failed_drafts = self.speculation.close(request)
-        if not self._requests:  # else the next step does it, for all that have ended by then
-            self.speculation.settle()
+        if not self._requests:
+            self._launched = None  # nobody is left whose step it is
+            self.speculation.settle()  # else the next step does it, for all that have ended by then
 
     # --- faults ---
 
@@ -187,6 +207,7 @@ class EngineCore:
         """A step broke as a whole, its forward, say: all requests in it fail, and the engine goes on with
         those that wait. Raises ``error`` where that is of no use."""
         self._num_failed_steps += 1
+        self._launched = None
         if self._num_failed_steps >= MAX_FAILED_STEPS or not isinstance(error, Exception):
             raise error
         for each in plan.scheduled:
@@ -207,16 +228,16 @@ class EngineCore:
         self._expire()
         with clock.measure("draft"):
             self.speculation.settle()
-        plan = self.scheduler.plan()
-        self._share_mask_time()
-        for _ in plan.admitted:
-            self._early.start()
-        if plan.scheduled:
+        launched, self._launched = self._launched, None
+        if launched is None or not self._alive(launched.plan):
+            launched = self._begin(self.scheduler.plan(), clock)
+        if launched is not None:
+            self._launched = self._go_ahead(launched)
             try:
-                self._run(plan, clock)
+                self._finish(launched)
                 self._num_failed_steps = 0
             except BaseException as error:
-                self._fail_step(plan, error)
+                self._fail_step(launched.plan, error)
         if self._check_integrity:
             self.pool.check_integrity()
         return self.take_result()
@@ -235,17 +256,78 @@ class EngineCore:
             error = DeadlineExceededError(request.num_output_tokens)
             self._result.events.append(ErrorEvent(request.request_id, error))
 
-    def _run(self, plan: Plan, clock: StepClock) -> None:
-        with clock.measure("draft"):
-            self.speculation.draft(plan, Readback())
-        batch = self._build_batch(plan)
-        with clock.measure("forward"):
-            output = self.runner.forward(batch)
+    def _begin(
+        self, plan: Plan, clock: StepClock, chosen: torch.Tensor | None = None
+    ) -> _Launched | None:
+        """Launch a step. ``chosen``: the rows' tokens, where it is launched ahead. None: it has nothing
+        to do, or it broke."""
+        self._share_mask_time()
+        for _ in plan.admitted:
+            self._early.start()
+        if not plan.scheduled:
+            return None
+        try:
+            if chosen is None:
+                with clock.measure("draft"):
+                    self.speculation.draft(plan, Readback())
+            batch = self._build_batch(plan)
+            batch.chosen = chosen
+            with clock.measure("forward"):
+                output = self.runner.forward(batch)
+            return _Launched(plan, batch, output, self._begin_reading(plan, output, clock), clock)
+        except BaseException as error:
+            self._fail_step(plan, error)
+            return None
+
+    def _begin_reading(self, plan: Plan, output: ForwardOutput, clock: StepClock) -> Reading | None:
+        """None: that goes wrong for all requests at once."""
         before = clock.draft
-        done = self._verify(plan.scheduled, output.logits, clock)
-        plan.speculation_seconds += clock.draft - before  # what drafters want to see of the step
+        try:
+            return begin_reading(plan.scheduled, output.logits, clock)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            return None
+        finally:
+            plan.speculation_seconds += (
+                clock.draft - before
+            )  # what drafters want to see of the step
+
+    def _go_ahead(self, launched: _Launched) -> _Launched | None:
+        """Launch the step after one that is not read yet, where the device can go on by itself."""
+        tokens = None if launched.reading is None else launched.reading.tokens
+        alive = self._alive(launched.plan)
+        if not self.runs_ahead or tokens is None or len(alive) < len(self.scheduler.running):
+            return None
+        clock, parts = StepClock(), going_on(alive)
+        plan = self.scheduler.plan_ahead([each.request for each in parts])
+        if plan is None:
+            return None
+        if not self.speculation.draft_none(plan):
+            for each in plan.scheduled:
+                each.sampling.num_unseen = 0
+            return None
+        rows = [each.anchor_logit for each in parts]
+        if rows != list(range(len(tokens))):
+            tokens = tokens.index_select(0, upload(rows, tokens.device))
+        return self._begin(plan, clock, tokens)
+
+    def _alive(self, plan: Plan) -> list[ScheduledRequest]:
+        """Returns the parts of a step whose requests are not over: they may have ended after it was
+        launched."""
+        get = self._requests.get
+        return [each for each in plan.scheduled if get(each.request.request_id) is each.request]
+
+    def _finish(self, launched: _Launched) -> None:
+        """Read a step, and take in what it says."""
+        plan, batch, output, _, clock = launched
+        clock.start = max(clock.start, self._ended)  # ahead: it began when the one before was over
         if output.seconds is not None:
-            clock.forward_took(output.seconds())
+            with clock.measure("verify"):
+                device_seconds = output.seconds()
+        done = self._read(launched)
+        if output.seconds is not None:
+            clock.forward_took(device_seconds, batch.chosen is not None)
         self._mask_seconds = max(
             _LEAST_MASK_SECONDS, min(clock.forward, _GROWTH * self._mask_seconds)
         )
@@ -257,6 +339,7 @@ class EngineCore:
             self.speculation.observe_hidden(done, states)
             self.speculation.observe(plan, sampled)
         clock.stop()
+        self._ended = time.perf_counter()
         self._report(plan, sampled, batch, clock)
 
     def _build_batch(self, plan: Plan) -> InputBatch:
@@ -291,18 +374,18 @@ class EngineCore:
         num_tokens = len(request.token_ids)
         return states.rows(request.request_id, each.num_known, len(each.draft), num_tokens)
 
-    def _verify(
-        self, scheduled: Sequence[ScheduledRequest], logits: torch.Tensor, clock: StepClock
-    ) -> list[ScheduledRequest]:
-        """All requests are verified at once; where that goes wrong, again one by one. Returns those for
-        which it was done."""
+    def _read(self, launched: _Launched) -> list[ScheduledRequest]:
+        """All requests are read at once; where that goes wrong, again one by one, if the logits are still
+        there. Returns those for which it was done."""
+        alive, logits, clock = self._alive(launched.plan), launched.output.logits, launched.clock
         try:
-            read_step(scheduled, logits, clock)
+            if launched.reading is not None:
+                launched.reading.finish()
+                return alive
         except BaseException as error:
-            if is_interrupt(error):
+            if is_interrupt(error) or self._launched is not None:
                 raise
-            return self._each(scheduled, lambda each: read_step([each], logits, clock))
-        return [*scheduled]
+        return self._each(alive, lambda each: read_step([each], logits, clock))
 
     def _pool(
         self, scheduled: Sequence[ScheduledRequest], states: Mapping[int, torch.Tensor]
@@ -388,7 +471,7 @@ class EngineCore:
         num_rows, num_kv_tokens = batch.num_rows, batch.num_kv_tokens
         num_requests, has_drafts = len(plan.scheduled), num_rows > plan.num_rows
         self.cost.observe(num_rows, num_kv_tokens, num_requests, clock.target, has_drafts)
-        self.cost.observe_overhead(clock.other)
+        self.cost.observe_overhead(clock.other, batch.chosen is not None)
         baseline = estimate_baseline(
             self.cost,
             clock.step - clock.draft,

@@ -45,6 +45,7 @@ class Readback:
 
     def __init__(self) -> None:
         self._added: list[Arrival] = []
+        self._arrive: Callable[[], list[Tensor]] | None = None
 
     def add(self, values: Tensor) -> Arrival:
         arrival = Arrival(values)
@@ -56,14 +57,18 @@ class Readback:
         """Counts what was added since the last fetch."""
         return len(self._added)
 
+    def send(self) -> None:
+        """Begins to bring what was added, behind all that was launched until now."""
+        sent = [each.sent for each in self._added]
+        is_far = bool(sent) and sent[0].device.type == "cuda"
+        self._arrive = _copied(sent) if is_far else lambda: sent
+
     def fetch(self) -> None:
         """Brings what was added since the last fetch. Nobody waits where that is nothing."""
-        added, self._added = self._added, []
-        if not added:
-            return
-        sent = [each.sent for each in added]
-        there = _copied(sent) if sent[0].device.type == "cuda" else sent
-        for each, tensor in zip(added, there, strict=True):
+        if self._arrive is None:
+            self.send()
+        added, arrive, self._added, self._arrive = self._added, self._arrive, [], None
+        for each, tensor in zip(added, arrive() if added and arrive else [], strict=True):
             each.there = tensor
 
 
@@ -95,14 +100,19 @@ class Stopwatch:
         return milliseconds / 1000
 
 
-def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _copied(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Returns what waits for the copies."""
     packed = pack(tensors)
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(packed.device))
-    done.synchronize()
-    return unpack(host, tensors)
+
+    def arrive() -> list[Tensor]:
+        done.synchronize()
+        return unpack(host, tensors)
+
+    return arrive
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

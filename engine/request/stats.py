@@ -207,11 +207,12 @@ class StepClock:
         """Returns a context; the time within is the phase's."""
         return _Stretch(self, phase)
 
-    def forward_took(self, seconds: float) -> None:
-        """The device's own clock: what it ran beyond the forward's launch was seen as verification."""
+    def forward_took(self, seconds: float, is_ahead: bool = False) -> None:
+        """The device's own clock: what it ran beyond the forward's launch was seen as verification.
+        ``is_ahead``: it ran while the host was at the step before, too."""
         both = self.forward + self.verify
-        self.forward = min(seconds, both)
-        self.verify = both - self.forward
+        self.forward = seconds if is_ahead else min(seconds, both)
+        self.verify = max(0.0, both - self.forward)
 
     def stop(self) -> None:
         self.step = time.perf_counter() - self.start

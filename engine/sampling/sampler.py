@@ -113,7 +113,8 @@ def _sampled(requests: Sequence[SampledRequest], values: Tensor) -> Tensor:
     """``values``: the requests' rows, one after another."""
     rows = [(each.sampling, depth) for each in requests for depth in (0, *each.draft.depths())]
     keys = np.array([state.key for state, _ in rows], np.int64)
-    positions = np.array([state.num_tokens + depth for state, depth in rows], np.int64)
+    ends = [state.num_tokens + state.num_unseen + depth for state, depth in rows]
+    positions = np.array(ends, np.int64)
     return sampled_tokens(values, keys, positions, [state.params for state, _ in rows])
 
 

@@ -45,6 +45,8 @@ class SamplingState:
         self.key = request_key(params.seed, params.choice_index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_output_tokens = 0
+        # Tokens that the device has chosen and the host has not read, 0 or 1: the next step is planned.
+        self.num_unseen = 0
         self.is_greedy = params.temperature == 0
         # Greedy rows have one possible token: every verification then comes to equality.
         self.verification: VerificationName = (
@@ -89,6 +91,7 @@ class SamplingState:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Take in the tokens that a step emitted."""
+        self.num_unseen = 0
         self.num_output_tokens += len(token_ids)
         self.num_steps += bool(token_ids)
         for processor in self.processors:

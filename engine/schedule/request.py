@@ -205,8 +205,12 @@ class ScheduledRequest:
     """Its shares of the step, as in ``SpeculativeStats``."""
 
     def __post_init__(self) -> None:
-        self.base = self.request.num_computed_tokens
-        self.samples = self.num_known == self.request.num_new_tokens
+        request = self.request
+        if self.sampling.num_unseen:  # all that is known is under way
+            self.base, self.samples = len(request.token_ids), True
+        else:
+            self.base = request.num_computed_tokens
+            self.samples = self.num_known == request.num_new_tokens
 
     @property
     def is_pooled(self) -> bool:
@@ -247,6 +251,9 @@ class ScheduledRequest:
 
     @property
     def known_token_ids(self) -> list[int]:
+        """A zero stands for one that only the device knows yet."""
+        if self.sampling.num_unseen:
+            return [0] * self.num_known
         return self.request.token_ids[self.base : self.base + self.num_known]
 
     @property

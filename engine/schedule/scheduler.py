@@ -123,6 +123,27 @@ class Scheduler:
         plan.num_waiting = len(self.waiting)
         return plan
 
+    def plan_ahead(self, requests: Sequence[Request]) -> Plan | None:
+        """Rows for a step that is launched before the tokens of the one before are read: one for each of
+        these requests, all that run and go on. None: it has to wait, since somebody may start or blocks
+        are short."""
+        first = self.waiting.first()
+        if first is not None:
+            is_full = len(self.running) >= self.max_num_seqs
+            if not is_full or first.params.priority < self.running[-1].params.priority:
+                return None
+        if not requests or self.pool.num_available < len(requests):
+            return None
+        plan = Plan(num_rows=len(requests), num_waiting=len(self.waiting))
+        plan.spare_rows = self.max_num_batched_tokens - plan.num_rows
+        for request in requests:
+            self.waiting.charge(request)
+            request.sampling.num_unseen = 1
+            each = ScheduledRequest(request, 1)
+            self.pool.allocate(request.request_id, each.base + 1)
+            plan.scheduled.append(each)
+        return plan
+
     def _resting(self) -> set[Request]:
         """Running requests that sit out the step, since their grammars' masks have taken more than their
         share; never all."""

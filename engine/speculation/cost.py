@@ -80,6 +80,7 @@ class CostModel:
             if point.num_rows < 1 or not 0 < point.seconds < math.inf:
                 raise ValueError(f"not a measured step: {point}")
         self.overhead_seconds = overhead_seconds
+        self._hidden_seconds: float | None = None
         self._rows, self._start, (self.kv_slope, self.pair_slope) = _fit(points)
         self._gaps = [right - left for left, right in pairwise(self._rows)]
         # Half of all rows: over these the curve's steepness beyond them is taken.
@@ -93,13 +94,15 @@ class CostModel:
     ) -> float:
         """A whole step; ``num_kv_tokens`` is the context summed over its ``num_requests`` requests."""
         forward = self._forward(num_rows, num_kv_tokens, num_requests)
-        return self.overhead_seconds + forward * self._drafts(num_requests, has_drafts)
+        hidden = 0.0 if has_drafts else self.waiting_seconds
+        return self.overhead_seconds - hidden + forward * self._drafts(num_requests, has_drafts)
 
     def step_seconds_table(
         self, num_rows: int, num_extra: int, num_kv_tokens: int, num_requests: int
     ) -> list[float]:
         """``[k]`` is ``step_seconds(num_rows + k, ..)`` with k drafts among the rows, for k up to
         ``num_extra``; never falling."""
+        # Whoever may grant drafts has asked for them: the device waits for the host in any case.
         plain = self.overhead_seconds + self._forward(num_rows, num_kv_tokens, num_requests)
         table = [plain]
         rows, scale = self._rows, self._machine * self._drafts(num_requests, True)
@@ -136,14 +139,22 @@ class CostModel:
         self._correction.observe(self._nearest(num_rows), surprise, is_mixed)
         self._redraw()
 
-    def observe_overhead(self, seconds: float) -> None:
-        """Learn from a step: ``seconds`` of all that does not grow with rows."""
-        if self.overhead_seconds <= 0.0:
-            self.overhead_seconds = seconds
-            return
-        error = seconds / self.overhead_seconds - 1.0
-        error = max(-_LARGEST_ERROR, min(_LARGEST_ERROR, error))
-        self.overhead_seconds *= 1.0 + _EMA_RATE * error
+    def observe_overhead(self, seconds: float, is_hidden: bool = False) -> None:
+        """Learn from a step: ``seconds`` of all that does not grow with rows. ``is_hidden``: it was
+        launched before the one before was read, so that the device did not wait for the host. Steps
+        without drafts are believed to be so once one was; steps with drafts never are."""
+        if is_hidden:
+            known = seconds if self._hidden_seconds is None else self._hidden_seconds
+            self._hidden_seconds = _moved(known, seconds)
+        else:
+            self.overhead_seconds = _moved(self.overhead_seconds, seconds)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """What a device that could have gone on waits for the host in a step for which drafters are
+        asked."""
+        hidden = self._hidden_seconds
+        return 0.0 if hidden is None else max(0.0, self.overhead_seconds - hidden)
 
     def observe_draft(self, drafter: str, num_asked: int, seconds: float) -> None:
         """Learn what a call of ``drafter`` for so many requests took, that it was told of what came
@@ -242,6 +253,14 @@ class Correction:
         covariance -= spread[:, None] * gain
         gain *= surprise
         self._logs += gain
+
+
+def _moved(known: float, seen: float) -> float:
+    """Returns a mean of seconds after another was seen."""
+    if known <= 0.0:
+        return seen
+    error = max(-_LARGEST_ERROR, min(_LARGEST_ERROR, seen / known - 1.0))
+    return known * (1.0 + _EMA_RATE * error)
 
 
 def _fit(points: Sequence[Measurement]) -> tuple[list[int], list[float], tuple[float, float]]:

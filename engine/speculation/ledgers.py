@@ -56,6 +56,9 @@ class Ledgers:
         self._plain_seconds = self.prompt_seconds = self._rate = self._row_tokens = 0.0
         """What the step takes without drafts, how much of that its prompts take, what it would write per
         second without either, and the tokens that are not written while it verifies a row more."""
+        self._waiting_tokens = 0.0
+        """The tokens of each who was asked that are not written while the device waits for the host,
+        where there is no row to charge them to."""
 
     def gain(self, drafter: str, is_whole: bool, request: Request) -> Gain:
         """Returns the account of a new request. ``is_whole``: its drafts are granted whole or not at
@@ -127,8 +130,12 @@ class Ledgers:
     def granted(self, plan: Plan) -> None:
         """The drafts of the step are those that it verifies."""
         num_drafts = sum(len(each.draft) for each in plan.scheduled)
+        self._waiting_tokens = 0.0
         if num_drafts:
             self._row_tokens = self._tokens(plan, num_drafts) / num_drafts
+        elif waiting := self._cost.waiting_seconds:
+            num_asked = sum(each.num_asked > 0 for each in plan.scheduled)
+            self._waiting_tokens = self._rate * waiting / max(1, num_asked)
 
     def learn(
         self, each: ScheduledRequest, drafting: Drafting, num_verified: int, num_accepted: int
@@ -144,4 +151,4 @@ class Ledgers:
                 drafting.gain.observe(num_accepted)
             return
         drafting.row_tokens = num_verified * self._row_tokens
-        drafting.gain.observe(num_accepted - drafting.row_tokens)
+        drafting.gain.observe(num_accepted - drafting.row_tokens - self._waiting_tokens)

@@ -203,6 +203,13 @@ class Speculation:
 
     # --- before the forward ---
 
+    def draft_none(self, plan: Plan) -> bool:
+        """Says for a step that is launched before the one before was read whether every request goes
+        without a draft, since its drafter rests; the step has to wait elsewhere."""
+        if self._unread:
+            self._read_prompts(_TOKENS_READ_PER_STEP)
+        return not self._drafting or not self._awake(plan)
+
     def draft(self, plan: Plan, readback: Readback) -> None:
         """Give every request that samples in this step its draft, as far as the policies grant it and
         there are blocks to lease, and say what its drafter wants to see. ``readback``: for what drafters

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,11 +49,26 @@ _FEW_LOGITS = 1 << 23
 _RULES: dict[VerificationName, Rule] = {"rejection": reject_tokens, "block": reject_chain}
 
 
-def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepClock) -> None:
-    """Keep with the requests what their rows say: outcomes, top tokens for drafters, log-probabilities.
+class Reading(NamedTuple):
+    """A step that is being read. ``finish`` waits for the device and keeps with the requests what their
+    rows say. ``tokens`` ``[num_rows]``, int64, where the logits are: the target's own at every row with
+    logits, where any request is matched."""
 
-    All of it is begun before anything is read, and read in one go, with one wait for the device; only
-    verification by rejection, and what follows from it, waits again.
+    finish: Callable[[], None]
+    tokens: Tensor | None
+
+
+def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepClock) -> None:
+    """Keep with the requests what their rows say: outcomes, top tokens, log-probabilities."""
+    begin_reading(requests, logits, clock).finish()
+
+
+def begin_reading(
+    requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepClock
+) -> Reading:
+    """Begins all that is read of a step before any of it is, to be read in one go, with one wait for the
+    device; only verification by rejection, and what follows from it, waits again. Where that is not
+    needed the logits may be written over once this returns.
     """
     readback = Readback()
     if logits.numel() <= _FEW_LOGITS:
@@ -64,12 +80,17 @@ def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepC
         finish_tops, likeliest = begin_top_rows(sampling, logits, readback)
         finish_verification, tokens = begin_verification(logits, sampling, readback, likeliest)
     finish_logprobs = begin_logprobs(requests, logits, tokens, readback)
-    with clock.measure("verify"):
-        readback.fetch()
-        finish_verification()
-    with clock.measure("draft"):
-        finish_tops()
-    finish_logprobs()
+    readback.send()
+
+    def finish() -> None:
+        with clock.measure("verify"):
+            readback.fetch()
+            finish_verification()
+        with clock.measure("draft"):
+            finish_tops()
+        finish_logprobs()
+
+    return Reading(finish, tokens)
 
 
 # --- which drafts stand ---

@@ -108,6 +108,18 @@ def test_a_step_waits_once(tiny_target: TinyTarget) -> None:
     assert any(account.num_accepted_tokens < account.num_draft_tokens for account in accounts)
 
 
+def test_steps_that_run_ahead_read_nothing_more(tiny_target: TinyTarget) -> None:
+    requests = [
+        request(name, circle_prompt(index), SAMPLINGS[name])
+        for index, name in enumerate(("greedy", "sampled", "truncated"))
+    ]
+    driver = WatchedDriver(tiny_target.core(SETUP.but(runs_ahead=True)))
+    driver.run(*requests)
+    assert driver.looks.looks == {}
+    assert set(driver.waits) <= {0, 1}
+    assert_equal_texts(driver, Driver(tiny_target.core(SETUP)).run(*requests))
+
+
 def test_a_step_of_prompts_alone_reads_nothing(tiny_target: TinyTarget) -> None:
     long = request("long", circle_prompt(0) * 3, replace(GREEDY, max_tokens=1))
     driver = watched(tiny_target, long)

@@ -70,8 +70,9 @@ class DictatedCost(CostModel):
         assert num_kv_tokens >= 0
         assert seconds >= 0
 
-    def observe_overhead(self, seconds: float) -> None:
+    def observe_overhead(self, seconds: float, is_hidden: bool = False) -> None:
         assert seconds >= 0
+        assert not is_hidden or self.waiting_seconds == 0.0
 
     def observe_draft(self, drafter: str, num_asked: int, seconds: float) -> None:
         assert drafter
@@ -104,6 +105,7 @@ class Setup:
     shed_queue: int = 1
     kv_events: KvEvents | None = None
     hidden_layers: tuple[int, ...] = ()
+    runs_ahead: bool = False
     states: StateSlots | None = None
     tier: Callable[[Any, Mapping[str, Drafter]], BlockTier] | None = None
     """Makes what keeps evicted blocks, of the runner's store and drafters' rows."""
@@ -149,6 +151,7 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
         setup.clock,
         setup.kv_events,
         setup.hidden_layers,
+        setup.runs_ahead,
     )
 
 

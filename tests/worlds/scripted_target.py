@@ -125,6 +125,8 @@ class ScriptedRunner:
         self._slots: list[_Entry | None] = [None] * (num_blocks * block_size)
 
     def forward(self, batch: InputBatch) -> ForwardOutput:
+        if batch.chosen is not None:
+            batch.token_ids = batch.chosen.tolist()
         written = set(batch.slot_mapping)
         assert len(written) == len(batch.slot_mapping), "two rows of a step share a slot"
         bank_rows, values = [-1] * batch.num_rows, [0] * batch.num_rows

@@ -68,6 +68,7 @@ def setups(draw: st.DrawFn) -> Setup:
         max_model_len=48,
         eos_token_ids=draw(st.sampled_from([(), (1,)])),
         cost=DictatedCost(row_seconds, {"nasd": draw(st.sampled_from([0.0, 0.0, 2.0]))}),
+        runs_ahead=draw(st.booleans()),
     )
 
 

@@ -309,3 +309,18 @@ def test_a_step_between_two_knots_teaches_both_by_their_weight() -> None:
     correction.observe([(0, 0.75), (1, 0.25)], 0.05)
     _, _, (near, far, neither) = correction.factors()
     assert near > far > neither == 1.0
+
+
+def test_a_device_that_goes_on_by_itself_waits_where_drafts_are_asked_for() -> None:
+    model = CostModel([(1, 0, 1.0), (2, 0, 1.5)], overhead_seconds=0.5)
+    assert model.waiting_seconds == 0.0
+    for _ in range(100):
+        model.observe_overhead(0.1, is_hidden=True)
+    assert model.overhead_seconds == 0.5
+    assert model.waiting_seconds == pytest.approx(0.4)
+    assert model.step_seconds(1, 0, 1) == pytest.approx(1.1)
+    assert model.step_seconds(2, 0, 1, has_drafts=True) == pytest.approx(2.0)
+    assert model.step_seconds_table(1, 1, 0, 1) == pytest.approx([1.5, 2.0])
+    for _ in range(400):
+        model.observe_overhead(0.9, is_hidden=True)
+    assert model.waiting_seconds == 0.0, "a step gains nothing by waiting"

@@ -1,0 +1,37 @@
+"""Who may run a step ahead of what the host has read.
+
+A device that works on by itself need not wait for the host between two steps: the next one's rows take
+their tokens from where the device has put them. What the host finds when it reads them (a stop token, an
+abort) comes too late for a row that is under way already; that row is thrown away, and what it stored
+lies in a block that nobody reads before it is written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.schedule.request import ScheduledRequest
+
+
+def going_on(parts: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+    """Returns those parts of a launched step whose requests have another token to write after it, unless
+    they stop; none where one of them needs the host before its next row."""
+    if any(_needs_host(each) for each in parts):
+        return []
+    return [each for each in parts if each.request.num_tokens_left > 1]
+
+
+def _needs_host(each: ScheduledRequest) -> bool:
+    sampling = each.sampling
+    return (
+        not each.samples
+        or bool(each.draft.token_ids)
+        or sampling.verification != "match"
+        or sampling.grammar is not None
+        or bool(sampling.processors)
+        or sampling.params.logprobs is not None
+        or bool(each.hidden_layers)
+        or each.num_top_tokens > 0
+        or each.is_pooled
+        or each.request.wants_prompt_logprobs
+    )

@@ -1,0 +1,211 @@
+"""Steps that are launched before the tokens of the one before are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drafters.registry import build_drafters
+from engine.batch import ForwardOutput, InputBatch
+from engine.core import EngineCore, Runner
+from engine.request.events import ErrorEvent, TokenEvent
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from worlds.engine_harness import (
+    DictatedCost,
+    Driver,
+    Setup,
+    TinyTarget,
+    circle_prompt,
+    drafting,
+    request,
+    traces_of,
+)
+
+AHEAD = Setup(runs_ahead=True, check_integrity=True)
+USUAL = SamplingParams(20, temperature=0.0, ignore_eos=True)
+
+
+class Watched:
+    """A runner that notes which steps took their tokens from the device, and what had been told by the
+    time when they were launched. The ``broken``-th forward raises."""
+
+    def __init__(self, runner: Runner, broken: int = -1) -> None:
+        self._runner, self._broken = runner, broken
+        self.are_ahead: list[bool] = []
+        self.sizes: list[int] = []
+
+    def forward(self, batch: InputBatch) -> ForwardOutput:
+        self.are_ahead.append(batch.chosen is not None)
+        self.sizes.append(batch.num_rows)
+        if len(self.are_ahead) == self._broken:
+            raise RuntimeError("the device has no room")
+        return self._runner.forward(batch)
+
+    def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
+        self._runner.move(source_slots, target_slots)
+
+
+@pytest.fixture(scope="module")
+def target() -> TinyTarget:
+    torch.set_num_threads(1)
+    return TinyTarget()
+
+
+def watched(target: TinyTarget, setup: Setup, broken: int = -1) -> tuple[EngineCore, Watched]:
+    core = target.core(setup)
+    runner = core.runner = Watched(core.runner, broken)
+    return core, runner
+
+
+def asked(
+    number: int, sampling: SamplingParams = USUAL, speculative: SpeculativeParams = PLAIN
+) -> GenerationRequest:
+    return request(f"r{number}", circle_prompt(number)[: 9 + number], sampling, speculative)
+
+
+def texts(driver: Driver) -> dict[str, tuple[list[int], str]]:
+    return {name: (driver.token_ids[name], each.reason) for name, each in driver.finishes.items()}
+
+
+def run(core: EngineCore, *requests: GenerationRequest) -> Driver:
+    driver = Driver(core)
+    driver.submit(*requests)
+    driver.run()
+    assert traces_of(core, driver.finishes) == []
+    return driver
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        USUAL,
+        replace(USUAL, temperature=0.9, seed=3),
+        replace(USUAL, temperature=1.2, top_p=0.8, top_k=20, seed=4),
+        replace(USUAL, temperature=1.0, seed=5, stop_token_ids=tuple(range(0, 64, 3))),
+        replace(USUAL, seed=6, temperature=0.7, min_p=0.05, max_tokens=7),
+    ],
+)
+def test_texts_are_those_of_steps_that_wait(target: TinyTarget, sampling: SamplingParams) -> None:
+    requests = [
+        asked(number, replace(sampling, max_tokens=sampling.max_tokens + 3 * number))
+        for number in range(4)
+    ]
+    expected = texts(run(target.core(Setup()), *requests))
+    core, runner = watched(target, AHEAD)
+    assert texts(run(core, *requests)) == expected
+    assert sum(runner.are_ahead) > len(runner.are_ahead) // 2
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_told(target: TinyTarget) -> None:
+    core, runner = watched(target, AHEAD)
+    driver = Driver(core)
+    driver.submit(asked(0))
+    driver.step()
+    assert (len(driver.token_ids["r0"]), runner.are_ahead) == (1, [False, True])
+    driver.step()
+    assert (len(driver.token_ids["r0"]), runner.are_ahead) == (2, [False, True, True])
+
+
+def test_no_row_is_launched_for_a_token_that_a_length_forbids(target: TinyTarget) -> None:
+    core, runner = watched(target, AHEAD)
+    driver = run(
+        core, asked(0, replace(USUAL, max_tokens=3)), asked(1, replace(USUAL, max_tokens=5))
+    )
+    assert [len(each) for each in driver.token_ids.values()] == [3, 5]
+    assert runner.sizes[1:] == [2, 2, 1, 1]
+
+
+def test_an_abort_throws_the_row_away_and_its_blocks_serve_others(target: TinyTarget) -> None:
+    setup = AHEAD.but(num_blocks=14)
+    core, _ = watched(target, setup)
+    driver = Driver(core)
+    driver.submit(asked(0), asked(1))
+    for _ in range(3):
+        driver.step()
+    core.abort("r0")
+    driver.submit(asked(3))
+    driver.run()
+    assert driver.finishes["r0"].reason == "abort"
+    expected = texts(run(target.core(Setup()), asked(1), asked(3)))
+    assert {name: each for name, each in texts(driver).items() if name != "r0"} == expected
+    assert traces_of(core, driver.finishes) == []
+
+
+def test_a_name_that_comes_again_gets_nothing_of_the_row_under_way(target: TinyTarget) -> None:
+    core, _ = watched(target, AHEAD)
+    for each in (asked(0), asked(1)):
+        core.submit(core.prepare(each))
+    core.step()
+    core.abort("r0")
+    core.take_result()
+    again = replace(asked(2), request_id="r0")
+    core.submit(core.prepare(again))
+    told: list[int] = []
+    while core.has_work:
+        for event in core.step().events:
+            assert isinstance(event, TokenEvent)
+            told += event.token_ids if event.request_id == "r0" else ()
+    assert told == run(target.core(Setup()), again).token_ids["r0"]
+
+
+def test_who_waits_for_a_free_seat_is_not_kept_waiting(target: TinyTarget) -> None:
+    core, runner = watched(target, AHEAD)
+    driver = Driver(core)
+    driver.submit(asked(0))
+    for _ in range(3):
+        driver.step()
+    driver.submit(asked(1))
+    driver.step()  # reads the step that is under way, and launches none before the newcomer's prompt
+    driver.step()
+    assert len(driver.token_ids["r1"]) == 1
+    assert runner.are_ahead == [False, True, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        replace(USUAL, frequency_penalty=0.5),
+        replace(USUAL, logprobs=2),
+        replace(USUAL, min_tokens=6, stop_token_ids=(3,)),
+    ],
+)
+def test_a_request_that_needs_the_host_between_steps_waits_for_it(
+    target: TinyTarget, sampling: SamplingParams
+) -> None:
+    core, runner = watched(target, AHEAD)
+    driver = run(core, asked(0, sampling), asked(1))
+    assert not any(runner.are_ahead[:19])
+    assert texts(driver) == texts(run(target.core(Setup()), asked(0, sampling), asked(1)))
+
+
+def test_what_drafts_waits_and_what_rests_runs_ahead(target: TinyTarget) -> None:
+    always = drafting("ngram", "fixed", 3, ngram_min=1)
+    weighed = drafting("ngram", "goodput", 3, ngram_min=1)
+    for speculative, cost, is_ahead in (
+        (always, 0.0, False),
+        (weighed, 1000.0, True),  # its asking is dear: it rests after the first steps
+    ):
+        drafters = {**build_drafters()}
+        setup = AHEAD.but(cost=DictatedCost(0.05, {"ngram": cost}), drafters=drafters)
+        core, runner = watched(target, setup)
+        long = replace(USUAL, max_tokens=60)
+        driver = run(core, asked(0, long, speculative))
+        assert any(runner.are_ahead) == is_ahead
+        assert texts(driver) == texts(run(target.core(Setup()), asked(0, long)))
+
+
+@pytest.mark.parametrize("broken", [2, 3])
+def test_a_step_that_breaks_when_it_is_launched_ahead_ends_its_requests_once(
+    target: TinyTarget, broken: int
+) -> None:
+    core, _ = watched(target, AHEAD, broken)
+    core.submit(core.prepare(asked(0)))
+    core.submit(core.prepare(asked(1)))
+    events = [event for _ in range(6) for event in core.step().events]
+    ends = [event.request_id for event in events if isinstance(event, ErrorEvent)]
+    assert sorted(ends) == ["r0", "r1"]
+    assert not core.has_work
+    assert texts(run(core, asked(2))) == texts(run(target.core(Setup()), asked(2)))
