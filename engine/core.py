@@ -340,7 +340,15 @@ class EngineCore:
             self.speculation.observe(plan, sampled)
         clock.stop()
         self._ended = time.perf_counter()
+        for each in sampled:
+            if each.outcome is not None and each.outcome.finish_reason is not None:
+                self._remove(each.request)
+        told, self._result.events = self._result.events, []
+        if self.runs_ahead and self._launched is None:  # the device works while this one is told
+            self._launched = self._begin(self.scheduler.plan(), StepClock())
+        later, self._result.events = self._result.events, told
         self._report(plan, sampled, batch, clock)
+        self._result.events += later
 
     def _build_batch(self, plan: Plan) -> InputBatch:
         """All rows flat, in the order of the plan."""
@@ -510,7 +518,6 @@ class EngineCore:
                 logger.warning(
                     "request %s was cut: its grammar %s", request.request_id, outcome.cut
                 )
-            self._remove(request)
             self._early.finish(request.stats)
             finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id, outcome.cut)
         event = TokenEvent(

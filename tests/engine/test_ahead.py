@@ -181,6 +181,22 @@ def test_a_request_that_needs_the_host_between_steps_waits_for_it(
     assert texts(driver) == texts(run(target.core(Setup()), asked(0, sampling), asked(1)))
 
 
+def test_a_step_is_told_while_the_next_one_is_under_way(target: TinyTarget) -> None:
+    core, runner = watched(target, AHEAD)
+    driver = Driver(core)
+    penalised = replace(USUAL, frequency_penalty=0.5)
+    driver.submit(asked(0, penalised), asked(1, USUAL, drafting("ngram", "fixed", 3, ngram_min=1)))
+    for number in range(1, 6):
+        driver.step()
+        assert len(driver.token_ids["r0"]) == number
+        assert runner.are_ahead == [False] * (number + 1)
+    core.abort("r1")  # its drafts are in blocks that are free again
+    driver.submit(asked(2))
+    driver.run()
+    alone = texts(run(target.core(Setup()), asked(0, penalised), asked(2)))
+    assert {name: each for name, each in texts(driver).items() if name != "r1"} == alone
+
+
 def test_what_drafts_waits_and_what_rests_runs_ahead(target: TinyTarget) -> None:
     always = drafting("ngram", "fixed", 3, ngram_min=1)
     weighed = drafting("ngram", "goodput", 3, ngram_min=1)

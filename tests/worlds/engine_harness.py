@@ -333,7 +333,8 @@ class Driver:
         result = self.core.step()
         self.num_steps += 1
         self.core.pool.check_integrity()
-        assert self.core.pool.counts()["draft"] == 0, "a lease outlived its step"
+        if not (self.core.runs_ahead and self.core.has_work):  # else the next step is under way
+            assert self.core.pool.counts()["draft"] == 0, "a lease outlived its step"
         if result.stats is not None:
             self.stats.append(result.stats)
         for event in result.events:
