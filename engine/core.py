@@ -29,7 +29,8 @@ from engine.sampling.state import SamplingState
 from engine.schedule.ahead import going_on
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.schedule.scheduler import Scheduler
-from engine.speculation.baseline import Baseline, EarlyFinishers, estimate_baseline
+from engine.speculation.accounts import account
+from engine.speculation.baseline import EarlyFinishers, estimate_baseline
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.transfer import Readback, upload
@@ -124,6 +125,8 @@ class EngineCore:
         self._launched: _Launched | None = None
         """The step after the one that was read last, where it was launched ahead."""
         self._ended = 0.0
+        self.listen: Callable[[], None] = lambda: None
+        """Called before a step is planned within another: who has commands gives them now."""
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._result = StepResult()
@@ -296,8 +299,11 @@ class EngineCore:
     def _go_ahead(self, launched: _Launched) -> _Launched | None:
         """Launch the step after one that is not read yet, where the device can go on by itself."""
         tokens = None if launched.reading is None else launched.reading.tokens
+        if not self.runs_ahead or tokens is None:
+            return None
+        self.listen()
         alive = self._alive(launched.plan)
-        if not self.runs_ahead or tokens is None or len(alive) < len(self.scheduler.running):
+        if len(alive) < len(self.scheduler.running):
             return None
         clock, parts = StepClock(), going_on(alive)
         plan = self.scheduler.plan_ahead([each.request for each in parts])
@@ -345,6 +351,7 @@ class EngineCore:
                 self._remove(each.request)
         told, self._result.events = self._result.events, []
         if self.runs_ahead and self._launched is None:  # the device works while this one is told
+            self.listen()
             self._launched = self._begin(self.scheduler.plan(), StepClock())
         later, self._result.events = self._result.events, told
         self._report(plan, sampled, batch, clock)
@@ -493,7 +500,7 @@ class EngineCore:
         by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)
         for each in sampled:
             each.verify_seconds = (1 + len(each.draft)) / num_rows * clock.target
-            _account(each, by_drafter, baseline, clock.step)
+            account(each, by_drafter, baseline, clock.step)
         self._each(sampled, self._emit)
         num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
         self._early.step(clock.step, len(self.scheduler.running))
@@ -567,29 +574,3 @@ class EngineCore:
             offload_dropped=lost,
             **figures,
         )
-
-
-def _account(
-    each: ScheduledRequest,
-    by_drafter: Mapping[str, SpeculativeStats],
-    baseline: Baseline,
-    step_seconds: float,
-) -> None:
-    """Into the request's own account, and that of all requests with its drafter."""
-    stats, outcome = each.request.stats, each.outcome
-    assert outcome is not None
-    gamma, num_emitted = len(each.draft), len(outcome.emitted_token_ids)
-    stats.note_gamma(gamma, each.reason)
-    recorded = (
-        gamma,
-        outcome.num_accepted,
-        num_emitted,
-        each.reason,
-        each.draft_seconds,
-        each.verify_seconds,
-        step_seconds,
-        baseline.seconds(num_emitted),
-        int(outcome.stop_token_id is not None),
-    )
-    stats.record(*recorded)
-    by_drafter[stats.drafter].record(*recorded)

@@ -63,6 +63,8 @@ class EngineRuntime:
         self._adapters = adapters
         self._max_num_open = max_num_open
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_stopped = False
+        core.listen = self._listen
         self._lock = threading.Lock()
         self._open: dict[str, Request] = {}
         self._backlog = Backlog()
@@ -201,7 +203,7 @@ class EngineRuntime:
     def _obey(self, post: Callable[[StepResult], None]) -> bool:
         """Run the commands that have come in, waiting for one if there is nothing else to do.
         False: stop."""
-        block = not self.core.has_work
+        block = not self.core.has_work and not self._is_stopped
         if block:
             self.pulse.rest()
         has_tidied = False
@@ -211,7 +213,9 @@ class EngineRuntime:
                 post(StepResult(stats=self.core.gauges(num_steps=0)))
             has_tidied = wait is not None
             try:
-                command = self._inbox.get(block=block, timeout=wait)
+                command = None
+                if not self._is_stopped:
+                    command = self._inbox.get(block=block, timeout=wait)
             except queue.Empty:
                 if block:
                     continue
@@ -226,6 +230,18 @@ class EngineRuntime:
                 return False
             command()
             block = False
+
+    def _listen(self) -> None:
+        """Run the commands that have come in meanwhile."""
+        while not self._is_stopped:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if command is None:
+                self._is_stopped = True
+            else:
+                command()
 
 
 def _nothing() -> None:

@@ -181,6 +181,17 @@ def test_a_request_that_needs_the_host_between_steps_waits_for_it(
     assert texts(driver) == texts(run(target.core(Setup()), asked(0, sampling), asked(1)))
 
 
+def test_commands_are_heard_before_a_step_is_planned_within_another(target: TinyTarget) -> None:
+    core, runner = watched(target, AHEAD)
+    driver = Driver(core)
+    driver.submit(asked(0, replace(USUAL, frequency_penalty=0.5)), asked(1))
+    coming = [lambda: driver.submit(asked(2)), lambda: core.abort("r1")]
+    core.listen = lambda: coming.pop(0)() if coming else None
+    driver.step()
+    assert runner.sizes[1:] == [1 + len(asked(2).prompt_token_ids)]
+    assert (len(driver.token_ids["r1"]), driver.finishes["r1"].reason) == (1, "abort")
+
+
 def test_a_step_is_told_while_the_next_one_is_under_way(target: TinyTarget) -> None:
     core, runner = watched(target, AHEAD)
     driver = Driver(core)
