@@ -84,6 +84,8 @@ def estimate_baseline(
     with draft nodes, ``num_base_rows`` without; ``num_kv_tokens`` over all ``num_requests`` requests, of
     which ``num_sampling`` sampled. ``num_early``: ``EarlyFinishers``, which were not among them."""
     has_drafts = num_rows > num_base_rows
+    if not has_drafts and not num_early and num_base_rows == num_sampling:  # it was such a step
+        return Baseline(max(0.0, seconds), max(0.0, seconds), num_sampling)
     as_run = cost.step_seconds(num_rows, num_kv_tokens, num_requests, has_drafts)
     num_all = num_requests + num_early
     num_kv_tokens = num_kv_tokens * num_all // num_requests

@@ -7,6 +7,7 @@ of that step, never the request or the engine.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from drafters.checks import count_of, is_interrupt
 from drafters.ledger import Gain
 from drafters.tree import DraftTree
 from engine.request.params import SpeculativeParams, VerificationName
+from engine.schedule.request import Plan
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
 
@@ -172,3 +174,41 @@ def check_sampled(tree: DraftTree, verification: str, vocab_size: int) -> None:
             raise ValueError(f"draft_probs of node {parent} are no distribution")
         elif not 0 <= min(probs) <= max(probs) < vocab_size:
             raise ValueError(f"draft_probs of node {parent} name a token out of the vocabulary")
+
+
+# No generators: a step has five of these, which would take three times as long.
+
+
+class timed:  # noqa: N801  (reads as a function)
+    """The drafters with these names share the time of what is done within."""
+
+    __slots__ = ("_plan", "_names", "_start")
+
+    def __init__(self, plan: Plan, *names: str) -> None:
+        self._plan, self._names = plan, names
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = (time.perf_counter() - self._start) / len(self._names)
+        spent = self._plan.draft_seconds
+        for name in self._names:
+            spent[name] = spent.get(name, 0.0) + seconds
+
+
+class weighed:  # noqa: N801
+    """What is done within takes the engine time, beside what drafters take."""
+
+    __slots__ = ("_plan", "_start")
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter() - sum(self._plan.draft_seconds.values())
+
+    def __exit__(self, *_: object) -> None:
+        plan = self._plan
+        drafters = sum(plan.draft_seconds.values())
+        plan.speculation_seconds += time.perf_counter() - self._start - drafters

@@ -13,9 +13,8 @@ lease takes none but free ones, and gives them back before the next request is p
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,6 +41,8 @@ from engine.speculation.contained import (
     guarded,
     is_of_core,
     shape_of,
+    timed,
+    weighed,
     worth_of,
 )
 from engine.speculation.cost import CostModel
@@ -221,7 +222,7 @@ class Speculation:
             self._read_prompts(max(_TOKENS_READ_PER_STEP, plan.num_rows))
         if not self._drafting:
             return
-        with self._weighed(plan):
+        with weighed(plan):
             drafting = [each for each in self._awake(plan) if self._bound(each, plan.num_waiting)]
             if drafting:
                 rate = self._ledgers.begin_step(plan)
@@ -252,14 +253,6 @@ class Speculation:
             else:
                 each.reason = "low_acceptance"
         return awake
-
-    @contextmanager
-    def _weighed(self, plan: Plan) -> Iterator[None]:
-        """What is done within takes the engine time, beside what drafters take."""
-        start = time.perf_counter() - sum(plan.draft_seconds.values())
-        yield
-        drafters = sum(plan.draft_seconds.values())
-        plan.speculation_seconds += time.perf_counter() - start - drafters
 
     def _read_prompts(self, num_tokens: int) -> None:
         """Let drafters take in ``num_tokens`` more tokens of the requests that they have not read yet."""
@@ -372,17 +365,17 @@ class Speculation:
                     each.request.request_id, each.request.token_ids
                 )
             num_before = readback.num_added
-            with _timed(plan, name):
+            with timed(plan, name):
                 asks = [self._ask(each, self.drafters[name], rate) for each in group]
                 finish = guarded(self._blamed(group), self.drafters[name].begin, asks, readback)
             begun.append((name, group, asks, finish))
             if readback.num_added > num_before:
                 waiting.append(name)
         if waiting:
-            with _timed(plan, *waiting):
+            with timed(plan, *waiting):
                 guarded([], readback.fetch)
         for name, group, asks, finish in begun:
-            with _timed(plan, name):
+            with timed(plan, name):
                 self._finish(self.drafters[name], group, asks, finish)
 
     def _ask(self, each: ScheduledRequest, drafter: Drafter, plain_rate: float) -> DraftRequest:
@@ -501,7 +494,7 @@ class Speculation:
         """Tell estimates, policies and drafters what the target said of requests that have sampled, and
         requests what their drafters took."""
         by_drafter: dict[str, list[tuple[ScheduledRequest, Observation]]] = {}
-        with self._weighed(plan):
+        with weighed(plan):
             for each in requests:
                 drafting = self._drafting.get(each.request.request_id)
                 if drafting is not None and drafting.is_asked:
@@ -511,7 +504,7 @@ class Speculation:
             for name, told in by_drafter.items():
                 # Not retried one by one: a drafter may have learned from half of them already.
                 whose = [self._drafting[seen.request_id] for _, seen in told]
-                with _timed(plan, name):
+                with timed(plan, name):
                     guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
         self._account(plan, by_drafter)
 
@@ -569,18 +562,8 @@ class Speculation:
             by_drafter.setdefault(self._drafting[each.request_id].name, []).append(each)
         for name, group in by_drafter.items():
             whose = [self._drafting[each.request_id] for each in group]
-            with nullcontext() if plan is None else _timed(plan, name):
+            with nullcontext() if plan is None else timed(plan, name):
                 guarded(whose, self.drafters[name].observe_hidden, group)
-
-
-@contextmanager
-def _timed(plan: Plan, *names: str) -> Iterator[None]:
-    """The drafters with these names share the time of what is done within."""
-    start = time.perf_counter()
-    yield
-    seconds = (time.perf_counter() - start) / len(names)
-    for name in names:
-        plan.draft_seconds[name] = plan.draft_seconds.get(name, 0.0) + seconds
 
 
 def _observation(request: Request, each: ScheduledRequest, outcome: Outcome) -> Observation:
