@@ -353,6 +353,7 @@ class EngineCore:
         if self.runs_ahead and self._launched is None:  # the device works while this one is told
             self.listen()
             self._launched = self._begin(self.scheduler.plan(), StepClock())
+            self._tell_cache()
         later, self._result.events = self._result.events, told
         self._report(plan, sampled, batch, clock)
         self._result.events += later
