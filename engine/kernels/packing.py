@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from engine.kernels import LANES
 from engine.kernels.formats import CHANNELS, FOURS, GROUP, Format, Offset
-from engine.kernels.grouped_weight import GroupedWeight
+from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
 
 _FORMATS_BITS = (4, 5, 6, 8)
 _LARGEST_EXPONENT = 14
@@ -18,10 +18,6 @@ _LARGEST_EXPONENT = 14
 _MOST_SHIFT = 62
 _NUMBERS = {"minima": torch.uint8, "none": torch.int8}
 """Types of the whole numbers that multiply scales, with and without minima."""
-
-
-class UnpackableError(ValueError):
-    """Weights of a scheme that no kernel has, or that would be rounded if they were packed."""
 
 
 class Places(NamedTuple):
@@ -138,7 +134,8 @@ def format_of(weight: GroupedWeight) -> Format:
     has_scales = weight.scales is not None
     kind = Format(weight.bits, weight.zero, inner, offset, has_scales, table=weight.table)
     is_known = (
-        weight.bits in _FORMATS_BITS
+        weight.codes.dtype == torch.uint8
+        and weight.bits in _FORMATS_BITS
         and inner in {"minima": (0, 32), "none": (0, 16, 32), "zeros": (0,)}[offset]
         and (weight.minima is None or (weight.inner_minima is not None) == bool(inner))
         and (weight.inner_scales is None or weight.inner_scales.dtype == _NUMBERS[offset])

@@ -1,0 +1,206 @@
+"""How weights in few bits lie in a device's memory for ``code_programs``, and what makes them of others.
+
+Codes have 4 or 8 bits; those of 5 and 6 bits, and what codes of a table stand for, have 8. They lie in
+words of 16 bits: of each output channel sixteen words are a unit of 64 or 32 inputs, and a word with the
+number ``w`` has, from the lowest bits, the codes of the inputs ``w``, ``16 + w`` and so on. Units lie one
+after another, and the words of all channels within each. Every other number is held in the type that it
+came in, a span of inputs after another. So several weights are joined channel by channel, nothing is
+rounded, and what a tile reads lies together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
+
+INPUTS = 16
+"""That are multiplied at once, and words of a unit."""
+_WORD_BYTES = 2
+NUMBERS = (
+    "scales", "minima", "zeros", "inner_scales", "inner_minima", "channel_scales",
+)  # fmt: skip
+"""Of a ``GroupedWeight``, beside its codes."""
+_KINDS = {torch.uint8: "whole", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_INFINITE = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+"""The least codes of what is no number, but for their signs."""
+
+
+class CodeFormat(NamedTuple):
+    """A kind of packed weights, of which a program is compiled for each. ``kind``: what codes are: whole
+    numbers, of which ``zero`` is subtracted, or floats. ``span``, ``inner_span``: inputs that share a
+    scale, and a whole number by which it is multiplied; 0: all. ``numbers``: which there are, and their
+    types."""
+
+    bits: int
+    kind: str
+    zero: int
+    span: int
+    inner_span: int
+    numbers: tuple[tuple[str, torch.dtype], ...]
+
+    @property
+    def per_word(self) -> int:
+        return 8 * _WORD_BYTES // self.bits
+
+    @property
+    def unit(self) -> int:
+        """Inputs whose codes lie in one another's words."""
+        return INPUTS * self.per_word
+
+    @property
+    def tiles(self) -> int:
+        """So many tiles of a unit share their scales."""
+        return gcd(self.span // INPUTS, self.inner_span // INPUTS, self.per_word)
+
+
+class PackedCodes:
+    """Weights ``[out_features, in_features]`` of a layer. ``blocks``: ``[units, out_features, 16]``
+    int16; ``numbers``: by their names, ``[spans, out_features]`` each; ``bias``: ``[out_features]``, or
+    None."""
+
+    num_experts = 1
+    rounds_inputs = False
+
+    def __init__(
+        self,
+        kind: CodeFormat,
+        in_features: int,
+        blocks: torch.Tensor,
+        numbers: dict[str, torch.Tensor],
+        bias: torch.Tensor | None,
+    ) -> None:
+        self.format, self.in_features, self.out_features = kind, in_features, blocks.shape[1]
+        self.blocks, self.numbers, self.bias = blocks, numbers, bias
+
+    @property
+    def scheme(self) -> tuple[object, ...]:
+        """What those have in common that can be joined."""
+        return self.format, self.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        held = (self.blocks, self.bias, *self.numbers.values())
+        return sum(int(each.nbytes) for each in held if each is not None)
+
+    def weight_of(self, channels: torch.Tensor) -> GroupedWeight:
+        """Returns the weights of some output ``channels`` ``[n]`` int64."""
+        kind = self.format
+        octets = self.blocks.index_select(1, channels).transpose(0, 1).contiguous().view(torch.uint8)
+        octets = octets.view(*octets.shape[:2], INPUTS, _WORD_BYTES).transpose(2, 3)
+        if kind.bits == 4:
+            octets = torch.stack((octets & 15, octets >> 4), 3)
+        codes = octets.flatten(1)[:, : self.in_features]
+        if kind.kind != "whole":
+            codes = codes.contiguous().view(_DTYPES[kind.kind])
+        numbers = {name: each.index_select(1, channels).T for name, each in self.numbers.items()}
+        if "channel_scales" in numbers:
+            numbers["channel_scales"] = numbers["channel_scales"][:, 0]
+        span = kind.span or self.in_features
+        more = {"scales": None, "inner_span": kind.inner_span, **numbers}
+        return GroupedWeight(codes, kind.bits, kind.zero, span, **more)  # type: ignore[arg-type]
+
+
+_DTYPES = {name: dtype for dtype, name in _KINDS.items()}
+
+
+def pack(
+    parts: Iterable[GroupedWeight],
+    out_features: int,
+    in_features: int,
+    bias: torch.Tensor | None = None,
+) -> PackedCodes:
+    """``parts``: all output channels in their order, of one scheme. Raises UnpackableError."""
+    packed: PackedCodes | None = None
+    first = 0
+    for part in parts:
+        kind = format_of(part)
+        if packed is None:
+            own = None if bias is None else bias.detach()
+            packed = _room(kind, part, out_features, own)
+        elif kind != packed.format:
+            raise UnpackableError("its parts are of several schemes")
+        end = first + len(part.codes)
+        packed.blocks[:, first:end] = _words(part, kind)
+        for name, numbers in _numbers(part).items():
+            packed.numbers[name][:, first:end] = numbers
+        first = end
+    assert packed is not None, "a weight has channels"
+    return packed
+
+
+def _room(
+    kind: CodeFormat, part: GroupedWeight, out_features: int, bias: torch.Tensor | None
+) -> PackedCodes:
+    in_features = part.codes.shape[1]
+    empty = part.codes.new_empty
+    blocks = empty(-(-in_features // kind.unit), out_features, INPUTS, dtype=torch.int16)
+    numbers = {
+        name: empty(len(each), out_features, dtype=each.dtype)
+        for name, each in _numbers(part).items()
+    }
+    return PackedCodes(kind, in_features, blocks, numbers, bias)
+
+
+def join(packed: Sequence[PackedCodes]) -> PackedCodes:
+    """Returns several, of the same format and inputs, side by side."""
+    first, biases = packed[0], None
+    if any(each.bias is not None for each in packed):
+        like = next(each.bias for each in packed if each.bias is not None)
+        biases = torch.cat(
+            [like.new_zeros(each.out_features) if each.bias is None else each.bias for each in packed]
+        )
+    numbers = {
+        name: torch.cat([each.numbers[name] for each in packed], 1) for name in first.numbers
+    }
+    blocks = torch.cat([each.blocks for each in packed], 1)
+    return PackedCodes(first.format, first.in_features, blocks, numbers, biases)
+
+
+def can_join(packed: Sequence[PackedCodes]) -> bool:
+    """Whether ``join`` takes them."""
+    return len({each.scheme for each in packed}) == 1
+
+
+def format_of(weight: GroupedWeight) -> CodeFormat:
+    """Returns the format that weights are packed in. Raises UnpackableError."""
+    in_features, dtype = weight.codes.shape[1], weight.codes.dtype
+    span = 0 if weight.scales is None or weight.span >= in_features else weight.span
+    for each in (span, weight.inner_span):
+        if each % INPUTS:
+            raise UnpackableError(f"groups of {each} features are no multiple of {INPUTS}")
+    if dtype in _INFINITE:
+        octets = weight.codes.contiguous().view(torch.uint8)
+        if bool(((octets & 0x7F) >= _INFINITE[dtype]).any()):
+            raise UnpackableError("its weights are not finite")
+    numbers = ((name, each.dtype) for name, each in _numbers(weight).items())
+    bits = 4 if weight.bits == 4 and not weight.table else 8
+    return CodeFormat(bits, _KINDS[dtype], weight.zero, span, weight.inner_span, (*numbers,))
+
+
+def _numbers(weight: GroupedWeight) -> dict[str, torch.Tensor]:
+    """Returns what there is beside codes, ``[spans, out_features]``."""
+    found = {name: getattr(weight, name) for name in NUMBERS}
+    return {
+        name: each.T if each.ndim == 2 else each[None]
+        for name, each in found.items()
+        if each is not None
+    }
+
+
+def _words(weight: GroupedWeight, kind: CodeFormat) -> torch.Tensor:
+    """Returns ``[units, out_features, 16]``."""
+    codes = weight.codes.contiguous().view(torch.uint8) if kind.kind != "whole" else weight.values
+    missing = -codes.shape[1] % kind.unit
+    # [out_features, units, octets of a word, codes of an octet, words]
+    parts = F.pad(codes, (0, missing)).view(len(codes), -1, _WORD_BYTES, 8 // kind.bits, INPUTS)
+    octets = parts[:, :, :, 0]
+    if kind.bits == 4:
+        octets = octets | (parts[:, :, :, 1] << 4)
+    words = octets.permute(1, 0, 3, 2).contiguous().view(torch.int16)
+    return words[..., 0]
