@@ -37,9 +37,12 @@ class Places(NamedTuple):
 
 
 class PackedGroups:
-    """Weights ``[out_features, in_features]`` packed, of one matrix or of each of ``num_experts``.
+    """Weights ``[out_features, in_features]`` packed for CPUs, of one matrix or of each of ``num_experts``.
     ``blocks``: ``[num_blocks, bytes]`` uint8, an expert's together; ``scales``: of channels, float32, and
     ``bias`` likewise, or None: both ``[num_blocks * 32]``."""
+
+    rounds_inputs = True
+    """Whether inputs may be rounded to 8 bits."""
 
     def __init__(
         self,
@@ -57,9 +60,15 @@ class PackedGroups:
         self.num_blocks = len(blocks)
 
     @property
-    def num_bytes(self) -> int:
-        held = (self.blocks, self.scales, self.bias)
-        return sum(int(each.nbytes) for each in held if each is not None)
+    def form(self) -> tuple[object, ...]:
+        """What those have in common that are joined."""
+        return self.format, self.places, self.in_features
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is held, by names."""
+        bias = {} if self.bias is None else {"bias": self.bias}
+        return {"blocks": self.blocks, "scales": self.scales} | bias
 
 
 def pack(
@@ -119,8 +128,8 @@ def join(packed: Sequence[PackedGroups]) -> PackedGroups:
 
 def can_join(packed: Sequence[PackedGroups]) -> bool:
     """Whether ``join`` takes them."""
-    kinds = {(each.format, each.places, each.in_features) for each in packed}
-    return len(kinds) == 1 and all(each.out_features % CHANNELS == 0 for each in packed[:-1])
+    whole = all(each.out_features % CHANNELS == 0 for each in packed[:-1])
+    return whole and len({each.form for each in packed}) == 1
 
 
 def format_of(weight: GroupedWeight) -> Format:

@@ -42,9 +42,17 @@ def code_tile(kind: CodeFormat, num_rows: int, in_features: int, out_features: i
     return Variant(constants, launch_of(2, 4))
 
 
-def product(rows: torch.Tensor, packed: PackedCodes, dtype: torch.dtype) -> torch.Tensor:
+def product(
+    rows: torch.Tensor,
+    packed: PackedCodes,
+    dtype: torch.dtype,
+    gate: None = None,
+    keeps_inputs: bool = True,
+    routes: None = None,
+) -> torch.Tensor:
     """``rows`` ``[num_rows, in_features]`` of float32, bfloat16 or float16, as whose type codes are
-    multiplied. Returns ``[num_rows, out_features]``."""
+    multiplied. Returns ``[num_rows, out_features]``. Nothing is gated, rounded or routed here."""
+    assert gate is None and keeps_inputs and routes is None
     kind = packed.format
     numbers = [packed.numbers.get(name) for name in NUMBERS]
     result: torch.Tensor = code_product(

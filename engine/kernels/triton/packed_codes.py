@@ -66,6 +66,7 @@ class PackedCodes:
 
     num_experts = 1
     rounds_inputs = False
+    """Codes are multiplied as the type that inputs have."""
 
     def __init__(
         self,
@@ -79,14 +80,15 @@ class PackedCodes:
         self.blocks, self.numbers, self.bias = blocks, numbers, bias
 
     @property
-    def scheme(self) -> tuple[object, ...]:
-        """What those have in common that can be joined."""
+    def form(self) -> tuple[object, ...]:
+        """See ``packing.PackedGroups``."""
         return self.format, self.in_features
 
     @property
-    def num_bytes(self) -> int:
-        held = (self.blocks, self.bias, *self.numbers.values())
-        return sum(int(each.nbytes) for each in held if each is not None)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See ``packing.PackedGroups``."""
+        bias = {} if self.bias is None else {"bias": self.bias}
+        return {"blocks": self.blocks} | self.numbers | bias
 
     def weight_of(self, channels: torch.Tensor) -> GroupedWeight:
         """Returns the weights of some output ``channels`` ``[n]`` int64."""
@@ -164,7 +166,7 @@ def join(packed: Sequence[PackedCodes]) -> PackedCodes:
 
 def can_join(packed: Sequence[PackedCodes]) -> bool:
     """Whether ``join`` takes them."""
-    return len({each.scheme for each in packed}) == 1
+    return len({each.form for each in packed}) == 1
 
 
 def format_of(weight: GroupedWeight) -> CodeFormat:

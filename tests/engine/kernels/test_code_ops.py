@@ -3,7 +3,11 @@ and that packing loses nothing."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,6 +245,33 @@ def test_every_float_of_8_bits_is_what_it_says(kind: str, dtype: torch.dtype) ->
     rows = torch.zeros(1, 32, dtype=dtype, device=DEVICE)
     rows[0, 5] = 1
     assert torch.equal(product(rows, packed, dtype)[0], every.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("capability", "variants"),
+    [
+        (80, ["Q4_0", "Q4_K, more rows", "fp8"]),
+        (90, ["Q4_0", "Q4_K, more rows", "Q4_K, fp32", "Q6_K", "AWQ", "part of a unit", "fp8"]),
+        (100, ["Q4_K", "Q4_K, more rows", "W8A8"]),
+    ],
+)
+def test_programs_are_compiled_for_devices_that_are_not_here(
+    capability: int, variants: list[str], tmp_path: Path
+) -> None:
+    """In a process of its own: here triton interprets. They spill no registers, and tiles of few rows and
+    of more multiply by one instruction."""
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, str(root / "tests" / "worlds" / "compiled_ahead.py")]
+    result = subprocess.run(
+        [*command, str(capability), *(f"codes, {each}" for each in variants)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("compiled multiply_codes") == len(variants)
 
 
 def test_calls_without_rows_and_a_tracer_see_one_operator() -> None:
