@@ -86,7 +86,7 @@ _OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias"
 SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656}
 """Bytes that programs do keep elsewhere for want of registers, by capability and variant: at most."""
 _MULTIPLYING = (programs.attend, row_programs.multiply, code_programs.multiply_codes)
-_MULTIPLIES = re.compile(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[.\w]*?(?:k16|\b)")
+_MULTIPLIES = re.compile(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[.\w]*")
 _SPILLED = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -172,7 +172,8 @@ def main(capability: int, names: Sequence[str]) -> None:
                 assert any(word in ptx for word in ("mma.sync", "wgmma", "tcgen05.mma")), name
             if program is code_programs.multiply_codes and dtype != "fp32":
                 # In tiles of every size an output comes from one instruction.
-                assert set(_MULTIPLIES.findall(ptx)) == {"mma.sync.aligned.m16n8k16"}, name
+                used = set(_MULTIPLIES.findall(ptx))
+                assert {each[:25] for each in used} == {"mma.sync.aligned.m16n8k16"}, used
             sys.stdout.write(f"compiled {program.__name__} for {name}: {shared} bytes shared\n")
 
 
