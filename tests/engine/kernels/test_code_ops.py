@@ -4,6 +4,7 @@ and that packing loses nothing."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -272,6 +273,38 @@ def test_programs_are_compiled_for_devices_that_are_not_here(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("compiled multiply_codes") == len(variants)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+@pytest.mark.parametrize("place", range(4))
+def test_a_devices_instructions_make_of_two_codes_what_they_stand_for(
+    dtype: torch.dtype, name: str, place: int
+) -> None:
+    """Worked out here by the text of the instructions, which no interpreter has."""
+    from engine.kernels.triton import code_programs
+
+    for zero in (0, 7, 8, 15):
+        asm = code_programs.widening_asm(name, place, zero)
+        shift, mask, large, one, less = (
+            int(each, 0)
+            for each in re.fullmatch(  # type: ignore[union-attr]
+                r"\{ .reg .b32 t, o, z; shr.u32 t, \$1, (\d+); lop3.b32 t, t, (0x\w+), (0x\w+), 0xEA; "
+                r"mov.b32 o, (0x\w+); mov.b32 z, (0x\w+); fma.rn.\w+x2 \$0, t, o, z; \}",
+                asm,
+            ).groups()
+        )
+        codes = torch.arange(256)
+        words = sum((codes * 37 + at) % 16 << 4 * at for at in range(4))
+        pairs = words[:128] | words[128:] << 16
+
+        def number(bits: torch.Tensor) -> torch.Tensor:
+            return (bits & 0xFFFF).to(torch.uint16).view(dtype)
+
+        t = (pairs >> shift) & mask | large
+        ones, lesses = number(torch.tensor(one)), number(torch.tensor(less))
+        found = [number(half) * ones + lesses for half in (t, t >> 16)]
+        expected = (codes * 37 + place) % 16 - zero
+        assert torch.equal(torch.cat(found), expected.to(dtype))
 
 
 def test_calls_without_rows_and_a_tracer_see_one_operator() -> None:
