@@ -1,4 +1,5 @@
-"""What do products of layers cost in exact mode and with weights in 4 bits, and do rows keep their bits?"""
+"""What do products of layers cost in exact mode, and with weights in 4 bits, and do rows keep their
+bits?"""
 
 from __future__ import annotations
 
@@ -33,9 +34,10 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ProductResult:
-    """A layer's product by our program. ``dtype``: of its weights, or "4 bits". ``keeps_bits``: a row has the same bits in calls of any of the
-    probed sizes. ``error``: against float64, relative to the largest value. ``seconds``: of so many rows;
-    ``fast_seconds``: of torch's library and a weight in bf16, whose bits follow the number of rows."""
+    """A layer's product by our program. ``dtype``: of its weights, or "4 bits". ``keeps_bits``: a row has
+    the same bits in calls of any of the probed sizes. ``error``: against float64, relative to the largest
+    value. ``seconds``: of so many rows; ``fast_seconds``: of torch's library and a weight in bf16, whose
+    bits follow the number of rows."""
 
     in_features: int
     out_features: int
@@ -89,9 +91,7 @@ def check_products(
     row_counts: Sequence[int] = ROW_COUNTS,
 ) -> list[ProductResult]:
     """Layers' products of rows in bf16, which need Triton there."""
-    return [
-        _check(device, shape, tuple(row_counts), name) for name in _MAKERS for shape in shapes
-    ]
+    return [_check(device, shape, tuple(row_counts), name) for name in _MAKERS for shape in shapes]
 
 
 def _check(
@@ -132,8 +132,8 @@ def _seconds(products: Sequence[Product], rows: torch.Tensor) -> float:
     host needs to launch a product is not in it."""
 
     def multiply() -> None:
-        for product in products:
-            product(rows)
+        for each in products:
+            each(rows)
 
     multiply()
     if rows.device.type != "cuda":

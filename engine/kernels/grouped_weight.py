@@ -52,8 +52,8 @@ class GroupedWeight(NamedTuple):
 
     @property
     def values(self) -> torch.Tensor:
-        """Returns the codes, or what they stand for, ``[out_features, in_features]`` uint8, or bf16, which
-        holds floats of 8 bits and is read faster."""
+        """Returns the codes, or what they stand for, ``[out_features, in_features]`` uint8; or
+        bf16, which holds floats of 8 bits and is read in half the time."""
         if self.codes.is_floating_point():
             return self.codes.bfloat16()
         if not self.table:

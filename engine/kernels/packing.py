@@ -37,9 +37,9 @@ class Places(NamedTuple):
 
 
 class PackedGroups:
-    """Weights ``[out_features, in_features]`` packed for CPUs, of one matrix or of each of ``num_experts``.
-    ``blocks``: ``[num_blocks, bytes]`` uint8, an expert's together; ``scales``: of channels, float32, and
-    ``bias`` likewise, or None: both ``[num_blocks * 32]``."""
+    """Weights ``[out_features, in_features]`` packed for CPUs, of one matrix or of each of
+    ``num_experts``. ``blocks``: ``[num_blocks, bytes]`` uint8, an expert's together; ``scales``: of
+    channels, float32, and ``bias`` likewise, or None: both ``[num_blocks * 32]``."""
 
     rounds_inputs = True
     """Whether inputs may be rounded to 8 bits."""

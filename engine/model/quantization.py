@@ -205,8 +205,8 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def round_experts(model: PreTrainedModel, method: str) -> None:
-    """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone; on
-    devices they stay floats. Only where ``refusal`` has no reason."""
+    """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone;
+    on devices they stay floats. Only where ``refusal`` has no reason."""
     if not is_host(model.device):
         return
     rounding: Callable[[torch.Tensor], GroupedWeight]

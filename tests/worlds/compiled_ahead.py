@@ -14,15 +14,16 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[at]) for at in (1, 2)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import ragged_attention as programs
 from engine.kernels.triton import code_programs, row_programs
+from engine.kernels.triton import ragged_attention as programs
 from engine.kernels.triton.code_ops import code_tile
 from engine.kernels.triton.ops import attend_variant, join_variant, store_variant
 from engine.kernels.triton.packed_codes import NUMBERS, format_of

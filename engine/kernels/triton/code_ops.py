@@ -10,8 +10,8 @@ from engine.kernels.triton.row_ops import add_sums, launch_of, lying_together
 
 _CHUNKS = (2048, 1024, 512, 256)
 _ENOUGH_PARTS = 512
-"""Of a weight, by outputs and chunks of inputs. The longest chunks are taken that leave so many: a number,
-not the device's, since bits hang on it."""
+"""Of a weight, by outputs and chunks of inputs. The longest chunks are taken that leave so many: a
+number, not the device's, since bits hang on it."""
 _FEW_ROWS = 16
 _NARROW, _WIDE = 32, 64
 """Outputs of a program of few rows and of more."""
@@ -52,7 +52,7 @@ def product(
 ) -> torch.Tensor:
     """``rows`` ``[num_rows, in_features]`` of float32, bfloat16 or float16, as whose type codes are
     multiplied. Returns ``[num_rows, out_features]``. Nothing is gated, rounded or routed here."""
-    assert gate is None and keeps_inputs and routes is None
+    assert (gate, keeps_inputs, routes) == (None, True, None)
     kind = packed.format
     numbers = [packed.numbers.get(name) for name in NUMBERS]
     result: torch.Tensor = code_product(

@@ -5,9 +5,9 @@ stand for, and multiplied in tiles of sixteen inputs. Sums of those inputs that 
 in float32, and added in order within chunks, and chunks as in ``row_programs``, whose ``add_chunks`` adds
 those of several programs. No weight is ever rounded.
 
-How many ``ROWS`` a program takes says how many columns stand beside one another in its tiles, and how many
-``FEATURES`` how many lines: what is multiplied and added for one of them, by which instruction and in what
-order, is the same for any number.
+How many ``ROWS`` a program takes says how many columns stand beside one another in its tiles, and how
+many ``FEATURES`` how many lines: what is multiplied and added for one of them, by which instruction and
+in what order, is the same for any number.
 """
 
 import triton
@@ -25,7 +25,7 @@ _WHOLE = tl.constexpr(0x4B000000)
 _TO_HALF = tl.constexpr(256.0)
 """By what numbers of e4m3 are larger than float16's with the same bits of exponent."""
 _LARGE = {"bf16": (0x4300, 0x3F80, "bf16x2"), "fp16": (0x6400, 0x3C00, "f16x2")}
-"""Bits of a number whose lowest are those of a whole number that is added, of one, and the name of pairs."""
+"""The bits of a number to whose lowest a whole number is added, those of one, and the name of pairs."""
 
 
 @constexpr_function
@@ -54,10 +54,10 @@ def numbers_of(
     IS_INTERPRETED: tl.constexpr,
 ):
     """What the codes at a place of words stand for, before it is scaled."""
-    IS_PAIRED: tl.constexpr = BITS == 4 and like.dtype != tl.float32 and not IS_INTERPRETED
-    if IS_PAIRED:
-        ASM: tl.constexpr = widening_asm(like.dtype.name, PLACE, ZERO)
-        values = tl.inline_asm_elementwise(ASM, "=r,r", [words], like.dtype, True, 2)
+    is_paired: tl.constexpr = BITS == 4 and like.dtype != tl.float32 and not IS_INTERPRETED
+    if is_paired:
+        asm: tl.constexpr = widening_asm(like.dtype.name, PLACE, ZERO)
+        values = tl.inline_asm_elementwise(asm, "=r,r", [words], like.dtype, True, 2)
     else:
         code = (words.to(tl.int32) >> (BITS * PLACE)) & ((1 << BITS) - 1)
         if KIND == "whole":
@@ -131,9 +131,9 @@ def multiply_codes(
     IS_DIVIDED: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """``TILES``: so many tiles of a unit, which a word has codes of, share their scales. ``IS_FULL``: inputs fill their units. ``IS_DIVIDED``: a
-    program for each chunk, which leaves its sum."""
-    UNIT: tl.constexpr = INPUTS * WORD // BITS
+    """``TILES``: so many tiles of a unit, of which a word has codes, share their scales. ``IS_FULL``:
+    inputs fill their units. ``IS_DIVIDED``: a program for each chunk, which leaves its sum."""
+    unit: tl.constexpr = INPUTS * WORD // BITS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
     lane = tl.arange(0, INPUTS)
@@ -149,10 +149,10 @@ def multiply_codes(
     for chunk in range(first_chunk, end_chunk):
         added = tl.zeros([FEATURES, ROWS], tl.float32)
         end = tl.minimum((chunk + 1) * CHUNK, in_features)
-        for start in range(chunk * CHUNK, end, UNIT):
-            unit = tl.cast(start // UNIT, tl.int64) * out_features * INPUTS
-            words = tl.load(code_address + unit, mask=is_feature[:, None], other=0)
-            for tile in tl.static_range(0, UNIT // INPUTS, TILES):
+        for start in range(chunk * CHUNK, end, unit):
+            offset = tl.cast(start // unit, tl.int64) * out_features * INPUTS
+            words = tl.load(code_address + offset, mask=is_feature[:, None], other=0)
+            for tile in tl.static_range(0, unit // INPUTS, TILES):
                 first = start + tile * INPUTS
                 # Behind the last input there are codes, but no scales.
                 is_there = is_feature
@@ -179,12 +179,26 @@ def multiply_codes(
                 added = here if scales is None else added
                 if scales is not None:
                     scale = scale_of(
-                        scales, inner_scales, first, feature, is_there, out_features, SPAN, INNER_SPAN
+                        scales,
+                        inner_scales,
+                        first,
+                        feature,
+                        is_there,
+                        out_features,
+                        SPAN,
+                        INNER_SPAN,
                     )
                     added = tl.fma(here, scale, added)
                 if minima is not None:
                     least = scale_of(
-                        minima, inner_minima, first, feature, is_there, out_features, SPAN, INNER_SPAN
+                        minima,
+                        inner_minima,
+                        first,
+                        feature,
+                        is_there,
+                        out_features,
+                        SPAN,
+                        INNER_SPAN,
                     )
                     added = tl.fma(plain, least, added)
         if channel_scales is not None:

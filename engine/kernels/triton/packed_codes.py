@@ -93,7 +93,9 @@ class PackedCodes:
     def weight_of(self, channels: torch.Tensor) -> GroupedWeight:
         """Returns the weights of some output ``channels`` ``[n]`` int64."""
         kind = self.format
-        octets = self.blocks.index_select(1, channels).transpose(0, 1).contiguous().view(torch.uint8)
+        octets = (
+            self.blocks.index_select(1, channels).transpose(0, 1).contiguous().view(torch.uint8)
+        )
         octets = octets.view(*octets.shape[:2], INPUTS, _WORD_BYTES).transpose(2, 3)
         if kind.bits == 4:
             octets = torch.stack((octets & 15, octets >> 4), 3)
@@ -124,7 +126,7 @@ def pack(
         kind = format_of(part)
         if packed is None:
             own = None if bias is None else bias.detach()
-            packed = _room(kind, part, out_features, own)
+            packed = _room(kind, part, (out_features, in_features), own)
         elif kind != packed.format:
             raise UnpackableError("its parts are of several schemes")
         end = first + len(part.codes)
@@ -137,9 +139,9 @@ def pack(
 
 
 def _room(
-    kind: CodeFormat, part: GroupedWeight, out_features: int, bias: torch.Tensor | None
+    kind: CodeFormat, part: GroupedWeight, sizes: tuple[int, int], bias: torch.Tensor | None
 ) -> PackedCodes:
-    in_features = part.codes.shape[1]
+    out_features, in_features = sizes
     empty = part.codes.new_empty
     blocks = empty(-(-in_features // kind.unit), out_features, INPUTS, dtype=torch.int16)
     numbers = {
@@ -155,7 +157,10 @@ def join(packed: Sequence[PackedCodes]) -> PackedCodes:
     if any(each.bias is not None for each in packed):
         like = next(each.bias for each in packed if each.bias is not None)
         biases = torch.cat(
-            [like.new_zeros(each.out_features) if each.bias is None else each.bias for each in packed]
+            [
+                like.new_zeros(each.out_features) if each.bias is None else each.bias
+                for each in packed
+            ]
         )
     numbers = {
         name: torch.cat([each.numbers[name] for each in packed], 1) for name in first.numbers

@@ -1,5 +1,5 @@
-"""Products with weights in few bits by Triton's programs: what they compute, that a row's bits are its own,
-and that packing loses nothing."""
+"""Products with weights in few bits by Triton's programs: what they compute, that a row's bits are its
+own, and that packing loses nothing."""
 
 from __future__ import annotations
 

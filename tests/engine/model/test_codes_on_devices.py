@@ -63,9 +63,7 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch, **asked: Any) -> PreTraine
 
 
 def layers_of(model: torch.nn.Module) -> dict[str, Any]:
-    return {
-        name: each for name, each in model.named_modules() if isinstance(each, GroupedLinear)
-    }
+    return {name: each for name, each in model.named_modules() if isinstance(each, GroupedLinear)}
 
 
 def weight_of(layer: Any) -> torch.Tensor:
@@ -132,7 +130,9 @@ def test_layers_that_read_one_tensor_are_computed_together(
     assert info is not None
     assert (info.source, info.head) == ("checkpoint", True)
     assert info.activation_bits == 8 * model.dtype.itemsize
-    held = {id(each): each for _, packed in packed_weights(model) for each in packed.tensors.values()}
+    held = {
+        id(each): each for _, packed in packed_weights(model) for each in packed.tensors.values()
+    }
     held |= {id(each): each for each in (*model.parameters(), *model.buffers())}
     assert info.num_bytes == sum(each.nbytes for each in held.values())
 
