@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine.kernels import KINDS, is_host
+from engine.kernels import KINDS, find_kernel, is_host
 from engine.kernels.triton.packed_codes import PackedCodes
 
 if TYPE_CHECKING:
@@ -38,34 +38,23 @@ class Kernels(NamedTuple):
 
 
 @cache
-def _of_hosts() -> Kernels:
-    from engine.kernels.grouped_product import product
-    from engine.kernels.look_up import look_up
-    from engine.kernels.packing import can_join, join, pack
-
-    return Kernels(pack, join, can_join, product, look_up)
-
-
-@cache
-def _of_devices() -> Kernels:
-    from engine.kernels.triton.code_ops import look_up, product
-    from engine.kernels.triton.packed_codes import can_join, join, pack
-
-    return Kernels(pack, join, can_join, product, look_up)
+def _kernels(where: str) -> Kernels:
+    names = ("packing", "grouped_product", "look_up")
+    if where != "host":
+        names = ("triton.packed_codes", "triton.code_ops", "triton.code_ops")
+    packing, products, rows = map(find_kernel, names)
+    packs = packing.pack, packing.join, packing.can_join
+    return Kernels(*packs, products.product, rows.look_up)
 
 
 def kernels_for(device: torch.device) -> Kernels:
     """Returns those for weights on a device."""
-    return _of_hosts() if is_host(device) else _of_devices()
+    return _kernels("host" if is_host(device) else "device")
 
 
 def kernels_of(packed: Packed) -> Kernels:
     """Returns those for weights that are packed."""
-    return _of_devices() if isinstance(packed, PackedCodes) else _of_hosts()
-
-
-def num_packed_bytes(packed: Packed) -> int:
-    return sum(int(each.nbytes) for each in packed.tensors.values())
+    return _kernels("device" if isinstance(packed, PackedCodes) else "host")
 
 
 class GroupedProduct:

@@ -43,7 +43,6 @@ from engine.model.product import (
     can_join,
     join_products,
     kernels_for,
-    num_packed_bytes,
 )
 from engine.model.rounding.gptq import BITS, round_to_nearest
 from engine.model.stored.experts import StoredExperts
@@ -451,5 +450,5 @@ def num_parameters(model: nn.Module) -> int:
 def num_bytes(model: nn.Module) -> int:
     """Returns the bytes of all weights, as they are held."""
     packed = {each for _, each in packed_weights(model)}
-    plain = {*model.parameters(), *model.buffers()}
-    return sum(int(each.nbytes) for each in plain) + sum(map(num_packed_bytes, packed))
+    held = chain.from_iterable(each.tensors.values() for each in packed)
+    return sum(int(each.nbytes) for each in {*model.parameters(), *model.buffers(), *held})

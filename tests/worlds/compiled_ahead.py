@@ -145,7 +145,7 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
         kind = format_of(weight)
         if scheme == "e4m3":
             kind = kind._replace(bits=8, kind="e4m3", zero=0, span=128)
-        tile = code_tile(kind, num_rows, in_features, 4096)
+        tile = code_tile(kind._replace(in_features=in_features), num_rows, 4096)
         lacking = dict.fromkeys({*NUMBERS} - {each for each, _ in kind.numbers})
         tile = tile._replace(constants=tile.constants | lacking | {"IS_DIVIDED": True})
         stored = ",".join(f"{each} {_NUMBER_TYPES[dtype]}" for each, dtype in kind.numbers)

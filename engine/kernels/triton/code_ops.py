@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from engine.kernels.triton import Variant, is_interpreted, num_processors
@@ -10,7 +13,7 @@ from engine.kernels.triton.row_ops import add_sums, launch_of, lying_together
 
 _CHUNKS = (2048, 1024, 512, 256)
 _ENOUGH_PARTS = 512
-"""Of a weight, by outputs and chunks of inputs. The longest chunks are taken that leave so many: a
+"""The longest chunks of inputs are taken that leave a weight so many parts, by outputs and chunks: a
 number, not the device's, since bits hang on it."""
 _FEW_ROWS = 16
 _NARROW, _WIDE = 32, 64
@@ -19,27 +22,16 @@ _PROGRAMS_PER_PROCESSOR = 8
 """Products of fewer programs are divided by chunks of inputs."""
 
 
-def code_tile(kind: CodeFormat, num_rows: int, in_features: int, out_features: int) -> Variant:
+def code_tile(kind: CodeFormat, num_rows: int, out_features: int) -> Variant:
     """Returns one for a call. Chunks, which bits hang on, are the layer's alone. Two warps that lie one
-    below the other: more would get their products from other instructions on some devices (``wgmma``),
-    by the shape of a tile."""
+    below the other: of more, the shape of a tile says on some devices which instruction multiplies."""
     tiles = -(-out_features // _NARROW)
-    fitting = (each for each in _CHUNKS if tiles * -(-in_features // each) >= _ENOUGH_PARTS)
+    fitting = (each for each in _CHUNKS if tiles * -(-kind.in_features // each) >= _ENOUGH_PARTS)
     rows, features = (_FEW_ROWS, _NARROW) if num_rows <= _FEW_ROWS else (2 * _FEW_ROWS, _WIDE)
-    constants = {
-        "ROWS": rows,
-        "FEATURES": features,
-        "CHUNK": next(fitting, _CHUNKS[-1]),
-        "BITS": kind.bits,
-        "KIND": kind.kind,
-        "ZERO": kind.zero,
-        "SPAN": kind.span,
-        "INNER_SPAN": kind.inner_span,
-        "TILES": kind.tiles,
-        "IS_FULL": in_features % kind.unit == 0,
-        "IS_INTERPRETED": is_interpreted(),
-    }
-    return Variant(constants, launch_of(2, 4))
+    constants = {"ROWS": rows, "FEATURES": features, "CHUNK": next(fitting, _CHUNKS[-1])}
+    told = ("bits", "kind", "zero", "span", "inner_span", "tiles", "is_full")
+    constants |= {name.upper(): getattr(kind, name) for name in told}
+    return Variant(constants | {"IS_INTERPRETED": is_interpreted()}, launch_of(2, 4))
 
 
 def product(
@@ -53,12 +45,10 @@ def product(
     """``rows`` ``[num_rows, in_features]`` of float32, bfloat16 or float16, as whose type codes are
     multiplied. Returns ``[num_rows, out_features]``. Nothing is gated, rounded or routed here."""
     assert (gate, keeps_inputs, routes) == (None, True, None)
-    kind = packed.format
-    numbers = [packed.numbers.get(name) for name in NUMBERS]
-    result: torch.Tensor = code_product(
-        rows, packed.blocks, *numbers, packed.bias,
-        kind.bits, kind.kind, kind.zero, kind.span, kind.inner_span, dtype,
-    )  # fmt: skip
+    kind, numbers = packed.format, [packed.tensors.get(name) for name in NUMBERS]
+    form = (kind.in_features, kind.bits, kind.zero, kind.span, kind.inner_span)
+    operands = (rows, packed.blocks, numbers, packed.bias)
+    result: torch.Tensor = code_product(*operands, kind.kind, form, dtype)
     return result
 
 
@@ -72,21 +62,14 @@ def look_up(packed: PackedCodes, ids: torch.Tensor, dtype: torch.dtype) -> torch
 def code_product(
     rows: torch.Tensor,
     codes: torch.Tensor,
-    scales: torch.Tensor | None,
-    minima: torch.Tensor | None,
-    zeros: torch.Tensor | None,
-    inner_scales: torch.Tensor | None,
-    inner_minima: torch.Tensor | None,
-    channel_scales: torch.Tensor | None,
+    numbers: Sequence[torch.Tensor | None],
     bias: torch.Tensor | None,
-    bits: int,
     kind: str,
-    zero: int,
-    span: int,
-    inner_span: int,
+    form: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Tensors and numbers of a ``PackedCodes``; returns ``[num_rows, out_features]`` of ``dtype``."""
+    """``codes``, ``numbers`` (``NUMBERS``) and ``bias`` of a ``PackedCodes``; ``form``: inputs, bits,
+    zero and spans of its format. Returns ``[num_rows, out_features]`` of ``dtype``."""
     from engine.kernels.triton.code_programs import multiply_codes
 
     (num_rows, in_features), out_features = rows.shape, codes.shape[1]
@@ -94,8 +77,7 @@ def code_product(
     output = rows.new_empty(num_rows, out_features, dtype=dtype)
     if not num_rows:
         return output
-    form = CodeFormat(bits, kind, zero, span, inner_span, ())
-    constants, launch = code_tile(form, num_rows, in_features, out_features)
+    constants, launch = code_tile(CodeFormat._make((kind, *form, ())), num_rows, out_features)
     num_chunks = -(-in_features // constants["CHUNK"])
     grid = (-(-num_rows // constants["ROWS"]), -(-out_features // constants["FEATURES"]))
     is_divided = num_chunks > 1 and grid[0] * grid[1] < _enough_programs(rows.device)
@@ -104,9 +86,8 @@ def code_product(
         sums = rows.new_empty(num_chunks, num_rows, out_features, dtype=torch.float32)
     with torch.cuda.device_of(rows):
         multiply_codes[(*grid, num_chunks if is_divided else 1)](
-            rows, codes, scales, minima, zeros, inner_scales, inner_minima, channel_scales, bias,
-            output, sums, num_rows, out_features, in_features, rows.stride(0),
-            **constants, IS_DIVIDED=is_divided, **launch,
+            rows, codes, *numbers, bias, output, sums, num_rows, out_features, in_features,
+            rows.stride(0), **constants, IS_DIVIDED=is_divided, **launch,
         )  # fmt: skip
         if is_divided:
             add_sums(sums, bias, output)
@@ -114,10 +95,8 @@ def code_product(
 
 
 @code_product.register_fake
-def _(rows: torch.Tensor, codes: torch.Tensor, *more: object) -> torch.Tensor:
-    dtype = more[-1]
-    assert isinstance(dtype, torch.dtype)
-    return rows.new_empty(len(rows), codes.shape[1], dtype=dtype)
+def _(rows: torch.Tensor, codes: torch.Tensor, *more: Any) -> torch.Tensor:
+    return rows.new_empty(len(rows), codes.shape[1], dtype=more[-1])
 
 
 def _enough_programs(device: torch.device) -> int:

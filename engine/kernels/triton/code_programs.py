@@ -23,7 +23,7 @@ WORD = tl.constexpr(16)
 _WHOLE = tl.constexpr(0x4B000000)
 """The bits of 2 ** 23 in float32, to whose lowest a whole number is added."""
 _TO_HALF = tl.constexpr(256.0)
-"""By what numbers of e4m3 are larger than float16's with the same bits of exponent."""
+"""Numbers of e4m3 are so much larger than float16's with the same bits of exponent."""
 _LARGE = {"bf16": (0x4300, 0x3F80, "bf16x2"), "fp16": (0x6400, 0x3C00, "f16x2")}
 """The bits of a number to whose lowest a whole number is added, those of one, and the name of pairs."""
 
@@ -32,9 +32,8 @@ _LARGE = {"bf16": (0x4300, 0x3F80, "bf16x2"), "fp16": (0x6400, 0x3C00, "f16x2")}
 def widening_asm(dtype, place, zero):
     """Instructions that make two numbers of the codes of four bits at ``place`` in two words, less
     ``zero``: the compiler finds twice as many."""
-    large, one, name = _LARGE[dtype]
-    consts = (large, one, (large | 0x8000) + zero)
-    large, one, less = (f"0x{each:04X}{each:04X}" for each in consts)
+    bits, unit, name = _LARGE[dtype]
+    large, one, less = (f"0x{each:04X}{each:04X}" for each in (bits, unit, (bits | 0x8000) + zero))
     return (
         "{ .reg .b32 t, o, z; "
         f"shr.u32 t, $1, {4 * place}; lop3.b32 t, t, 0x000F000F, {large}, 0xEA; "
@@ -53,7 +52,7 @@ def numbers_of(
     ZERO: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """What the codes at a place of words stand for, before it is scaled."""
+    """Numbers that the codes at a place of words stand for, before they are scaled."""
     is_paired: tl.constexpr = BITS == 4 and like.dtype != tl.float32 and not IS_INTERPRETED
     if is_paired:
         asm: tl.constexpr = widening_asm(like.dtype.name, PLACE, ZERO)
@@ -73,24 +72,19 @@ def numbers_of(
 
 
 @triton.jit
-def scale_of(
-    scales,  # [spans, out_features]
-    inner,  # whole numbers [inner spans, out_features], or None
-    first,
-    feature,
-    is_there,
-    out_features,
-    SPAN: tl.constexpr,
-    INNER_SPAN: tl.constexpr,
-):
-    """The scale of the input ``first`` for each output, ``[features, 1]`` float32. Spans of 0: all."""
-    at = feature
+def place_of(first, feature, out_features, SPAN: tl.constexpr):
+    """Where numbers of the input ``first`` lie, for each output: those of a span, or 0 of all inputs."""
     if SPAN:
-        at = tl.cast(first // SPAN, tl.int64) * out_features + feature
+        return tl.cast(first // SPAN, tl.int64) * out_features + feature
+    return feature
+
+
+@triton.jit
+def scale_of(scales, inner, at, inner_at, is_there):
+    """Scales, times whole numbers where there are ``inner`` ones, ``[features, 1]`` float32."""
     scale = tl.load(scales + at, mask=is_there, other=0).to(tl.float32)
     if inner is not None:
-        at = tl.cast(first // INNER_SPAN, tl.int64) * out_features + feature
-        scale = scale * tl.load(inner + at, mask=is_there, other=0).to(tl.float32)
+        scale = scale * tl.load(inner + inner_at, mask=is_there, other=0).to(tl.float32)
     return scale[:, None]
 
 
@@ -158,9 +152,11 @@ def multiply_codes(
                 is_there = is_feature
                 if not IS_FULL:
                     is_there = is_feature & (tl.full([FEATURES], first, tl.int32) < in_features)
+                span = place_of(first, feature, out_features, SPAN)
+                inner_span = place_of(first, feature, out_features, INNER_SPAN)
                 zero = None
                 if zeros is not None:
-                    zero = scale_of(zeros, None, first, feature, is_there, out_features, SPAN, 0)
+                    zero = scale_of(zeros, None, span, span, is_there)
                 here = added
                 if scales is not None:
                     here = tl.zeros([FEATURES, ROWS], tl.float32)
@@ -176,41 +172,24 @@ def multiply_codes(
                     if minima is not None:
                         ones = tl.full([FEATURES, INPUTS], 1.0, right.dtype)
                         plain = dot(ones, right, plain, IS_INTERPRETED)
-                added = here if scales is None else added
-                if scales is not None:
-                    scale = scale_of(
-                        scales,
-                        inner_scales,
-                        first,
-                        feature,
-                        is_there,
-                        out_features,
-                        SPAN,
-                        INNER_SPAN,
-                    )
+                if scales is None:
+                    added = here
+                else:
+                    scale = scale_of(scales, inner_scales, span, inner_span, is_there)
                     added = tl.fma(here, scale, added)
                 if minima is not None:
-                    least = scale_of(
-                        minima,
-                        inner_minima,
-                        first,
-                        feature,
-                        is_there,
-                        out_features,
-                        SPAN,
-                        INNER_SPAN,
-                    )
+                    least = scale_of(minima, inner_minima, span, inner_span, is_there)
                     added = tl.fma(plain, least, added)
         if channel_scales is not None:
             added = added * tl.load(channel_scales + feature, mask=is_feature, other=0.0)[:, None]
         total = total + added
-    place_of = row[None, :] * out_features + feature[:, None]
+    where = row[None, :] * out_features + feature[:, None]
     is_output = is_row[None, :] & is_feature[:, None]
     if IS_DIVIDED:
         offset = tl.cast(first_chunk, tl.int64) * num_rows * out_features
-        tl.store(sums + offset + place_of, total, is_output)
+        tl.store(sums + offset + where, total, is_output)
     else:
         if bias is not None:
             of_feature = tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)
             total = total + of_feature[:, None]
-        tl.store(output + place_of, total, is_output)
+        tl.store(output + where, total, is_output)

@@ -25,7 +25,7 @@ _WORD_BYTES = 2
 NUMBERS = (
     "scales", "minima", "zeros", "inner_scales", "inner_minima", "channel_scales",
 )  # fmt: skip
-"""Of a ``GroupedWeight``, beside its codes."""
+"""A ``GroupedWeight`` has these beside its codes."""
 _KINDS = {torch.uint8: "whole", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _INFINITE = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 """The least codes of what is no number, but for their signs."""
@@ -37,58 +37,41 @@ class CodeFormat(NamedTuple):
     scale, and a whole number by which it is multiplied; 0: all. ``numbers``: which there are, and their
     types."""
 
-    bits: int
     kind: str
+    in_features: int
+    bits: int
     zero: int
     span: int
     inner_span: int
     numbers: tuple[tuple[str, torch.dtype], ...]
 
     @property
-    def per_word(self) -> int:
-        return 8 * _WORD_BYTES // self.bits
-
-    @property
     def unit(self) -> int:
         """Inputs whose codes lie in one another's words."""
-        return INPUTS * self.per_word
+        return INPUTS * 8 * _WORD_BYTES // self.bits
 
     @property
     def tiles(self) -> int:
         """So many tiles of a unit share their scales."""
-        return gcd(self.span // INPUTS, self.inner_span // INPUTS, self.per_word)
+        return gcd(self.span // INPUTS, self.inner_span // INPUTS, self.unit // INPUTS)
+
+    @property
+    def is_full(self) -> bool:
+        return self.in_features % self.unit == 0
 
 
 class PackedCodes:
-    """Weights ``[out_features, in_features]`` of a layer. ``blocks``: ``[units, out_features, 16]``
-    int16; ``numbers``: by their names, ``[spans, out_features]`` each; ``bias``: ``[out_features]``, or
-    None."""
+    """Weights ``[out_features, in_features]`` of a layer. ``tensors``, by their names: ``blocks``
+    ``[units, out_features, 16]`` int16, numbers ``[spans, out_features]``, and maybe ``bias`` ``[1,
+    out_features]``. The rest as ``packing.PackedGroups`` has it."""
 
     num_experts = 1
     rounds_inputs = False
-    """Codes are multiplied as the type that inputs have."""
 
-    def __init__(
-        self,
-        kind: CodeFormat,
-        in_features: int,
-        blocks: torch.Tensor,
-        numbers: dict[str, torch.Tensor],
-        bias: torch.Tensor | None,
-    ) -> None:
-        self.format, self.in_features, self.out_features = kind, in_features, blocks.shape[1]
-        self.blocks, self.numbers, self.bias = blocks, numbers, bias
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """See ``packing.PackedGroups``."""
-        return self.format, self.in_features
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """See ``packing.PackedGroups``."""
-        bias = {} if self.bias is None else {"bias": self.bias}
-        return {"blocks": self.blocks} | self.numbers | bias
+    def __init__(self, kind: CodeFormat, tensors: dict[str, torch.Tensor]) -> None:
+        self.format = self.form = kind
+        self.tensors, self.blocks, self.bias = tensors, tensors["blocks"], tensors.get("bias")
+        self.in_features, self.out_features = kind.in_features, self.blocks.shape[1]
 
     def weight_of(self, channels: torch.Tensor) -> GroupedWeight:
         """Returns the weights of some output ``channels`` ``[n]`` int64."""
@@ -102,7 +85,7 @@ class PackedCodes:
         codes = octets.flatten(1)[:, : self.in_features]
         if kind.kind != "whole":
             codes = codes.contiguous().view(_DTYPES[kind.kind])
-        numbers = {name: each.index_select(1, channels).T for name, each in self.numbers.items()}
+        numbers = {name: self.tensors[name].index_select(1, channels).T for name, _ in kind.numbers}
         if "channel_scales" in numbers:
             numbers["channel_scales"] = numbers["channel_scales"][:, 0]
         span = kind.span or self.in_features
@@ -124,49 +107,39 @@ def pack(
     first = 0
     for part in parts:
         kind = format_of(part)
+        numbers = _numbers(part)
         if packed is None:
-            own = None if bias is None else bias.detach()
-            packed = _room(kind, part, (out_features, in_features), own)
+            units = -(-in_features // kind.unit)
+            empty = part.codes.new_empty
+            tensors = {"blocks": empty(units, out_features, INPUTS, dtype=torch.int16)}
+            for name, each in numbers.items():
+                tensors[name] = each.new_empty(len(each), out_features)
+            packed = PackedCodes(
+                kind, tensors | ({} if bias is None else {"bias": bias.detach()[None]})
+            )
         elif kind != packed.format:
             raise UnpackableError("its parts are of several schemes")
         end = first + len(part.codes)
         packed.blocks[:, first:end] = _words(part, kind)
-        for name, numbers in _numbers(part).items():
-            packed.numbers[name][:, first:end] = numbers
+        for name, each in numbers.items():
+            packed.tensors[name][:, first:end] = each
         first = end
     assert packed is not None, "a weight has channels"
     return packed
 
 
-def _room(
-    kind: CodeFormat, part: GroupedWeight, sizes: tuple[int, int], bias: torch.Tensor | None
-) -> PackedCodes:
-    out_features, in_features = sizes
-    empty = part.codes.new_empty
-    blocks = empty(-(-in_features // kind.unit), out_features, INPUTS, dtype=torch.int16)
-    numbers = {
-        name: empty(len(each), out_features, dtype=each.dtype)
-        for name, each in _numbers(part).items()
-    }
-    return PackedCodes(kind, in_features, blocks, numbers, bias)
-
-
 def join(packed: Sequence[PackedCodes]) -> PackedCodes:
     """Returns several, of the same format and inputs, side by side."""
-    first, biases = packed[0], None
-    if any(each.bias is not None for each in packed):
-        like = next(each.bias for each in packed if each.bias is not None)
-        biases = torch.cat(
-            [
-                like.new_zeros(each.out_features) if each.bias is None else each.bias
-                for each in packed
-            ]
+    names = ("blocks", *dict(packed[0].format.numbers))
+    tensors = {name: torch.cat([each.tensors[name] for each in packed], 1) for name in names}
+    biases = [each.bias for each in packed if each.bias is not None]
+    if biases:
+        nothing = biases[0].new_zeros
+        every = (
+            nothing(1, each.out_features) if each.bias is None else each.bias for each in packed
         )
-    numbers = {
-        name: torch.cat([each.numbers[name] for each in packed], 1) for name in first.numbers
-    }
-    blocks = torch.cat([each.blocks for each in packed], 1)
-    return PackedCodes(first.format, first.in_features, blocks, numbers, biases)
+        tensors["bias"] = torch.cat([*every], 1)
+    return PackedCodes(packed[0].format, tensors)
 
 
 def can_join(packed: Sequence[PackedCodes]) -> bool:
@@ -187,7 +160,8 @@ def format_of(weight: GroupedWeight) -> CodeFormat:
             raise UnpackableError("its weights are not finite")
     numbers = ((name, each.dtype) for name, each in _numbers(weight).items())
     bits = 4 if weight.bits == 4 and not weight.table else 8
-    return CodeFormat(bits, _KINDS[dtype], weight.zero, span, weight.inner_span, (*numbers,))
+    form = (in_features, bits, weight.zero, span, weight.inner_span)
+    return CodeFormat(_KINDS[dtype], *form, (*numbers,))
 
 
 def _numbers(weight: GroupedWeight) -> dict[str, torch.Tensor]:
