@@ -61,7 +61,7 @@ class PackedGroups:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What those have in common that are joined."""
+        """Those that are joined have the same."""
         return self.format, self.places, self.in_features
 
     @property

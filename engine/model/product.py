@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Kernels(NamedTuple):
-    """What packs weights in few bits, joins them side by side, multiplies with them and looks rows up."""
+    """Functions that pack weights in few bits, join them side by side, multiply and look up rows."""
 
     pack: Callable[..., Any]
     join: Callable[..., Any]
