@@ -71,7 +71,7 @@ head's 60 million weights."""
 def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
     """Gives the places that a checkpoint in few bits has filled what multiplies with them, one by one.
     Inputs keep their floats until ``round_inputs``. Without ``packed``, on devices without kernels and
-    for weights that no kernel takes, layers of floats are made, and of experts on CPUs alone none are."""
+    for weights that no kernel takes, layers of floats are made; experts are packed on CPUs alone."""
     can_pack = packed and refusal(model.device) is None
     has_routes = can_pack and is_host(model.device)
     pair = _tied_places(model)
@@ -206,12 +206,16 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
 def round_experts(model: PreTrainedModel, method: str) -> None:
     """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone;
     on devices they stay floats. Only where ``refusal`` has no reason."""
+    names = [name for name, module in model.named_modules() if is_experts(module)]
     if not is_host(model.device):
+        logger.log(
+            logging.WARNING if names else logging.DEBUG, "experts stay floats here: %s", names
+        )
         return
     rounding: Callable[[torch.Tensor], GroupedWeight]
     rounding = quantize_weight if method == "int8" else round_to_nearest
     scheme = _said(8 if method == "int8" else BITS, GROUP)
-    for name in [name for name, module in model.named_modules() if is_experts(module)]:
+    for name in names:
         own = model.get_submodule(name)
         model.set_submodule(name, rounded_experts(own, rounding, method, scheme, model.dtype))
         del own

@@ -138,8 +138,8 @@ def test_layers_that_read_one_tensor_are_computed_together(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
-def test_floats_are_rounded_to_8_bits(name: str) -> None:
-    """But for experts."""
+def test_floats_are_rounded_to_8_bits(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """But for experts, as the log says."""
     model, plain = tiny_model(name), tiny_model(name)
     with torch.device("meta"):
         quantize_model(model)
@@ -155,6 +155,7 @@ def test_floats_are_rounded_to_8_bits(name: str) -> None:
     assert (logits(model) - expected).abs().max() < 0.2 * expected.std()
     experts = [each for key, each in model.named_parameters() if ".experts." in key]
     assert bool(experts) == (name == "qwen3_moe")
+    assert ("experts stay floats" in caplog.text) == bool(experts)
 
 
 def test_floats_are_rounded_to_4_bits_by_what_layers_read() -> None:
