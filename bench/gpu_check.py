@@ -5,7 +5,7 @@ imported. In turn:
 
 1. every attention backend on tiny models: logits against transformers', bits of a row however steps
    are cut, tokens that flip (none under ``exact``); what products of layers cost that keep a row's bits,
-   beside the library's;
+   in bf16 and in 4 bits, beside the library's in bf16;
 2. texts of tiny fp32 models with speculation and without, on every backend that knows the type: all
    equal;
 3. a model of 8 billion parameters in bf16 (``--large none``: not): a step of one row against the
@@ -154,7 +154,7 @@ def product_table(results: Sequence[ProductResult]) -> str:
     counts = sorted({count for each in results for count in each.seconds})
     rows = [
         [
-            f"{each.in_features} by {each.out_features}",
+            f"{each.in_features} by {each.out_features}, {each.dtype}",
             "yes" if each.keeps_bits else "no",
             f"{each.error:.1e}",
             *(f"{each.ratio(count):.2f}x" for count in counts),

@@ -34,7 +34,7 @@ class EngineConfig:
     dtype: str = described("auto", "auto, float32, bfloat16 or float16.")
     quantization: Literal["int8", "int4", "none"] | None = described(
         None,
-        "int8: linear layers compute in 8 bits, weights and inputs, on CPUs; int4: weights are rounded "
+        "int8: linear layers have 8 bits, weights and, on CPUs, inputs; int4: weights are rounded "
         "to 4 bits by what texts of the model's own need, which takes minutes at each start; none: a "
         "quantized checkpoint is made floats. Default: the checkpoint's own; of the bundled model "
         "whatever is fastest.",
@@ -44,7 +44,7 @@ class EngineConfig:
     )
     quantize_activations: bool = described(
         True,
-        "Inputs of linear layers whose weights are quantized are rounded to 8 bits, in groups of 32; "
+        "On CPUs, inputs of quantized linear layers are rounded to 8 bits, in groups of 32; "
         "without it they keep their type, which is slower.",
     )
     tensor_parallel_size: int = described(

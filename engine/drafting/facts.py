@@ -47,7 +47,7 @@ def weights_fingerprint(model: nn.Module) -> str:
     for name, packed in packed_weights(model):
         flat = packed.blocks.flatten()
         digest.update(f"{name}{packed.format}{tuple(packed.blocks.shape)}".encode())
-        digest.update(flat[:: max(1, flat.numel() // _SAMPLES)].numpy().tobytes())
+        digest.update(flat[:: max(1, flat.numel() // _SAMPLES)].cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

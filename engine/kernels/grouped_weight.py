@@ -18,10 +18,15 @@ from typing import NamedTuple
 import torch
 
 
+class UnpackableError(ValueError):
+    """Weights of a scheme that no kernel has, or that would be rounded if they were packed."""
+
+
 class GroupedWeight(NamedTuple):
     """Weights ``[out_features, in_features]`` of a linear layer, or of some of its output channels.
 
-    ``codes``: ``[out_features, in_features]`` uint8, each below ``2 ** bits``; ``bits``: 4, 5, 6 or 8.
+    ``codes``: ``[out_features, in_features]`` uint8, each below ``2 ** bits``; ``bits``: 4, 5, 6 or 8; or
+    floats of 8 bits, which stand for themselves.
     ``zero``: subtracted from every code. ``span``: features that share a scale, a multiple of 32 (the
     last may have fewer). ``scales``: ``[out_features, spans]`` float16, bfloat16 or float32. ``zeros``:
     ``[out_features, spans]`` uint8, subtracted from codes, too. ``minima``: ``[out_features, spans]`` of
@@ -47,7 +52,10 @@ class GroupedWeight(NamedTuple):
 
     @property
     def values(self) -> torch.Tensor:
-        """Returns the codes, or what they stand for, ``[out_features, in_features]`` uint8."""
+        """Returns the codes, or what they stand for, ``[out_features, in_features]`` uint8; or
+        bf16, which holds floats of 8 bits and is read in half the time."""
+        if self.codes.is_floating_point():
+            return self.codes.bfloat16()
         if not self.table:
             return self.codes
         table = torch.tensor(self.table, dtype=torch.uint8, device=self.codes.device)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from engine.kernels import LANES
 from engine.kernels.formats import CHANNELS, FOURS, GROUP, Format, Offset
-from engine.kernels.grouped_weight import GroupedWeight
+from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
 
 _FORMATS_BITS = (4, 5, 6, 8)
 _LARGEST_EXPONENT = 14
@@ -18,10 +18,6 @@ _LARGEST_EXPONENT = 14
 _MOST_SHIFT = 62
 _NUMBERS = {"minima": torch.uint8, "none": torch.int8}
 """Types of the whole numbers that multiply scales, with and without minima."""
-
-
-class UnpackableError(ValueError):
-    """Weights of a scheme that no kernel has, or that would be rounded if they were packed."""
 
 
 class Places(NamedTuple):
@@ -41,9 +37,12 @@ class Places(NamedTuple):
 
 
 class PackedGroups:
-    """Weights ``[out_features, in_features]`` packed, of one matrix or of each of ``num_experts``.
-    ``blocks``: ``[num_blocks, bytes]`` uint8, an expert's together; ``scales``: of channels, float32, and
-    ``bias`` likewise, or None: both ``[num_blocks * 32]``."""
+    """Weights ``[out_features, in_features]`` packed for CPUs, of one matrix or of each of
+    ``num_experts``. ``blocks``: ``[num_blocks, bytes]`` uint8, an expert's together; ``scales``: of
+    channels, float32, and ``bias`` likewise, or None: both ``[num_blocks * 32]``."""
+
+    rounds_inputs = True
+    """Whether inputs may be rounded to 8 bits."""
 
     def __init__(
         self,
@@ -61,9 +60,15 @@ class PackedGroups:
         self.num_blocks = len(blocks)
 
     @property
-    def num_bytes(self) -> int:
-        held = (self.blocks, self.scales, self.bias)
-        return sum(int(each.nbytes) for each in held if each is not None)
+    def form(self) -> tuple[object, ...]:
+        """Those that are joined have the same."""
+        return self.format, self.places, self.in_features
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is held, by names."""
+        bias = {} if self.bias is None else {"bias": self.bias}
+        return {"blocks": self.blocks, "scales": self.scales} | bias
 
 
 def pack(
@@ -123,8 +128,8 @@ def join(packed: Sequence[PackedGroups]) -> PackedGroups:
 
 def can_join(packed: Sequence[PackedGroups]) -> bool:
     """Whether ``join`` takes them."""
-    kinds = {(each.format, each.places, each.in_features) for each in packed}
-    return len(kinds) == 1 and all(each.out_features % CHANNELS == 0 for each in packed[:-1])
+    whole = all(each.out_features % CHANNELS == 0 for each in packed[:-1])
+    return whole and len({each.form for each in packed}) == 1
 
 
 def format_of(weight: GroupedWeight) -> Format:
@@ -138,7 +143,8 @@ def format_of(weight: GroupedWeight) -> Format:
     has_scales = weight.scales is not None
     kind = Format(weight.bits, weight.zero, inner, offset, has_scales, table=weight.table)
     is_known = (
-        weight.bits in _FORMATS_BITS
+        weight.codes.dtype == torch.uint8
+        and weight.bits in _FORMATS_BITS
         and inner in {"minima": (0, 32), "none": (0, 16, 32), "zeros": (0,)}[offset]
         and (weight.minima is None or (weight.inner_minima is not None) == bool(inner))
         and (weight.inner_scales is None or weight.inner_scales.dtype == _NUMBERS[offset])

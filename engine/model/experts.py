@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from engine.kernels import KINDS, LANES
-from engine.kernels.grouped_weight import GroupedWeight
+from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
 from engine.model.product import GroupedProduct
 from engine.model.stored.experts import ExpertWeights, StoredExperts, expert_sizes
 from engine.model.stored.layer import fixed
@@ -201,8 +201,6 @@ def grouped_experts(
 ) -> PackedExperts:
     """Returns experts over ``weights``, whose products' names are those of ``StoredExperts``. Raises
     UnpackableError for those that no kernel takes."""
-    from engine.kernels.packing import UnpackableError
-
     weights = dict(weights)
     down = weights.pop(_DOWN)
     scheme = ", ".join(dict.fromkeys(each.scheme for each in (*weights.values(), down)))
@@ -218,7 +216,6 @@ def grouped_experts(
 def _joined(weights: list[ExpertWeights]) -> ExpertWeights:
     """Returns the weights of one product whose channels are those of several."""
     from engine.kernels.formats import CHANNELS
-    from engine.kernels.packing import UnpackableError
 
     if any(each.out_features % CHANNELS for each in weights[:-1]):
         raise UnpackableError("experts' halves are no whole blocks")
@@ -236,7 +233,7 @@ def _joined(weights: list[ExpertWeights]) -> ExpertWeights:
 def _product(
     weights: ExpertWeights, num_experts: int, dtype: torch.dtype, keeps_inputs: bool
 ) -> GroupedProduct:
-    from engine.kernels.packing import UnpackableError, pack
+    from engine.kernels.packing import pack
 
     if not weights.packs:
         raise UnpackableError("features in an order of each expert's own")

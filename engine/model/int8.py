@@ -33,9 +33,10 @@ def quantize_weight(weight: torch.Tensor, group: int = GROUP) -> GroupedWeight:
     """Rounds ``weight`` ``[out_features, in_features]`` symmetrically, by the largest value of each
     output channel and of each ``group`` of features in it."""
     out_features, in_features = weight.shape
-    codes = torch.empty(weight.shape, dtype=torch.uint8)
-    scales = torch.empty(out_features)
-    group_scales = torch.empty(out_features, -(-in_features // group), dtype=torch.float16)
+    empty = weight.new_empty
+    codes = empty(weight.shape, dtype=torch.uint8)
+    scales = empty(out_features, dtype=torch.float32)
+    group_scales = empty(out_features, -(-in_features // group), dtype=torch.float16)
     parts = (each.split(_CHANNELS_AT_ONCE) for each in (weight, codes, scales, group_scales))
     for part, quantized, scale, by_group in zip(*parts, strict=True):
         exact = F.pad(part.float(), (0, -in_features % group)).unflatten(1, (-1, group))

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.model.product import kernels_of
+
 
 def is_plain(module: nn.Module) -> bool:
     """Whether the module is torch's own linear layer, or transformers' of another form."""
@@ -165,11 +167,9 @@ class GroupedEmbedding(nn.Module):
     def __init__(
         self, packed: Any, dtype: torch.dtype, scheme: str, method: str, scale: float = 1.0
     ) -> None:
-        from engine.kernels.look_up import look_up
-
         super().__init__()
         self.num_embeddings, self.embedding_dim = packed.out_features, packed.in_features
-        self.packed, self._dtype, self._look_up = packed, dtype, look_up
+        self.packed, self._dtype, self._look_up = packed, dtype, kernels_of(packed).look_up
         self.scheme, self.method, self._scale = scheme, method, scale
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:

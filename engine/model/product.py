@@ -1,23 +1,60 @@
-"""Products with weights in few bits, which layers that read one input may share.
+"""Products with weights in few bits, which layers that read one input may share, and what there is for
+them on CPUs and on other devices.
 
-Inputs are rounded to 8 bits in groups of 32 (``engine.kernels.grouped_product``), or keep their floats.
-Sums within a group are sums of integers; groups are added in ascending order, with one rounding each. So
-a row's result has the same bits in whatever company it is computed: one loop for few rows and many.
+On CPUs inputs are rounded to 8 bits in groups of 32 (``engine.kernels.grouped_product``), or keep their
+floats. Sums within a group are sums of integers; groups are added in ascending order, with one rounding
+each. So a row's result has the same bits in whatever company it is computed: one loop for few rows and
+many. On GPUs inputs keep their floats, and sums have one order, too
+(``engine.kernels.triton.code_programs``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine.kernels import KINDS
+from engine.kernels import KINDS, find_kernel, is_host
+from engine.kernels.triton.packed_codes import PackedCodes
 
 if TYPE_CHECKING:
     from engine.kernels.grouped_product import Gate
     from engine.kernels.packing import PackedGroups
     from engine.kernels.routes import Routes
+
+    Packed = PackedGroups | PackedCodes
+
+
+class Kernels(NamedTuple):
+    """Functions that pack weights in few bits, join them side by side, multiply and look up rows."""
+
+    pack: Callable[..., Any]
+    join: Callable[..., Any]
+    can_join: Callable[..., bool]
+    product: Callable[..., torch.Tensor]
+    look_up: Callable[..., torch.Tensor]
+
+
+@cache
+def _kernels(where: str) -> Kernels:
+    names = ("packing", "grouped_product", "look_up")
+    if where != "host":
+        names = ("triton.packed_codes", "triton.code_ops", "triton.code_ops")
+    packing, products, rows = map(find_kernel, names)
+    packs = packing.pack, packing.join, packing.can_join
+    return Kernels(*packs, products.product, rows.look_up)
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Returns those for weights on a device."""
+    return _kernels("host" if is_host(device) else "device")
+
+
+def kernels_of(packed: Packed) -> Kernels:
+    """Returns those for weights that are packed."""
+    return _kernels("device" if isinstance(packed, PackedCodes) else "host")
 
 
 class GroupedProduct:
@@ -27,26 +64,25 @@ class GroupedProduct:
 
     def __init__(
         self,
-        packed: PackedGroups,
+        packed: Packed,
         dtype: torch.dtype,
         order: torch.Tensor | None = None,
         num_layers: int = 1,
         keeps_inputs: bool = False,
     ) -> None:
-        from engine.kernels.grouped_product import gate_rows, product
-
-        self._multiply, self._gate_rows = product, gate_rows
-        self.packed, self.dtype, self.order = packed, dtype, order
-        self.keeps_inputs = keeps_inputs
+        self._multiply = kernels_of(packed).product
+        self.packed, self.dtype = packed, dtype
+        self.order = None if order is None else order.to(packed.blocks.device)
+        self.round_inputs(not keeps_inputs)
         self.out_features, self.in_features = packed.out_features, packed.in_features
         self._num_layers = num_layers
         self._inputs: torch.Tensor | None = None
         self._result: torch.Tensor | None = None
         self._num_read = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.num_bytes
+    def round_inputs(self, rounds: bool) -> None:
+        """Says whether rows are rounded to 8 bits, where they can be."""
+        self.keeps_inputs = not (rounds and self.packed.rounds_inputs)
 
     def __call__(
         self, rows: torch.Tensor, gate: Gate | None = None, routes: Routes | None = None
@@ -56,8 +92,11 @@ class GroupedProduct:
         out_features]``."""
         rows = rows if rows.dtype in KINDS else rows.float()
         if self.order is not None:
-            rows = rows if gate is None else self._gate_rows(rows, gate)
-            rows, gate = rows.index_select(1, self.order), None
+            if gate is not None:
+                from engine.kernels.grouped_product import gate_rows
+
+                rows, gate = gate_rows(rows, gate), None
+            rows = rows.index_select(1, self.order)
         return self._multiply(rows, self.packed, self.dtype, gate, self.keeps_inputs, routes)
 
     def shared(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -77,11 +116,9 @@ class GroupedProduct:
 
 def join_products(products: Sequence[GroupedProduct]) -> GroupedProduct:
     """Returns the products of several layers as one. Those for which ``can_join`` says so."""
-    from engine.kernels.packing import join
-
     first = products[0]
     return GroupedProduct(
-        join([each.packed for each in products]),
+        kernels_of(first.packed).join([each.packed for each in products]),
         first.dtype,
         first.order,
         len(products),
@@ -91,10 +128,8 @@ def join_products(products: Sequence[GroupedProduct]) -> GroupedProduct:
 
 def can_join(products: Sequence[GroupedProduct]) -> bool:
     """Whether one product may compute several: of one format, one order of features, whole blocks."""
-    from engine.kernels.packing import can_join as can_join_packed
-
     first = products[0]
-    return can_join_packed([each.packed for each in products]) and all(
+    return kernels_of(first.packed).can_join([each.packed for each in products]) and all(
         (each.order is None) == (first.order is None)
         and (each.order is None or torch.equal(each.order, first.order))  # type: ignore[arg-type]
         and (each.dtype, each.keeps_inputs) == (first.dtype, first.keeps_inputs)

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.kernels.grouped_weight import GroupedWeight
+from engine.kernels import is_host
+from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
+from engine.kernels.triton import missing_for
 from engine.machine import release_memory
 from engine.model.experts import (
     PackedExperts,
@@ -36,7 +38,12 @@ from engine.model.layers import (
     is_plain,
     names_by_input,
 )
-from engine.model.product import GroupedProduct, can_join, join_products
+from engine.model.product import (
+    GroupedProduct,
+    can_join,
+    join_products,
+    kernels_for,
+)
 from engine.model.rounding.gptq import BITS, round_to_nearest
 from engine.model.stored.experts import StoredExperts
 from engine.model.stored.layer import StoredLinear, StoredWeight
@@ -45,7 +52,7 @@ from engine.request.info import QuantizationInfo
 from engine.states.seam import gates_of
 
 if TYPE_CHECKING:
-    from engine.kernels.packing import PackedGroups
+    from engine.model.product import Packed
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +71,18 @@ head's 60 million weights."""
 def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
     """Gives the places that a checkpoint in few bits has filled what multiplies with them, one by one.
     Inputs keep their floats until ``round_inputs``. Without ``packed``, on devices without kernels and
-    for weights that no kernel takes, layers of floats are made."""
+    for weights that no kernel takes, layers of floats are made; experts are packed on CPUs alone."""
     can_pack = packed and refusal(model.device) is None
+    has_routes = can_pack and is_host(model.device)
     pair = _tied_places(model)
     unpacked: Counter[str] = Counter()
     # By their names, which keep no place that is replaced.
     for name in [name for name, each in model.named_modules() if isinstance(each, StoredExperts)]:
-        _pack_stored_experts(model, name, can_pack, unpacked)
+        _pack_stored_experts(model, name, has_routes, unpacked)
     names = [name for name, each in model.named_modules() if isinstance(each, StoredWeight)]
     for name in [each for each in names if each not in pair[1:]]:
         module: Any = model.get_submodule(name)
-        made = _packed(module, model.dtype) if can_pack and module.packs else None
+        made = _packed(module, model.dtype) if can_pack else None
         unpacked[module.scheme] += made is None
         for each in pair if name in pair else (name,):
             place: Any = model.get_submodule(each)
@@ -92,8 +100,6 @@ def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
 def _pack_stored_experts(
     model: PreTrainedModel, name: str, can_pack: bool, unpacked: Counter[str]
 ) -> None:
-    from engine.kernels.packing import UnpackableError
-
     stored: Any = model.get_submodule(name)
     weights = stored.weights()
     made: nn.Module | None = None
@@ -125,8 +131,7 @@ def _tied_places(model: PreTrainedModel) -> tuple[str, ...]:
 
 def _packed(module: StoredWeight, dtype: torch.dtype) -> GroupedProduct | None:
     """Returns None for weights that no kernel takes."""
-    from engine.kernels.packing import UnpackableError, pack
-
+    pack = kernels_for(next(module.parameters()).device).pack
     bias = module.bias if isinstance(module, StoredLinear) else None
     try:
         packed = pack(module.parts(), module.out_features, module.in_features, bias)
@@ -199,12 +204,18 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def round_experts(model: PreTrainedModel, method: str) -> None:
-    """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone.
-    Only where ``refusal`` has no reason."""
+    """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone;
+    on devices they stay floats. Only where ``refusal`` has no reason."""
+    names = [name for name, module in model.named_modules() if is_experts(module)]
+    if not is_host(model.device):
+        logger.log(
+            logging.WARNING if names else logging.DEBUG, "experts stay floats here: %s", names
+        )
+        return
     rounding: Callable[[torch.Tensor], GroupedWeight]
     rounding = quantize_weight if method == "int8" else round_to_nearest
     scheme = _said(8 if method == "int8" else BITS, GROUP)
-    for name in [name for name, module in model.named_modules() if is_experts(module)]:
+    for name in names:
         own = model.get_submodule(name)
         model.set_submodule(name, rounded_experts(own, rounding, method, scheme, model.dtype))
         del own
@@ -251,9 +262,8 @@ def _nothing_to_quantise(model: PreTrainedModel, method: str) -> UnsupportedMode
 def _replace(
     model: nn.Module, name: str, weight: GroupedWeight, method: str, dtype: torch.dtype
 ) -> None:
-    from engine.kernels.packing import pack
-
     linear = as_linear(model.get_submodule(name))
+    pack = kernels_for(linear.weight.device).pack
     packed = pack([weight], len(weight.codes), weight.codes.shape[1], linear.bias)
     scheme = _said(weight.bits, weight.span)
     product = GroupedProduct(packed, dtype)
@@ -266,8 +276,8 @@ def _said(bits: int, span: int) -> str:
 
 def refusal(device: torch.device) -> str | None:
     """Returns why models on this device cannot be served in few bits; None: they can."""
-    if device.type != "cpu":
-        return f"it is for CPUs, not for {device.type}"
+    if not is_host(device):
+        return missing_for(device)
     if not computes_whole_numbers():
         return "this CPU has no AVX2, and nothing else here multiplies integers"
     return None
@@ -285,7 +295,7 @@ def share_inputs(model: PreTrainedModel) -> None:
         for name in names:
             layer: Any = model.get_submodule(name)
             packed = layer.product.packed
-            by_kind[packed.format, packed.places].append(name)
+            by_kind[packed.form].append(name)
         for alike in by_kind.values():
             _join(model, alike)
 
@@ -333,9 +343,9 @@ def _readers(model: PreTrainedModel) -> list[list[str]]:
 
 
 def round_inputs(model: nn.Module, rounds: bool = True) -> None:
-    """Says whether inputs of weights in few bits are rounded to 8 bits."""
+    """Says whether inputs of weights in few bits are rounded to 8 bits, where they can be."""
     for product in _products(model):
-        product.keeps_inputs = not rounds
+        product.round_inputs(rounds)
 
 
 def rounds_inputs(model: nn.Module) -> bool:
@@ -421,7 +431,7 @@ def usual_bits(model: nn.Module) -> int:
     return sizes.most_common(1)[0][0]
 
 
-def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedGroups]]:
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, Packed]]:
     """Yields a model's packed weights: of layers, experts and embeddings, with the names of modules."""
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
@@ -444,5 +454,5 @@ def num_parameters(model: nn.Module) -> int:
 def num_bytes(model: nn.Module) -> int:
     """Returns the bytes of all weights, as they are held."""
     packed = {each for _, each in packed_weights(model)}
-    plain = {*model.parameters(), *model.buffers()}
-    return sum(int(each.nbytes) for each in plain) + sum(each.num_bytes for each in packed)
+    held = chain.from_iterable(each.tensors.values() for each in packed)
+    return sum(int(each.nbytes) for each in {*model.parameters(), *model.buffers(), *held})

@@ -98,7 +98,8 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
     for name, packed in packed_weights(model):
-        yield f"{name} {packed.format}", torch.as_tensor(packed.blocks)
+        for part, tensor in packed.tensors.items():
+            yield f"{name} {packed.format} {part}", tensor
 
 
 def _sums(tensor: Tensor, keys: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ def test_the_command_passes_here_at_toy_size(tmp_path: Path) -> None:
     assert {each["backend"] for each in document["backends"]} == {"triton"}
     assert {each["determinism"] for each in document["backends"]} == {"exact", "fast"}
     assert document["fp32_holds"]
-    assert [each["holds"] for each in document["products"]] == [True]
+    found = [(each["dtype"], each["holds"]) for each in document["products"]]
+    assert found == [("bfloat16", True), ("4 bits", True)]
 
 
 @pytest.mark.slow

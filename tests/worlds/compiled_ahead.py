@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -21,10 +22,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.kernels.triton import code_programs, row_programs
 from engine.kernels.triton import ragged_attention as programs
-from engine.kernels.triton import row_programs
+from engine.kernels.triton.code_ops import code_tile
 from engine.kernels.triton.ops import attend_variant, join_variant, store_variant
+from engine.kernels.triton.packed_codes import NUMBERS, format_of
 from engine.kernels.triton.row_ops import adding_tile, norm_tile, product_tile
+from worlds.grouped_weights import drawn_weight
 
 MOST_SHARED_BYTES = 99 << 10
 BF16 = torch.bfloat16
@@ -59,13 +63,31 @@ ROWS: dict[str, tuple[torch.dtype, bool, int, int]] = {
     "products, fp32": (torch.float32, False, 4096, 14336),
 }
 """Of rows with weights: types, whether chunks of inputs go to several programs, inputs and outputs."""
+CODES: dict[str, tuple[str, torch.dtype, int, int]] = {
+    "codes, Q4_0": ("Q4_0", BF16, 1, 4096),
+    "codes, Q4_K": ("Q4_K", BF16, 16, 4096),
+    "codes, Q4_K, more rows": ("Q4_K", BF16, 17, 4096),
+    "codes, Q4_K, fp32": ("Q4_K", torch.float32, 17, 4096),
+    "codes, Q6_K": ("Q6_K", BF16, 17, 4096),
+    "codes, AWQ": ("AWQ", torch.float16, 17, 4096),
+    "codes, part of a unit": ("Q4_1", BF16, 17, 1568),
+    "codes, W8A8": ("W8A8", torch.float16, 17, 4096),
+    "codes, fp8": ("e4m3", BF16, 17, 4096),
+}
+"""Of rows with weights in few bits: schemes, types of rows, rows and inputs."""
 TYPES = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_INTS = {"slots": "*i64", "plan": "*i32", "joins": "*i32"}
+_NUMBER_TYPES = {
+    torch.uint8: "u8", torch.int8: "i8", torch.float16: "fp16", torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}  # fmt: skip
+_INTS = {"codes": "*i16", "slots": "*i64", "plan": "*i32", "joins": "*i32"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
 _OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias"}
 SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656}
 """Bytes that programs do keep elsewhere for want of registers, by capability and variant: at most."""
+_MULTIPLYING = (programs.attend, row_programs.multiply, code_programs.multiply_codes)
+_MULTIPLIES = re.compile(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[.\w]*")
 _SPILLED = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -74,7 +96,7 @@ def compiled(program: Any, variant: Any, dtype: str, stored: str, capability: in
     of registers."""
     names = program.arg_names
     signature = {name: _type_of(name, variant.constants, dtype, stored) for name in names}
-    sizes = {"in_features", "out_features", "weight_row_stride"}
+    sizes = {"in_features", "out_features", "weight_row_stride", "row_stride"}
     attrs: Mapping[Any, Any] = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
@@ -94,6 +116,8 @@ def _type_of(name: str, constants: Mapping[str, Any], dtype: str, stored: str) -
         return "constexpr"
     if name in ("keys", "values"):
         return f"*{stored}"
+    if name in NUMBERS:
+        return f"*{dict(word.split() for word in stored.split(','))[name]}"
     if name in _OF_ROWS:
         return f"*{dtype}"
     return {**_INTS, **_FLOATS}.get(name, "fp32" if name in _NUMBERS else "i32")
@@ -115,6 +139,18 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
             norm = norm._replace(constants=norm.constants | {"IS_ROUNDED": True})
             yield row_programs.normalize, norm, TYPES[dtype], ""
         return
+    if name in CODES:
+        scheme, dtype, num_rows, in_features = CODES[name]
+        weight = drawn_weight(scheme if scheme != "e4m3" else "compressed-tensors", 1, 4096)
+        kind = format_of(weight)
+        if scheme == "e4m3":
+            kind = kind._replace(bits=8, kind="e4m3", zero=0, span=128)
+        tile = code_tile(kind._replace(in_features=in_features), num_rows, 4096)
+        lacking = dict.fromkeys({*NUMBERS} - {each for each, _ in kind.numbers})
+        tile = tile._replace(constants=tile.constants | lacking | {"IS_DIVIDED": True})
+        stored = ",".join(f"{each} {_NUMBER_TYPES[dtype]}" for each, dtype in kind.numbers)
+        yield code_programs.multiply_codes, tile, TYPES[dtype], stored
+        return
     asked = PLAIN | VARIANTS[name]
     variant, is_exact = attend_variant(**asked), asked["is_exact"]
     stored = "u8" if asked["is_fp8"] else "bf16"
@@ -133,10 +169,14 @@ def main(capability: int, names: Sequence[str]) -> None:
             assert shared <= MOST_SHARED_BYTES, f"{name}: {shared} bytes of shared memory"
             ((_, spilled, _),) = _SPILLED.findall(said)
             assert int(spilled) <= SPILLING.get((capability, name), 0), f"{name}: {said}"
-            if program in (programs.attend, row_programs.multiply) and dtype != "fp32":
+            if program in _MULTIPLYING and dtype != "fp32":
                 assert any(word in ptx for word in ("mma.sync", "wgmma", "tcgen05.mma")), name
+            if program is code_programs.multiply_codes and dtype != "fp32":
+                # In tiles of every size an output comes from one instruction.
+                used = set(_MULTIPLIES.findall(ptx))
+                assert {each[:25] for each in used} == {"mma.sync.aligned.m16n8k16"}, used
             sys.stdout.write(f"compiled {program.__name__} for {name}: {shared} bytes shared\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS])
+    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES])

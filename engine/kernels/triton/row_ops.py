@@ -26,12 +26,12 @@ def product_tile(dtype: torch.dtype, in_features: int, out_features: int) -> Var
     """Returns one for all products of a layer: nothing of it may depend on a call's rows. What is taken
     for which layers is what was fastest on an H200, from 1 row to 1,024."""
     if dtype == torch.float32:
-        return _tile(16, 64, 32, _CHUNK, _launch(8, 3))
+        return _tile(16, 64, 32, _CHUNK, launch_of(8, 3))
     num_chunks, num_tiles = -(-in_features // _CHUNK), -(-out_features // _WIDE_FEATURES)
     if num_tiles * num_chunks < _ENOUGH_PARTS:
-        return _tile(64, 32, 128, _CHUNK, _launch(4, 4))
+        return _tile(64, 32, 128, _CHUNK, launch_of(4, 4))
     chunk = 2 * _CHUNK if num_tiles * -(-num_chunks // 2) >= _ENOUGH_PARTS else _CHUNK
-    return _tile(64, _WIDE_FEATURES, 64, chunk, _launch(8, 4))
+    return _tile(64, _WIDE_FEATURES, 64, chunk, launch_of(8, 4))
 
 
 def _tile(rows: int, features: int, depth: int, chunk: int, launch: dict[str, Any]) -> Variant:
@@ -41,17 +41,17 @@ def _tile(rows: int, features: int, depth: int, chunk: int, launch: dict[str, An
 
 def adding_tile(num_chunks: int) -> Variant:
     """Returns that of ``add_chunks``."""
-    return Variant({"NUM_CHUNKS": num_chunks, "ELEMENTS": _ELEMENTS}, _launch(4, 1))
+    return Variant({"NUM_CHUNKS": num_chunks, "ELEMENTS": _ELEMENTS}, launch_of(4, 1))
 
 
 def norm_tile(length: int) -> Variant:
     lanes = 1 << (length - 1).bit_length()
     rows = _INTERPRETED_ROWS if is_interpreted() else 1
     constants = {"LENGTH": length, "LANES": lanes, "ROWS": rows}
-    return Variant(constants, _launch(max(1, min(16, lanes // _LANES_PER_WARP)), 1))
+    return Variant(constants, launch_of(max(1, min(16, lanes // _LANES_PER_WARP)), 1))
 
 
-def _launch(num_warps: int, num_stages: int) -> dict[str, Any]:
+def launch_of(num_warps: int, num_stages: int) -> dict[str, Any]:
     """Without fusion of a product and a sum into one operation, which rounds once: two programs add
     chunks, and both are to round alike."""
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
@@ -64,10 +64,10 @@ def row_product(
     """As ``F.linear``: ``rows`` ``[.., in_features]``, ``weight`` ``[out_features, in_features]``, which
     may be a transposed view, ``bias`` ``[out_features]``, all of one type (float32, bfloat16, float16);
     returns ``[.., out_features]`` of it. Sums are float32's, in an order that the layer alone decides."""
-    from engine.kernels.triton.row_programs import add_chunks, multiply
+    from engine.kernels.triton.row_programs import multiply
 
     in_features, out_features = rows.shape[-1], weight.shape[0]
-    flat = _lying_together(rows.reshape(-1, in_features))
+    flat = lying_together(rows.reshape(-1, in_features))
     num_rows = flat.shape[0]
     output = rows.new_empty(*rows.shape[:-1], out_features)
     if not output.numel():
@@ -99,19 +99,22 @@ def row_product(
             **launch,
         )
         if is_divided:
-            count = num_rows * out_features
-            constants, launch = adding_tile(num_chunks)
-            add_chunks[(-(-count // _ELEMENTS),)](
-                added,
-                output,
-                sums,
-                count,
-                out_features,
-                **constants,
-                HAS_BIAS=bias is not None,
-                **launch,
-            )
+            add_sums(sums, bias, output)
     return output
+
+
+def add_sums(sums: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor) -> None:
+    """Fills ``output`` ``[num_rows, out_features]`` with the ``sums`` of chunks that programs left."""
+    from engine.kernels.triton.row_programs import add_chunks
+
+    num_chunks, num_rows, out_features = sums.shape
+    count = num_rows * out_features
+    constants, launch = adding_tile(num_chunks)
+    added = sums if bias is None else bias
+    add_chunks[(-(-count // _ELEMENTS),)](
+        added, output, sums, count, out_features,
+        **constants, HAS_BIAS=bias is not None, **launch,
+    )  # fmt: skip
 
 
 @row_product.register_fake
@@ -129,7 +132,7 @@ def row_norm(
     from engine.kernels.triton.row_programs import normalize
 
     length = rows.shape[-1]
-    flat = _lying_together(rows.reshape(-1, length))
+    flat = lying_together(rows.reshape(-1, length))
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     if output.numel():
         constants, launch = norm_tile(length)
@@ -154,7 +157,7 @@ def _(rows: torch.Tensor, factors: torch.Tensor, epsilon: float, is_rounded: boo
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 
-def _lying_together(rows: torch.Tensor) -> torch.Tensor:
+def lying_together(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 

@@ -67,11 +67,11 @@ def round_by_inputs(
     # Features first: what the loop below works on lies together.
     rest = weight.T.float().contiguous()
     factor = _inverse_factor(hessian)
-    codes = torch.empty(rest.shape, dtype=torch.uint8)
+    codes = torch.empty_like(rest, dtype=torch.uint8)
     grids: list[Grid] = []
     for first in range(0, len(rest), _AT_ONCE):
         end = min(first + _AT_ONCE, len(rest))
-        errors = torch.empty(end - first, rest.shape[1])
+        errors = rest.new_empty(end - first, rest.shape[1])
         for feature in range(first, end):
             if feature % SPAN == 0:
                 group = slice(feature, min(feature + SPAN, end))
@@ -101,7 +101,7 @@ def round_to_nearest(
     out_features, in_features = weight.shape
     groups = F.pad(weight.float(), (0, -in_features % SPAN)).unflatten(1, (-1, SPAN))
     values = groups.permute(2, 0, 1).flatten(1)
-    grid = _best_grid(values, torch.ones(SPAN), False, shares)
+    grid = _best_grid(values, values.new_ones(SPAN), False, shares)
     codes = grid.codes(values).to(torch.uint8).T.reshape(out_features, -1)[:, :in_features]
     scales, minima = (each.view(out_features, -1) for each in grid)
     zeros = (-minima / scales).to(torch.uint8)
@@ -122,7 +122,8 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
             break
         added *= _MORE_DAMPING
     upper = lower.flip(0, 1)
-    found: torch.Tensor = torch.linalg.solve_triangular(upper, torch.eye(len(upper)), upper=True)
+    eye = torch.eye(len(upper), device=upper.device)
+    found: torch.Tensor = torch.linalg.solve_triangular(upper, eye, upper=True)
     return found
 
 
@@ -134,7 +135,7 @@ def _best_grid(
     least, largest = values.amin(0), values.amax(0)
     if not has_minima:  # zero points are codes: a range without zero has none
         least, largest = least.clamp_max_(0), largest.clamp_min_(0)
-    middle = (least + largest) / 2 if has_minima else torch.zeros(())
+    middle = (least + largest) / 2 if has_minima else least.new_zeros(())
     best: Grid | None = None
     for low in shares:
         for high in shares:

@@ -50,7 +50,7 @@ def quantize_4_bits(
     """
     kept = gates_of(model)
     layers = _layer_names(model)
-    states, calls = _first_states(model, layers, texts)
+    states, calls = _first_states(model, layers, texts.to(model.device))
     for number, name in enumerate(layers):
         run = _Run(model, name, calls[name], states)
         for group in run.groups(lambda module: takes(module) and module not in kept):
@@ -92,7 +92,7 @@ class _Run:
         """Returns the sum of ``outer(x, x)`` over all inputs x of a linear layer, in float32."""
         layer: Any = self._model.get_submodule(name)
         in_features = as_linear(layer).in_features
-        total = torch.zeros(in_features, in_features)
+        total = torch.zeros(in_features, in_features, device=self._states.device)
 
         def note(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> NoReturn:
             rows = inputs[0].reshape(-1, in_features).float()

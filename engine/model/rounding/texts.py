@@ -125,9 +125,12 @@ def _write(
     cache, read = None, 0
     for end in range(int(known.min()), ids.shape[1]):
         found = model(
-            input_ids=ids[:, read:end], past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids=ids[:, read:end].to(model.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         cache, read = found.past_key_values, end
-        weights = found.logits[:, -1].float().softmax(-1)
+        weights = found.logits[:, -1].float().cpu().softmax(-1)
         drawn = torch.multinomial(weights, 1, generator=generator)[:, 0]
         ids[:, end] = torch.where(known <= end, drawn, ids[:, end])

@@ -220,8 +220,8 @@ def read(config: Any) -> PlaceByTensors:
         _read_scheme(Fields(group, f"config group {str(name)[:40]!r}"), layout)
         for name, group in groups.items()
     ]
-    if any(each.layout == _FLOATS for each in schemes):
-        fp8.say_floats(any(each.has_ranges for each in schemes))
+    if any(each.layout == _FLOATS and each.has_ranges for each in schemes):
+        fp8.say_ranges()
     ignored = fields.names("ignore")
 
     def place(name: str, module: nn.Module, tensors: StoredTensors) -> nn.Module | None:

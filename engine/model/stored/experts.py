@@ -183,7 +183,7 @@ class ExpertLayers(StoredExperts):
             lambda expert: layers[expert].parts(),
             torch.stack(biases) if len(biases) == len(layers) else None,
             layers[0].scheme,
-            all(each.packs and each.order is None for each in layers),
+            all(each.order is None for each in layers),
             lambda expert, dtype: layers[expert].dequantized(dtype),
         )
 

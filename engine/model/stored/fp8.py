@@ -1,4 +1,4 @@
-"""Weights in 8-bit floats with scales by tensor, channel or block, of which a plain layer is made.
+"""Weights in 8-bit floats with scales by tensor, channel or block.
 
 A layer has ``weight`` e4m3 or e5m2 ``[out_features, in_features]`` and ``weight_scale`` (or
 ``weight_scale_inv``, which is multiplied all the same), maybe ``input_scale``: ranges of inputs, which
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.kernels.grouped_weight import GroupedWeight
 from engine.model.stored.fields import Fields
 from engine.model.stored.layer import StoredLinear
 from engine.model.stored.places import PlaceByTensors, StoredTensors
@@ -22,7 +23,6 @@ from engine.request.errors import UnsupportedModelError
 logger = logging.getLogger(__name__)
 
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
-_ROWS_AT_ONCE = 1024
 _SCALES = ("weight_scale_inv", "weight_scale")
 _INPUTS = ("input_scale", "activation_scale")
 _SIDES = range(1, 1 << 16)
@@ -32,7 +32,6 @@ class Fp8Linear(StoredLinear):
     """A layer's tensors. ``block``: rows and columns that share a scale; a channel's are 1 and all."""
 
     method = "fp8"
-    packs = False
 
     def __init__(
         self, name: str, linear: nn.Linear, tensors: StoredTensors, block: tuple[int, int] | None
@@ -73,17 +72,11 @@ class Fp8Linear(StoredLinear):
             if hasattr(self, key):
                 delattr(self, key)
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
+    def part(self, first: int, end: int) -> GroupedWeight:
         scales = getattr(self, self._scale).detach().float().reshape(self._grid)
         rows, columns = self.block
-        for first in range(0, self.out_features, _ROWS_AT_ONCE):
-            # bf16 holds all of these numbers, and torch gets to it in half the time.
-            part = self.weight[first : first + _ROWS_AT_ONCE].bfloat16().float()
-            of_row = torch.arange(first, first + len(part), device=part.device) // rows
-            of_column = scales[of_row].repeat_interleave(columns, 1)
-            made[first : first + len(part)] = part * of_column[:, : self.in_features]
-        return made
+        of_row = torch.arange(first, end, device=scales.device) // rows
+        return GroupedWeight(self.weight[first:end].detach(), 8, 0, columns, scales[of_row])
 
 
 def _block_of(name: str, scale: tuple[int, ...], sizes: tuple[int, int]) -> tuple[int, int]:
@@ -98,12 +91,9 @@ def _block_of(name: str, scale: tuple[int, ...], sizes: tuple[int, int]) -> tupl
     return sizes
 
 
-def say_floats(inputs: bool) -> None:
-    """Says in the log what is made of such weights. ``inputs``: whether there are ranges of inputs."""
-    ranges = "; the ranges that it has for inputs are left aside" if inputs else ""
-    logger.info(
-        "the checkpoint's FP8 weights are given the model's type as they are loaded%s", ranges
-    )
+def say_ranges() -> None:
+    """Says in the log that inputs keep their type."""
+    logger.info("the ranges that the checkpoint has for inputs of FP8 layers are left aside")
 
 
 def read_block(fields: Fields, key: str) -> tuple[int, int] | None:
@@ -131,7 +121,8 @@ def read(config: Any) -> PlaceByTensors:
     fields.names("modules_to_not_convert")
     fields.names("ignored_layers")
     block = read_block(fields, "weight_block_size")
-    say_floats(activations == "static")
+    if activations == "static":
+        say_ranges()
 
     def place(name: str, module: nn.Module, tensors: StoredTensors) -> nn.Module | None:
         found = tensors.get(f"{name}.weight")

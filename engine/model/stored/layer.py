@@ -25,16 +25,14 @@ class StoredWeight(nn.Module):
     """A weight matrix of a checkpoint, in ``nn.Linear``'s or ``nn.Embedding``'s place.
 
     ``scheme``: what users are told, such as "Q4_K" or "4 bits, groups of 128, zero points". ``bits``: of
-    a weight. ``method``: the format that it came in. ``packs``: it has parts; else floats are made of it.
-    ``embed_scale``: of an embedding, what is multiplied with what it looks up. ``order``: which input
-    feature each column of the weights is for, None:
-    they come in the features' order.
+    a weight. ``method``: the format that it came in. ``embed_scale``: of an embedding, what is
+    multiplied with what it looks up. ``order``: which input feature each column of the weights is for,
+    None: they come in the features' order.
     """
 
     scheme: str
     method: str
     bits: float
-    packs: bool = True
     embed_scale: float = 1.0
     order: torch.Tensor | None = None
 

@@ -205,8 +205,8 @@ def test_groups_have_schemes_and_layouts_of_their_own(
     assert places["model.layers.0.self_attn.q_proj"].scheme == "4 bits, groups of 32, zero points"
     floats = places["model.layers.1.mlp.down_proj"]
     assert isinstance(floats, Fp8Linear)
-    assert (floats.scheme, floats.packs) == ("FP8, a scale per channel", False)
-    assert caplog.text.count("FP8 weights are given the model's type") == 1
+    assert floats.scheme == "FP8, a scale per channel"
+    assert "ranges" not in caplog.text
     for name, place in places.items():
         assert torch.equal(place.dequantized(torch.float32), weights[name])
 
