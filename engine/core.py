@@ -286,7 +286,7 @@ class EngineCore:
         """None: that goes wrong for all requests at once."""
         before = clock.draft
         try:
-            return begin_reading(plan.scheduled, output.logits, clock)
+            return begin_reading(plan.scheduled, output.logits, clock, self.runs_ahead)
         except BaseException as error:
             if is_interrupt(error):
                 raise

@@ -29,7 +29,6 @@ def _needs_host(each: ScheduledRequest) -> bool:
         or sampling.verification != "match"
         or sampling.grammar is not None
         or bool(sampling.processors)
-        or sampling.params.logprobs is not None
         or bool(each.hidden_layers)
         or each.num_top_tokens > 0
         or each.is_pooled

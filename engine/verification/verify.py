@@ -64,11 +64,15 @@ def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepC
 
 
 def begin_reading(
-    requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepClock
+    requests: Sequence[ScheduledRequest],
+    logits: Tensor,
+    clock: StepClock,
+    waits: bool = False,
 ) -> Reading:
     """Begins all that is read of a step before any of it is, to be read in one go, with one wait for the
     device; only verification by rejection, and what follows from it, waits again. Where that is not
-    needed the logits may be written over once this returns.
+    needed and reading ``waits``, as it does for a device, the logits may be written over once this
+    returns.
     """
     readback = Readback()
     if logits.numel() <= _FEW_LOGITS:
@@ -79,7 +83,7 @@ def begin_reading(
             each.leave_out_late_drafts()
         finish_tops, likeliest = begin_top_rows(sampling, logits, readback)
         finish_verification, tokens = begin_verification(logits, sampling, readback, likeliest)
-    finish_logprobs = begin_logprobs(requests, logits, tokens, readback)
+    finish_logprobs = begin_logprobs(requests, logits, tokens, readback, waits)
     readback.send()
 
     def finish() -> None:
@@ -226,12 +230,13 @@ def begin_logprobs(
     logits: Tensor,
     tokens: Tensor | None,
     readback: Readback,
+    waits: bool = False,
 ) -> Callable[[], None]:
     """The log-probabilities that requests asked for: of tokens emitted in this step, and of prompt tokens
     that follow its known rows, all of which have logits then. ``tokens``: what matching compares drafts
     with, at every row.
 
-    Where reading means to wait, all rows of a draft that is matched are scored, by the tokens chosen
+    Where reading ``waits``, all rows of a draft that is matched are scored, by the tokens chosen
     there. Elsewhere, and for other verifications, emitted tokens are scored once they are known.
     """
     prompts = [(each, at) for each in requests for at in _prompt_positions(each)]
@@ -239,8 +244,9 @@ def begin_logprobs(
     late: list[ScheduledRequest] = []
     for each in requests:
         if each.samples and each.sampling.params.logprobs is not None:
-            is_early = not is_host(logits.device) and each.sampling.verification == "match"
-            (early if is_early else late).append(each)
+            is_early = waits or not is_host(logits.device)
+            is_matched = each.sampling.verification == "match"
+            (early if is_early and is_matched else late).append(each)
     asked = [_scored_prompt(each, at) for each, at in prompts]
     asked += [_scored(each, row, None) for each in early for row in rows_of(each)]
     found = begin_scoring(logits, asked, readback, tokens)

@@ -11,7 +11,7 @@ import torch
 from drafters.registry import build_drafters
 from engine.batch import ForwardOutput, InputBatch
 from engine.core import EngineCore, Runner
-from engine.request.events import ErrorEvent, TokenEvent
+from engine.request.events import ErrorEvent, TokenEvent, TokenLogprobs
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import (
     DictatedCost,
@@ -66,8 +66,11 @@ def asked(
     return request(f"r{number}", circle_prompt(number)[: 9 + number], sampling, speculative)
 
 
-def texts(driver: Driver) -> dict[str, tuple[list[int], str]]:
-    return {name: (driver.token_ids[name], each.reason) for name, each in driver.finishes.items()}
+def texts(driver: Driver) -> dict[str, tuple[list[int], str, list[TokenLogprobs]]]:
+    return {
+        name: (driver.token_ids[name], each.reason, driver.logprobs[name])
+        for name, each in driver.finishes.items()
+    }
 
 
 def run(core: EngineCore, *requests: GenerationRequest) -> Driver:
@@ -86,6 +89,7 @@ def run(core: EngineCore, *requests: GenerationRequest) -> Driver:
         replace(USUAL, temperature=1.2, top_p=0.8, top_k=20, seed=4),
         replace(USUAL, temperature=1.0, seed=5, stop_token_ids=tuple(range(0, 64, 3))),
         replace(USUAL, seed=6, temperature=0.7, min_p=0.05, max_tokens=7),
+        replace(USUAL, seed=7, temperature=0.8, logprobs=2, logprob_token_ids=(5,)),
     ],
 )
 def test_texts_are_those_of_steps_that_wait(target: TinyTarget, sampling: SamplingParams) -> None:
@@ -168,7 +172,6 @@ def test_who_waits_for_a_free_seat_is_not_kept_waiting(target: TinyTarget) -> No
     "sampling",
     [
         replace(USUAL, frequency_penalty=0.5),
-        replace(USUAL, logprobs=2),
         replace(USUAL, min_tokens=6, stop_token_ids=(3,)),
     ],
 )
