@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,67 +57,128 @@ def _launch(num_warps: int, num_stages: int) -> dict[str, Any]:
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
+class Sums(NamedTuple):
+    """What a product left to who adds it up: its chunks, ``[num_chunks, num_rows, out_features]``
+    float32, and the bias that they want; one, of the rows' type, is the product."""
+
+    chunks: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @staticmethod
+    def of(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
+    ) -> Sums:
+        """See ``row_sums``. ``rows``: ``[num_rows, in_features]``."""
+        chunks: torch.Tensor = row_sums(rows, weight, bias, sized_as)
+        return Sums(chunks, bias if len(chunks) > 1 else None)
+
+
 @torch.library.custom_op("slipstream::row_product", mutates_args=())
 def row_product(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
 ) -> torch.Tensor:
     """As ``F.linear``: ``rows`` ``[.., in_features]``, ``weight`` ``[out_features, in_features]``, which
     may be a transposed view, ``bias`` ``[out_features]``, all of one type (float32, bfloat16, float16);
-    returns ``[.., out_features]`` of it. Sums are float32's, in an order that the layer alone decides."""
-    from engine.kernels.triton.row_programs import add_chunks, multiply
+    returns ``[.., out_features]`` of it. Sums are float32's, in an order that the layer alone decides;
+    of a part of a layer, the whole of which has ``sized_as`` outputs, that of the whole."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    sums = _multiplied(flat, weight, bias, sized_as)
+    return add_up(Sums(sums, bias if len(sums) > 1 else None), rows.dtype).view(
+        *rows.shape[:-1], weight.shape[0]
+    )
 
-    in_features, out_features = rows.shape[-1], weight.shape[0]
-    flat = _lying_together(rows.reshape(-1, in_features))
-    num_rows = flat.shape[0]
-    output = rows.new_empty(*rows.shape[:-1], out_features)
-    if not output.numel():
-        return output
-    constants, launch = product_tile(rows.dtype, in_features, out_features)
-    num_chunks = -(-in_features // constants["CHUNK"])
+
+@torch.library.custom_op("slipstream::row_sums", mutates_args=())
+def row_sums(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
+) -> torch.Tensor:
+    """As ``row_product`` of ``[num_rows, in_features]``, but that chunks are left as they are, where
+    programs share the work: see ``Sums``."""
+    return _multiplied(rows, weight, bias, sized_as)
+
+
+def _multiplied(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int
+) -> torch.Tensor:
+    from engine.kernels.triton.row_programs import multiply
+
+    rows = _lying_together(rows)
+    (num_rows, in_features), out_features = rows.shape, weight.shape[0]
+    constants, launch = product_tile(rows.dtype, in_features, sized_as or out_features)
+    num_chunks = _chunks_apart(rows, weight, sized_as)
+    kind = rows.dtype if num_chunks == 1 else torch.float32
+    sums = rows.new_empty(num_chunks, num_rows, out_features, dtype=kind)
+    if not sums.numel():
+        return sums
     grid = (-(-num_rows // constants["ROWS"]), -(-out_features // constants["FEATURES"]))
-    is_divided = num_chunks > 1 and grid[0] * grid[1] < _enough_programs(rows.device)
-    sums = output
-    if is_divided:
-        sums = rows.new_empty(num_chunks, num_rows, out_features, dtype=torch.float32)
-    added = weight if bias is None else bias
     with torch.cuda.device_of(rows):
-        multiply[(*grid, num_chunks if is_divided else 1)](
-            flat,
+        multiply[(*grid, num_chunks)](
+            rows,
             weight,
-            added,
-            output,
+            weight if bias is None else bias,
             sums,
             num_rows,
             out_features,
             in_features,
-            flat.stride(0),
+            rows.stride(0),
             weight.stride(0),
             weight.stride(1),
             **constants,
             HAS_BIAS=bias is not None,
-            IS_DIVIDED=is_divided,
+            IS_DIVIDED=num_chunks > 1,
             **launch,
         )
-        if is_divided:
-            count = num_rows * out_features
-            constants, launch = adding_tile(num_chunks)
-            add_chunks[(-(-count // _ELEMENTS),)](
-                added,
-                output,
-                sums,
-                count,
-                out_features,
-                **constants,
-                HAS_BIAS=bias is not None,
-                **launch,
-            )
+    return sums
+
+
+def _chunks_apart(rows: torch.Tensor, weight: torch.Tensor, sized_as: int) -> int:
+    """Returns into how many chunks a product is divided; 1: its programs are enough."""
+    (num_rows, in_features), out_features = rows.shape, weight.shape[0]
+    sizes = product_tile(rows.dtype, in_features, sized_as or out_features).constants
+    num_programs = -(-num_rows // sizes["ROWS"]) * -(-out_features // sizes["FEATURES"])
+    num_chunks = -(-in_features // sizes["CHUNK"])
+    return num_chunks if 0 < num_programs < _enough_programs(rows.device) else 1
+
+
+def add_up(sums: Sums, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the product ``[num_rows, out_features]`` of ``dtype``."""
+    from engine.kernels.triton.row_programs import add_chunks
+
+    chunks, bias = sums
+    if len(chunks) == 1:
+        return chunks[0]
+    output = torch.empty_like(chunks[0], dtype=dtype)
+    constants, launch = adding_tile(len(chunks))
+    with torch.cuda.device_of(chunks):
+        add_chunks[(-(-output.numel() // _ELEMENTS),)](
+            output if bias is None else bias,
+            output,
+            chunks,
+            output.numel(),
+            output.shape[1],
+            **constants,
+            HAS_BIAS=bias is not None,
+            **launch,
+        )
     return output
 
 
 @row_product.register_fake
-def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    del bias
+def _(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
+) -> torch.Tensor:
+    del bias, sized_as
     return rows.new_empty(*rows.shape[:-1], weight.shape[0])
+
+
+@row_sums.register_fake
+def _(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
+) -> torch.Tensor:
+    del bias
+    count = _chunks_apart(rows, weight, sized_as)
+    kind = rows.dtype if count == 1 else torch.float32
+    return rows.new_empty(count, rows.shape[0], weight.shape[0], dtype=kind)
 
 
 @torch.library.custom_op("slipstream::row_norm", mutates_args=())
@@ -126,32 +187,81 @@ def row_norm(
 ) -> torch.Tensor:
     """Each of ``rows`` ``[.., length]`` over its root mean square, times ``factors`` ``[length]``
     float32. ``is_rounded``: rounded to its type before it is weighed."""
+    output = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    flat = _lying_together(rows.reshape(-1, rows.shape[-1]))
+    _normalize(Sums(flat[None]), None, output, output, factors, epsilon, is_rounded)
+    return output
+
+
+@torch.library.custom_op("slipstream::sum_norm", mutates_args=())
+def sum_norm(
+    chunks: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    factors: torch.Tensor,
+    epsilon: float,
+    is_rounded: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds a product (``Sums``) to ``residual`` ``[.., length]``, of the type of both results: the sum,
+    and its norm as ``row_norm`` computes it."""
+    hidden = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    output = torch.empty_like(hidden)
+    flat = _lying_together(residual.reshape(-1, residual.shape[-1]))
+    _normalize(Sums(chunks, bias), flat, hidden, output, factors, epsilon, is_rounded)
+    return hidden, output
+
+
+def _normalize(
+    sums: Sums,
+    residual: torch.Tensor | None,
+    hidden: torch.Tensor,
+    output: torch.Tensor,
+    factors: torch.Tensor,
+    epsilon: float,
+    is_rounded: bool,
+) -> None:
     from engine.kernels.triton.row_programs import normalize
 
-    length = rows.shape[-1]
-    flat = _lying_together(rows.reshape(-1, length))
-    output = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if output.numel():
-        constants, launch = norm_tile(length)
-        with torch.cuda.device_of(rows):
-            normalize[(-(-flat.shape[0] // constants["ROWS"]),)](
-                flat,
-                factors,
-                output,
-                flat.shape[0],
-                flat.stride(0),
-                epsilon,
-                **constants,
-                IS_ROUNDED=is_rounded,
-                **launch,
-            )
-    return output
+    chunks, bias = sums
+    num_chunks, num_rows, length = chunks.shape
+    if not chunks.numel():
+        return
+    constants, launch = norm_tile(length)
+    with torch.cuda.device_of(chunks):
+        normalize[(-(-num_rows // constants["ROWS"]),)](
+            chunks,
+            factors if bias is None else bias,
+            output if residual is None else residual,
+            factors,
+            hidden,
+            output,
+            num_rows,
+            chunks.stride(0),
+            chunks.stride(1),
+            0 if residual is None else residual.stride(0),
+            epsilon,
+            **constants,
+            NUM_CHUNKS=num_chunks,
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            IS_ROUNDED=is_rounded,
+            **launch,
+        )
 
 
 @row_norm.register_fake
 def _(rows: torch.Tensor, factors: torch.Tensor, epsilon: float, is_rounded: bool) -> torch.Tensor:
     del factors, epsilon, is_rounded
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+
+@sum_norm.register_fake
+def _(
+    chunks: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del chunks, bias
+    like = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    return like, torch.empty_like(like)
 
 
 def _lying_together(rows: torch.Tensor) -> torch.Tensor:
