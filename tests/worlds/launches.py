@@ -13,7 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 _FREE = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "view"),
-    *("_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "slice", "select", "expand", "alias"),
+    *(
+        "_unsafe_view",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "t",
+        "slice",
+        "select",
+        "expand",
+        "alias",
+    ),
     *("narrow", "split", "split_with_sizes", "permute", "as_strided", "unbind", "lift_fresh"),
 }
 

@@ -65,47 +65,42 @@ class Sums(NamedTuple):
     bias: torch.Tensor | None = None
 
     @staticmethod
-    def of(
-        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
-    ) -> Sums:
+    def of(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Sums:
         """See ``row_sums``. ``rows``: ``[num_rows, in_features]``."""
-        chunks: torch.Tensor = row_sums(rows, weight, bias, sized_as)
+        chunks: torch.Tensor = row_sums(rows, weight, bias)
         return Sums(chunks, bias if len(chunks) > 1 else None)
 
 
 @torch.library.custom_op("slipstream::row_product", mutates_args=())
 def row_product(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """As ``F.linear``: ``rows`` ``[.., in_features]``, ``weight`` ``[out_features, in_features]``, which
     may be a transposed view, ``bias`` ``[out_features]``, all of one type (float32, bfloat16, float16);
-    returns ``[.., out_features]`` of it. Sums are float32's, in an order that the layer alone decides;
-    of a part of a layer, the whole of which has ``sized_as`` outputs, that of the whole."""
+    returns ``[.., out_features]`` of it. Sums are float32's, in an order that the layer alone decides."""
     flat = rows.reshape(-1, rows.shape[-1])
-    sums = _multiplied(flat, weight, bias, sized_as)
+    sums = _multiplied(flat, weight, bias)
     return add_up(Sums(sums, bias if len(sums) > 1 else None), rows.dtype).view(
         *rows.shape[:-1], weight.shape[0]
     )
 
 
 @torch.library.custom_op("slipstream::row_sums", mutates_args=())
-def row_sums(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
-) -> torch.Tensor:
+def row_sums(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As ``row_product`` of ``[num_rows, in_features]``, but that chunks are left as they are, where
     programs share the work: see ``Sums``."""
-    return _multiplied(rows, weight, bias, sized_as)
+    return _multiplied(rows, weight, bias)
 
 
 def _multiplied(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     from engine.kernels.triton.row_programs import multiply
 
     rows = _lying_together(rows)
     (num_rows, in_features), out_features = rows.shape, weight.shape[0]
-    constants, launch = product_tile(rows.dtype, in_features, sized_as or out_features)
-    num_chunks = _chunks_apart(rows, weight, sized_as)
+    constants, launch = product_tile(rows.dtype, in_features, out_features)
+    num_chunks = _chunks_apart(rows, weight)
     kind = rows.dtype if num_chunks == 1 else torch.float32
     sums = rows.new_empty(num_chunks, num_rows, out_features, dtype=kind)
     if not sums.numel():
@@ -131,10 +126,10 @@ def _multiplied(
     return sums
 
 
-def _chunks_apart(rows: torch.Tensor, weight: torch.Tensor, sized_as: int) -> int:
+def _chunks_apart(rows: torch.Tensor, weight: torch.Tensor) -> int:
     """Returns into how many chunks a product is divided; 1: its programs are enough."""
     (num_rows, in_features), out_features = rows.shape, weight.shape[0]
-    sizes = product_tile(rows.dtype, in_features, sized_as or out_features).constants
+    sizes = product_tile(rows.dtype, in_features, out_features).constants
     num_programs = -(-num_rows // sizes["ROWS"]) * -(-out_features // sizes["FEATURES"])
     num_chunks = -(-in_features // sizes["CHUNK"])
     return num_chunks if 0 < num_programs < _enough_programs(rows.device) else 1
@@ -164,19 +159,15 @@ def add_up(sums: Sums, dtype: torch.dtype) -> torch.Tensor:
 
 
 @row_product.register_fake
-def _(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
-) -> torch.Tensor:
-    del bias, sized_as
+def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    del bias
     return rows.new_empty(*rows.shape[:-1], weight.shape[0])
 
 
 @row_sums.register_fake
-def _(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sized_as: int = 0
-) -> torch.Tensor:
+def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     del bias
-    count = _chunks_apart(rows, weight, sized_as)
+    count = _chunks_apart(rows, weight)
     kind = rows.dtype if count == 1 else torch.float32
     return rows.new_empty(count, rows.shape[0], weight.shape[0], dtype=kind)
 
