@@ -206,7 +206,7 @@ class TritonPlan:
     ) -> torch.Tensor:
         """See ``JointPlan``."""
         planes = self.backend.planes[layer]
-        query, output = put_heads(product, heads, *planes, self.slots, LARGEST_KEY)
+        query, output = put_heads(product, heads, planes, self.slots, LARGEST_KEY)
         return self._attended(layer, query, output, options)
 
     def _attended(

@@ -1,10 +1,9 @@
-"""What stands in the place of modules' forwards: its kinds, and how one is told from another. ``fusing`` says
-what there is."""
+"""What stands in the place of modules' forwards (``fusing``), and how it is told from another."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ Find = Callable[[nn.Module], Fused | None]
 
 
 class FusedParts(Fused):
-    """Passes that stand for linear layers of their module, too. ``parts``: names within it, and shapes, of
-    these, in their order: those whose product is one, and what is the last unless it is still a layer."""
+    """Passes that stand for layers, too. ``parts``: names within the module, and shapes, of these, in
+    order: those whose product is one, and what reads that product's rows unless it is still a layer."""
 
     def __init__(self) -> None:
         self.parts: dict[str, LayerShape] = {}
@@ -43,7 +42,7 @@ class FusedParts(Fused):
         return bool(self.adapted) and self.adapted[0].is_wanted
 
     def adapt(self, rows: torch.Tensor, joint: torch.Tensor) -> None:
-        """Adds what adapters make of ``rows`` to the ``joint`` product of layers, which may be one layer."""
+        """Adds what adapters make of ``rows`` to a ``joint`` product, which may be one layer's."""
         first = 0
         for layer in self.adapted:
             if first < joint.shape[1]:
@@ -63,6 +62,30 @@ def computed(function: Callable[..., Any], *given: Any) -> Any:
         return function(*given)
     except Exception:
         return None
+
+
+_ACTIVATION_TOLERANCE = 2e-6
+
+
+def activation_of(
+    module: nn.Module,
+    names: Iterable[str],
+    gate: Callable[[torch.Tensor, str], torch.Tensor],
+    device: torch.device,
+) -> str | None:
+    """Returns which of the ``names`` is the module's activation as kernels know it; None: it is none.
+    ``gate``: gives the named activation of the first half of each row, times the other."""
+    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+        return None
+    values = torch.linspace(-12.0, 12.0, 64 * LANES, device=device)[None]
+    expected = computed(module, values)
+    if not isinstance(expected, torch.Tensor) or expected.shape != values.shape:
+        return None
+    for name in names:
+        difference = (gate(torch.cat([values, torch.ones_like(values)], 1), name) - expected).abs()
+        if bool((difference <= _ACTIVATION_TOLERANCE * (1 + expected.abs())).all()):
+            return name
+    return None
 
 
 def is_near(got: torch.Tensor, expected: object) -> bool:
@@ -120,11 +143,9 @@ class FusedNorm(Fused):
         return self._compute(hidden_states, self.factors, self.epsilon, self.is_rounded)
 
     def of_sum(self, product: Sums, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the sum of a product and ``residual`` ``[.., length]``, and the norm of that: on devices
-        with programs."""
+        """Returns the sum of a product and ``residual`` ``[.., length]``, and that sum's norm."""
         told = self.factors, self.epsilon, self.is_rounded
-        found: tuple[torch.Tensor, torch.Tensor] = sum_norm(*product, residual, *told)
-        return found
+        return sum_norm(product, residual, *told)
 
     def summed(self, product: Sums, residual: torch.Tensor) -> torch.Tensor:
         """Returns that sum. Its norm is what the next call gets that is given this very sum."""

@@ -27,7 +27,7 @@ from engine.attention.backend import (
     layer_number,
 )
 from engine.kernels import KINDS
-from engine.kernels.triton.joint_ops import ACTIVATIONS, HeadNorm, Heads, gate_rows, put_heads
+from engine.kernels.triton.joint_ops import ACTIVATIONS, HeadNorms, Heads, gate_rows, put_heads
 from engine.kernels.triton.row_ops import Sums, row_product
 from engine.model.fused import (
     PROBED_ROWS,
@@ -35,6 +35,7 @@ from engine.model.fused import (
     Fused,
     FusedNorm,
     FusedParts,
+    activation_of,
     computed,
     find_norm,
     fused_forward,
@@ -47,8 +48,8 @@ _Linear = nn.Linear | PackedLinear
 
 
 class JointLayers:
-    """Layers of one input as one product. Of several the weights are copied to lie together, and are theirs
-    again once they ``adopt`` them."""
+    """Layers of one input as one product. Of several the weights are copied to lie together; once they
+    ``adopt`` these, they are held once."""
 
     def __init__(self, layers: Sequence[_Linear]) -> None:
         self._layers = layers
@@ -62,6 +63,7 @@ class JointLayers:
         self._is_exact = isinstance(layers[0], PackedLinear)
 
     def adopt(self) -> None:
+        """Makes the layers' weights views of the joint ones."""
         first = 0
         for layer in self._layers if len(self._layers) > 1 else ():
             rows = slice(first, first + layer.out_features)
@@ -124,8 +126,8 @@ class _FusedProducts(FusedParts):
         return Sums(joint[None])
 
     def end(self, rows: torch.Tensor, like: torch.Tensor, as_sums: bool) -> Any:
-        """Returns the product of ``rows``, of the shape of ``like`` but for its features, or as it is added
-        up later."""
+        """Returns the product of ``rows``, of the shape of ``like`` but for its features, or as it is
+        added up later."""
         if as_sums and not self.is_adapted:
             return self.last.sums(rows)
         product = self.last.whole(rows)
@@ -151,11 +153,13 @@ class FusedAttention(_FusedProducts):
         self._own, self._module = module.forward, module
         self._options = asked.options
         _, self._num_heads, self.dim = asked.query.shape
-        told = [HeadNorm(each.factors, each.epsilon, each.is_rounded) for each in norms]
-        self._norms: Sequence[HeadNorm | None] = told or (None, None)
+        self._norms = None
+        if norms:
+            factors = torch.stack([each.factors for each in norms])
+            self._norms = HeadNorms(factors, norms[0].epsilon, norms[0].is_rounded)
 
     def heads(self, cosines: torch.Tensor, sines: torch.Tensor) -> Heads:
-        return Heads(self._num_heads, cosines, sines, *self._norms)
+        return Heads(self._num_heads, cosines, sines, self._norms)
 
     def __call__(
         self, hidden_states: torch.Tensor, *more: Any, as_sums: bool = False, **named: Any
@@ -224,7 +228,8 @@ def _find_attention(module: nn.Module) -> FusedAttention | None:
     found = [fused_forward(each) for each in module.children()]
     norms = [each for each in found if isinstance(each, FusedNorm) and len(each.factors) == dim]
     num_known = len(linear) + sum(isinstance(each, FusedNorm) for each in found)
-    if len(norms) not in (0, 2) or num_known != _num_weighted(module):
+    are_alike = len({(each.epsilon, each.is_rounded) for each in norms}) <= 1
+    if len(norms) not in (0, 2) or not are_alike or num_known != _num_weighted(module):
         return None
     for width in {each.in_features for each in linear.values()}:
         hidden, angles = _probe(next(iter(linear.values())), width, dim)
@@ -286,8 +291,8 @@ def _asked(module: Callable[..., Any], hidden: torch.Tensor, angles: Any) -> _As
 def _orders(
     layers: Sequence[_Linear], asked: _Asked, rows: torch.Tensor
 ) -> Iterator[Sequence[_Linear]]:
-    """Yields orders of ``layers`` in which they may make queries, keys and values, or all of them, and, the
-    last, the output."""
+    """Yields orders of ``layers`` in which they may make queries, keys and values, or all of them,
+    and, the last, the output."""
     widths = [each[0].numel() for each in (asked.query, asked.key, asked.value)]
     attended = asked.answer.flatten(1)
     for *first, last in permutations(layers):
@@ -309,11 +314,11 @@ def _puts(fused: FusedAttention, asked: _Asked, rows: torch.Tensor, angles: Any)
     num_rows, num_kv_heads, dim = asked.key.shape
     if asked.value.shape[2] != dim:
         return False
-    planes = rows.new_zeros(2, num_kv_heads, num_rows, dim)
+    keys, values = rows.new_zeros(2, num_kv_heads, num_rows, dim)
     slots = torch.arange(num_rows, device=rows.device)
     heads = fused.heads(*(each[0] for each in angles))
-    query, _ = put_heads(fused.first.sums(rows), heads, planes[0], planes[1], slots, float("inf"))
-    made = query, planes[0].transpose(0, 1), planes[1].transpose(0, 1)
+    query, _ = put_heads(fused.first.sums(rows), heads, (keys, values), slots, float("inf"))
+    made = query, keys.transpose(0, 1), values.transpose(0, 1)
     return all(map(is_near, made, (asked.query, asked.key, asked.value)))
 
 
@@ -340,7 +345,7 @@ def _find_gated(network: nn.Module) -> GatedRows | None:
     if linear is None or len(linear) not in (2, 3) or len(others) != 1:
         return None
     device = _weight_of(next(iter(linear.values())))[0].device
-    activation = _activation_of(others[0], device)
+    activation = activation_of(others[0], ACTIVATIONS, _gate, device)
     for layers in permutations(linear.values()) if activation is not None else ():
         *first, last = layers
         width, half = first[0].in_features, last.in_features
@@ -350,7 +355,7 @@ def _find_gated(network: nn.Module) -> GatedRows | None:
         rows, _ = _probe(last, width, 2)
         made = torch.cat([each(rows[0]) for each in first], -1)
         if made.shape[1] != 2 * half or not is_near(
-            last(gate_rows(Sums(made[None]), activation, rows.dtype)), computed(network, rows[0])
+            last(_gate(made, activation)), computed(network, rows[0])
         ):
             continue
         fused = GatedRows(network, layers, activation)
@@ -359,23 +364,8 @@ def _find_gated(network: nn.Module) -> GatedRows | None:
     return None
 
 
-_ACTIVATION_TOLERANCE = 2e-6
-
-
-def _activation_of(module: nn.Module, device: torch.device) -> str | None:
-    """Returns the name of an activation; None: it is none that the program knows."""
-    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-        return None
-    values = torch.linspace(-12.0, 12.0, 1024, device=device)[None]
-    expected = computed(module, values)
-    if not isinstance(expected, torch.Tensor) or expected.shape != values.shape:
-        return None
-    both = Sums(torch.cat([values, torch.ones_like(values)], 1)[None])
-    for name in ACTIVATIONS:
-        difference = (gate_rows(both, name, values.dtype) - expected).abs()
-        if bool((difference <= _ACTIVATION_TOLERANCE * (1 + expected.abs())).all()):
-            return name
-    return None
+def _gate(rows: torch.Tensor, activation: str) -> torch.Tensor:
+    return gate_rows(Sums(rows[None]), activation, rows.dtype)
 
 
 # --- decoder layers ---
@@ -439,7 +429,7 @@ def _states(asked: _Asked) -> torch.Tensor:
 
 
 def chain_layers(model: nn.Module) -> None:
-    """Tells layers the norm of what they write: the next one's, or, of the last, the one beside their list."""
+    """Tells layers the norm of what they write: the next one's, or the one beside their list."""
     for module in model.modules():
         for child in module.children():
             layers = [fused_forward(each) for each in child.children()]

@@ -31,9 +31,10 @@ from torch import nn
 from engine.kernels import KINDS, LANES
 from engine.model.fused import (
     PROBED_ROWS,
-    Fused,
     Find,
+    Fused,
     FusedParts,
+    activation_of,
     computed,
     find_norm,
     fused_forward,
@@ -215,7 +216,6 @@ def _is_same_angle(got: torch.Tensor, expected: object) -> bool:
 
 _LARGEST = (4.0, 100.0)
 """Largest values of gate (and up) in probed rows: some networks cut large values off."""
-_ACTIVATION_TOLERANCE = 2e-6
 
 
 class GatedGroups(FusedParts):
@@ -339,22 +339,13 @@ def _of_floats(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
 
 
 def _activation_of(module: nn.Module) -> str | None:
-    """Returns the name of an activation; None: it is none that kernels know."""
     from engine.kernels.grouped_product import Gate, gate_rows
     from engine.kernels.lanes import ACTIVATIONS
 
-    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-        return None
-    values = torch.linspace(-12.0, 12.0, 64 * LANES)[None]
-    expected = computed(module, values)
-    if not isinstance(expected, torch.Tensor) or expected.shape != values.shape:
-        return None
-    for name in ACTIVATIONS:
-        alone = gate_rows(torch.cat([values, torch.ones_like(values)], 1), Gate(name, True))
-        difference = (alone - expected).abs()
-        if bool((difference <= _ACTIVATION_TOLERANCE * (1 + expected.abs())).all()):
-            return name
-    return None
+    def gate(rows: torch.Tensor, name: str) -> torch.Tensor:
+        return gate_rows(rows, Gate(name, True))
+
+    return activation_of(module, ACTIVATIONS, gate, torch.device("cpu"))
 
 
 def _probe(candidate: _Candidate) -> torch.Tensor:

@@ -21,8 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.kernels.triton import joint_programs, row_programs
 from engine.kernels.triton import ragged_attention as programs
-from engine.kernels.triton import row_programs
+from engine.kernels.triton.joint_ops import ACTIVATIONS, gate_variant, heads_variant
 from engine.kernels.triton.ops import attend_variant, join_variant, store_variant
 from engine.kernels.triton.row_ops import adding_tile, norm_tile, product_tile
 
@@ -59,11 +60,17 @@ ROWS: dict[str, tuple[torch.dtype, bool, int, int]] = {
     "products, fp32": (torch.float32, False, 4096, 14336),
 }
 """Of rows with weights: types, whether chunks of inputs go to several programs, inputs and outputs."""
+JOINT: list[dict[str, Any]] = [
+    {"NUM_CHUNKS": 1, "HAS_BIAS": False},
+    {"NUM_CHUNKS": 3, "HAS_BIAS": True},
+]
+"""Products that passes read: whole, and in chunks with a bias."""
 TYPES = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTS = {"slots": "*i64", "plan": "*i32", "joins": "*i32"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
-_OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias"}
+_OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias", "chunks"}
+_OF_ROWS |= {"residual", "hidden", "cosines", "sines"}
 SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656}
 """Bytes that programs do keep elsewhere for want of registers, by capability and variant: at most."""
 _SPILLED = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -94,6 +101,9 @@ def _type_of(name: str, constants: Mapping[str, Any], dtype: str, stored: str) -
         return "constexpr"
     if name in ("keys", "values"):
         return f"*{stored}"
+    is_in_chunks = constants.get("NUM_CHUNKS", 1) > 1 and name in ("rows", "chunks")
+    if is_in_chunks or (constants.get("IS_DIVIDED") and name == "output"):
+        return "*fp32"
     if name in _OF_ROWS:
         return f"*{dtype}"
     return {**_INTS, **_FLOATS}.get(name, "fp32" if name in _NUMBERS else "i32")
@@ -112,8 +122,21 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
             adding = adding._replace(constants=adding.constants | {"HAS_BIAS": True})
             yield row_programs.add_chunks, adding, TYPES[dtype], ""
             norm = norm_tile(4096)
-            norm = norm._replace(constants=norm.constants | {"IS_ROUNDED": True})
-            yield row_programs.normalize, norm, TYPES[dtype], ""
+            for is_sum in (False, True):
+                asked = {"IS_ROUNDED": True, "HAS_RESIDUAL": is_sum} | JOINT[is_sum]
+                asked_norm = norm._replace(constants=norm.constants | asked)
+                yield row_programs.normalize, asked_norm, TYPES[dtype], ""
+        return
+    if name == "passes":
+        for is_fp8 in (False, True):
+            for joint in JOINT:
+                heads = heads_variant(32, 8, 128, is_fp8)
+                heads = heads._replace(constants=heads.constants | joint | {"NORM": 2})
+                yield joint_programs.rotate_and_store, heads, "bf16", "u8" if is_fp8 else "bf16"
+        for activation, joint in zip(ACTIVATIONS, JOINT, strict=True):
+            gate = gate_variant(activation)
+            gate = gate._replace(constants=gate.constants | joint)
+            yield joint_programs.gate, gate, "bf16", ""
         return
     asked = PLAIN | VARIANTS[name]
     variant, is_exact = attend_variant(**asked), asked["is_exact"]
@@ -139,4 +162,4 @@ def main(capability: int, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS])
+    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, "passes"])

@@ -160,9 +160,9 @@ def store_rows(
     num_heads: int,
     largest_key: float,
 ) -> torch.Tensor:
-    """Stores the rows' keys and values: numbers that the store's type, and the rows', can hold. Returns room
-    for their outputs, ``[num_rows, num_heads, value_dim]``, with zeros for rows of padding, which are
-    stored nowhere."""
+    """Stores the rows' keys and values: numbers that the store's type, and the rows', can hold. Returns
+    room for their outputs, ``[num_rows, num_heads, value_dim]``, with zeros for rows of padding, which
+    are stored nowhere."""
     from engine.kernels.triton import ragged_attention as programs
 
     key, value = _rows_together(key), _rows_together(value)

@@ -66,8 +66,8 @@ class Sums(NamedTuple):
 
     @staticmethod
     def of(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Sums:
-        """See ``row_sums``. ``rows``: ``[num_rows, in_features]``."""
-        chunks: torch.Tensor = row_sums(rows, weight, bias)
+        """Of ``rows`` ``[num_rows, in_features]``, otherwise as ``row_product``."""
+        chunks = _multiplied(rows, weight, bias)
         return Sums(chunks, bias if len(chunks) > 1 else None)
 
 
@@ -79,17 +79,8 @@ def row_product(
     may be a transposed view, ``bias`` ``[out_features]``, all of one type (float32, bfloat16, float16);
     returns ``[.., out_features]`` of it. Sums are float32's, in an order that the layer alone decides."""
     flat = rows.reshape(-1, rows.shape[-1])
-    sums = _multiplied(flat, weight, bias)
-    return add_up(Sums(sums, bias if len(sums) > 1 else None), rows.dtype).view(
-        *rows.shape[:-1], weight.shape[0]
-    )
-
-
-@torch.library.custom_op("slipstream::row_sums", mutates_args=())
-def row_sums(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As ``row_product`` of ``[num_rows, in_features]``, but that chunks are left as they are, where
-    programs share the work: see ``Sums``."""
-    return _multiplied(rows, weight, bias)
+    product = _added_up(Sums.of(flat, weight, bias), rows.dtype)
+    return product.view(*rows.shape[:-1], weight.shape[0])
 
 
 def _multiplied(
@@ -100,24 +91,19 @@ def _multiplied(
     rows = _lying_together(rows)
     (num_rows, in_features), out_features = rows.shape, weight.shape[0]
     constants, launch = product_tile(rows.dtype, in_features, out_features)
-    num_chunks = _chunks_apart(rows, weight)
-    kind = rows.dtype if num_chunks == 1 else torch.float32
+    num_chunks = -(-in_features // constants["CHUNK"])
+    grid = (-(-num_rows // constants["ROWS"]), -(-out_features // constants["FEATURES"]))
+    if grid[0] * grid[1] >= _enough_programs(rows.device):
+        num_chunks = 1
+    kind = torch.float32 if num_chunks > 1 else rows.dtype
     sums = rows.new_empty(num_chunks, num_rows, out_features, dtype=kind)
     if not sums.numel():
         return sums
-    grid = (-(-num_rows // constants["ROWS"]), -(-out_features // constants["FEATURES"]))
+    added = weight if bias is None else bias
+    sizes = num_rows, out_features, in_features, rows.stride(0), *weight.stride()
     with torch.cuda.device_of(rows):
         multiply[(*grid, num_chunks)](
-            rows,
-            weight,
-            weight if bias is None else bias,
-            sums,
-            num_rows,
-            out_features,
-            in_features,
-            rows.stride(0),
-            weight.stride(0),
-            weight.stride(1),
+            *(rows, weight, added, sums, *sizes),
             **constants,
             HAS_BIAS=bias is not None,
             IS_DIVIDED=num_chunks > 1,
@@ -126,22 +112,13 @@ def _multiplied(
     return sums
 
 
-def _chunks_apart(rows: torch.Tensor, weight: torch.Tensor) -> int:
-    """Returns into how many chunks a product is divided; 1: its programs are enough."""
-    (num_rows, in_features), out_features = rows.shape, weight.shape[0]
-    sizes = product_tile(rows.dtype, in_features, out_features).constants
-    num_programs = -(-num_rows // sizes["ROWS"]) * -(-out_features // sizes["FEATURES"])
-    num_chunks = -(-in_features // sizes["CHUNK"])
-    return num_chunks if 0 < num_programs < _enough_programs(rows.device) else 1
-
-
-def add_up(sums: Sums, dtype: torch.dtype) -> torch.Tensor:
+def _added_up(sums: Sums, dtype: torch.dtype) -> torch.Tensor:
     """Returns the product ``[num_rows, out_features]`` of ``dtype``."""
     from engine.kernels.triton.row_programs import add_chunks
 
     chunks, bias = sums
-    if len(chunks) == 1:
-        return chunks[0]
+    if len(chunks) == 1 or not chunks.numel():
+        return chunks[0].to(dtype)
     output = torch.empty_like(chunks[0], dtype=dtype)
     constants, launch = adding_tile(len(chunks))
     with torch.cuda.device_of(chunks):
@@ -164,14 +141,6 @@ def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> to
     return rows.new_empty(*rows.shape[:-1], weight.shape[0])
 
 
-@row_sums.register_fake
-def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    del bias
-    count = _chunks_apart(rows, weight)
-    kind = rows.dtype if count == 1 else torch.float32
-    return rows.new_empty(count, rows.shape[0], weight.shape[0], dtype=kind)
-
-
 @torch.library.custom_op("slipstream::row_norm", mutates_args=())
 def row_norm(
     rows: torch.Tensor, factors: torch.Tensor, epsilon: float, is_rounded: bool
@@ -180,37 +149,31 @@ def row_norm(
     float32. ``is_rounded``: rounded to its type before it is weighed."""
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     flat = _lying_together(rows.reshape(-1, rows.shape[-1]))
-    _normalize(Sums(flat[None]), None, output, output, factors, epsilon, is_rounded)
+    _normalize(Sums(flat[None]), None, (output, output), factors, epsilon, is_rounded)
     return output
 
 
-@torch.library.custom_op("slipstream::sum_norm", mutates_args=())
 def sum_norm(
-    chunks: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    factors: torch.Tensor,
-    epsilon: float,
-    is_rounded: bool,
+    sums: Sums, residual: torch.Tensor, factors: torch.Tensor, epsilon: float, is_rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds a product (``Sums``) to ``residual`` ``[.., length]``, of the type of both results: the sum,
-    and its norm as ``row_norm`` computes it."""
+    """Adds a product to ``residual`` ``[.., length]``, of the type of both results: the sum, and its norm
+    as ``row_norm`` computes it."""
     hidden = torch.empty_like(residual, memory_format=torch.contiguous_format)
     output = torch.empty_like(hidden)
     flat = _lying_together(residual.reshape(-1, residual.shape[-1]))
-    _normalize(Sums(chunks, bias), flat, hidden, output, factors, epsilon, is_rounded)
+    _normalize(sums, flat, (hidden, output), factors, epsilon, is_rounded)
     return hidden, output
 
 
 def _normalize(
     sums: Sums,
     residual: torch.Tensor | None,
-    hidden: torch.Tensor,
-    output: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor],
     factors: torch.Tensor,
     epsilon: float,
     is_rounded: bool,
 ) -> None:
+    """``outputs``: what is normed, where that is made here, and its norm."""
     from engine.kernels.triton.row_programs import normalize
 
     chunks, bias = sums
@@ -218,19 +181,11 @@ def _normalize(
     if not chunks.numel():
         return
     constants, launch = norm_tile(length)
+    added, before = (outputs[1] if each is None else each for each in (bias, residual))
+    sizes = num_rows, *chunks.stride()[:2], before.stride(-2)
     with torch.cuda.device_of(chunks):
         normalize[(-(-num_rows // constants["ROWS"]),)](
-            chunks,
-            factors if bias is None else bias,
-            output if residual is None else residual,
-            factors,
-            hidden,
-            output,
-            num_rows,
-            chunks.stride(0),
-            chunks.stride(1),
-            0 if residual is None else residual.stride(0),
-            epsilon,
+            *(chunks, added, before, factors, *outputs, *sizes, epsilon),
             **constants,
             NUM_CHUNKS=num_chunks,
             HAS_BIAS=bias is not None,
@@ -244,15 +199,6 @@ def _normalize(
 def _(rows: torch.Tensor, factors: torch.Tensor, epsilon: float, is_rounded: bool) -> torch.Tensor:
     del factors, epsilon, is_rounded
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
-
-
-@sum_norm.register_fake
-def _(
-    chunks: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del chunks, bias
-    like = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    return like, torch.empty_like(like)
 
 
 def _lying_together(rows: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from the first; each chunk has a sum of its own. The chunks' sums are added in o
 itself, or, where few rows would leave the device idle, by ``add_chunks``, in the same order with the same
 operations.
 
-``normalize``: root mean square norms, a row's squares in one sum whose order its length decides. It may add
-the chunks of a product before, and what that is added to.
+``normalize``: root mean square norms, a row's squares in one sum whose order its length decides. It
+may add the chunks of a product before, and what that is added to.
 """
 
 import triton
@@ -33,10 +33,10 @@ def added_up(
     if NUM_CHUNKS == 1:
         total = tl.load(sums + place, mask=is_place, other=0.0).to(tl.float32)
     else:
-        total = tl.zeros(place.shape, tl.float32)
-        for chunk in range(NUM_CHUNKS):
-            start = tl.cast(chunk, tl.int64) * chunk_stride
-            total = total + tl.load(sums + start + place, mask=is_place, other=0.0)
+        total = tl.load(sums + place, mask=is_place, other=0.0) + 0.0  # and no -0.0
+        for _ in range(1, NUM_CHUNKS):
+            sums += chunk_stride
+            total = total + tl.load(sums + place, mask=is_place, other=0.0)
     if HAS_BIAS:
         total = total + tl.load(bias, mask=is_place, other=0.0).to(tl.float32)
     return total
