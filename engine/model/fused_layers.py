@@ -72,7 +72,8 @@ class JointLayers:
                 layer.packed = DeviceWeight(weight, bias)
             else:
                 layer.weight = nn.Parameter(weight, requires_grad=False)
-                layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+                if bias is not None:
+                    layer.bias = nn.Parameter(bias, requires_grad=False)
             first += layer.out_features
 
     def sums(self, rows: torch.Tensor) -> Sums:
@@ -234,7 +235,9 @@ def _find_attention(module: nn.Module) -> FusedAttention | None:
     for width in {each.in_features for each in linear.values()}:
         hidden, angles = _probe(next(iter(linear.values())), width, dim)
         asked = _asked(module, hidden, angles)
-        for layers in () if asked is None else _orders(list(linear.values()), asked, hidden[0]):
+        if asked is None:
+            continue
+        for layers in _orders(list(linear.values()), asked, hidden[0]):
             for ordered in permutations(norms):
                 fused = FusedAttention(module, layers, ordered, asked)
                 if _puts(fused, asked, hidden[0], angles):
@@ -285,7 +288,7 @@ def _asked(module: Callable[..., Any], hidden: torch.Tensor, angles: Any) -> _As
     is_like_attention = isinstance(output, tuple) and len(output) == 2 and output[1] is None
     if len(plan.asked) != 1 or not (is_like_attention or isinstance(output, torch.Tensor)):
         return None
-    return _Asked(*plan.asked[0], output=output)
+    return _Asked(*plan.asked[0], output)
 
 
 def _orders(
@@ -346,7 +349,9 @@ def _find_gated(network: nn.Module) -> GatedRows | None:
         return None
     device = _weight_of(next(iter(linear.values())))[0].device
     activation = activation_of(others[0], ACTIVATIONS, _gate, device)
-    for layers in permutations(linear.values()) if activation is not None else ():
+    if activation is None:
+        return None
+    for layers in permutations(linear.values()):
         *first, last = layers
         width, half = first[0].in_features, last.in_features
         is_square = all(each.in_features == width for each in first) and last.out_features == width
@@ -414,7 +419,9 @@ def _find_layer(module: nn.Module) -> FusedLayer | None:
     norm: Any = fused_forward(norms[0])
     hidden, angles = _probe(layer, len(norm.factors), told.dim)
     expected = _asked(module, hidden, angles)
-    for first, second in () if expected is None else permutations(norms):
+    if expected is None:
+        return None
+    for first, second in permutations(norms):
         fused = FusedLayer(module, first, attention[0], second, networks[0])
         fused.is_tuple = isinstance(expected.output, tuple)
         found = _asked(fused, hidden, angles)
