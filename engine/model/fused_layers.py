@@ -288,7 +288,8 @@ def _asked(module: Callable[..., Any], hidden: torch.Tensor, angles: Any) -> _As
     is_like_attention = isinstance(output, tuple) and len(output) == 2 and output[1] is None
     if len(plan.asked) != 1 or not (is_like_attention or isinstance(output, torch.Tensor)):
         return None
-    return _Asked(*plan.asked[0], output)
+    (asked,) = plan.asked
+    return _Asked._make((*asked, output))
 
 
 def _orders(

@@ -67,6 +67,8 @@ def fuse(model: nn.Module, num_positions: int | None = None) -> None:
                 vars(module)["forward"] = found
                 counts[kind] += 1
     chain_layers(model)
+    if devices == {"cuda"}:
+        torch.cuda.empty_cache()  # of weights that lie elsewhere now
     said = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     logger.debug("in one pass each: %s", said or "nothing")
 

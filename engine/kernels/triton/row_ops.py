@@ -182,7 +182,7 @@ def _normalize(
         return
     constants, launch = norm_tile(length)
     added, before = (outputs[1] if each is None else each for each in (bias, residual))
-    sizes = num_rows, *chunks.stride()[:2], before.stride(-2)
+    sizes = num_rows, *chunks.stride()[:2], 0 if residual is None else residual.stride(0)
     with torch.cuda.device_of(chunks):
         normalize[(-(-num_rows // constants["ROWS"]),)](
             *(chunks, added, before, factors, *outputs, *sizes, epsilon),

@@ -195,7 +195,7 @@ def test_graphs_repeat_steps_in_few_launches() -> None:
     model, maker = tiny_model("qwen3"), ReplayingMaker()
     plain = served(copy.deepcopy(model), is_fused=False)
     runner = served(model)
-    sizes = GraphSizes(4, 2, 64, 4)
+    sizes = GraphSizes(8, 2, 64, 4)
     runner._replays = DeviceGraphs(runner.attention, maker, sizes, None)
     runner.prepare()
     for got, expected in zip(written(runner), written(plain), strict=True):
