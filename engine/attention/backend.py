@@ -20,13 +20,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine import attention
 from engine.batch import Bucket, InputBatch, InputTensors
+from engine.kernels.triton.joint_ops import Heads
+from engine.kernels.triton.row_ops import Sums
 from engine.request.info import Determinism
 from kvpool.store import KVStore, RowShape
 
@@ -120,11 +122,26 @@ class AttentionPlan(Protocol):
         """Returns ``[num_rows, num_heads, value_dim]``, in the order of the batch's rows."""
 
 
+@runtime_checkable
+class JointPlan(Protocol):
+    """A step's plan that takes queries, keys and values as one product left them."""
+
+    def attend_joint(
+        self, layer: int, product: Sums, heads: Heads, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Returns what ``attend`` does, for the product's rows as ``put_heads`` takes them."""
+
+
 class _Attended(threading.local):
     plan: AttentionPlan | None = None
 
 
 _attended = _Attended()
+
+
+def attended_plan() -> AttentionPlan | None:
+    """Returns what layers are answered by that run now."""
+    return _attended.plan
 
 
 @contextmanager
@@ -300,6 +317,12 @@ def build_attention(
     return backend(backend.make_store(needs, store), needs)
 
 
+def layer_number(module: torch.nn.Module) -> int:
+    """Returns an attention layer's number in the store."""
+    number: Any = getattr(module, KV_LAYER, module.layer_idx)
+    return int(number)
+
+
 def slipstream_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_heads, num_rows, head_dim]
@@ -323,7 +346,7 @@ def slipstream_attention(
     if attention_mask is not None or dropout:
         raise RuntimeError("the model's attention layers bring a mask or dropout of their own")
     output = _attended.plan.attend(
-        getattr(module, KV_LAYER, module.layer_idx),  # type: ignore[arg-type]
+        layer_number(module),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

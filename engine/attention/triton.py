@@ -30,7 +30,9 @@ from engine.attention.work import Cut, Room, Work
 from engine.batch import Bucket, InputBatch, InputTensors
 from engine.kernels import KINDS, STORED_KINDS
 from engine.kernels.triton import missing_for, num_processors
-from engine.kernels.triton.ops import ragged_attention
+from engine.kernels.triton.joint_ops import Heads, put_heads
+from engine.kernels.triton.ops import ragged_attention, store_rows
+from engine.kernels.triton.row_ops import Sums
 from engine.request.info import Determinism
 from kvpool.store import KVStore
 
@@ -194,21 +196,35 @@ class TritonPlan:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        planes = self.backend.planes[layer]
+        num_heads = query.shape[1]
+        output: torch.Tensor = store_rows(key, value, *planes, self.slots, num_heads, LARGEST_KEY)
+        return self._attended(layer, query, output, options)
+
+    def attend_joint(
+        self, layer: int, product: Sums, heads: Heads, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See ``JointPlan``."""
+        planes = self.backend.planes[layer]
+        query, output = put_heads(product, heads, planes, self.slots, LARGEST_KEY)
+        return self._attended(layer, query, output, options)
+
+    def _attended(
+        self, layer: int, query: torch.Tensor, output: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Returns the ``output``, with what rows get whose keys and values are stored."""
         backend = self.backend
         keys, values = backend.planes[layer]
         if options.sees_block not in self.told:
             self.told[options.sees_block] = backend.told_late(self.batch, options.sees_block)
         ints, sums, stats, launch = self.told[options.sees_block]
         num_items, num_joins, joins_at, tile_rows = launch
-        scaling = query.shape[2] ** -0.5 if options.scaling is None else options.scaling
-        output: torch.Tensor = ragged_attention(
+        ragged_attention(
             query,
-            key,
-            value,
             keys,
             values,
-            self.slots,
             ints,
+            output,
             sums,
             stats,
             options.sinks,
@@ -218,10 +234,9 @@ class TritonPlan:
             tile_rows,
             backend.store.block_size,
             backend.cut.chunk,
-            scaling,
+            query.shape[2] ** -0.5 if options.scaling is None else options.scaling,
             options.softcap or 0.0,
             options.window or 0,
-            LARGEST_KEY,
             backend.is_exact,
         )
         return output

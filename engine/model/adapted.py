@@ -22,7 +22,7 @@ from engine.batch import ForwardOutput, InputBatch, InputTensors
 from engine.kernels import host_kernel
 from engine.kernels.triton import missing_for
 from engine.kernels.triton.row_ops import row_product
-from engine.model.fusing import Gated, fused_forward
+from engine.model.fused import FusedParts, fused_forward
 from engine.model.layers import GroupedLinear, LayerShape, PackedLinear, is_plain
 from engine.transfer import upload
 
@@ -216,7 +216,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def _gated_networks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if isinstance(fused_forward(module), Gated):
+        if isinstance(fused_forward(module), FusedParts):
             yield name, module
 
 
@@ -233,11 +233,12 @@ def _rows_seen(names: Mapping[nn.Module, str], probe: Callable[[], object]) -> d
     """Returns how many rows each module was called with in each call of two forwards."""
     seen: dict[str, list[int]] = {name: [] for name in names.values()}
 
-    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if inputs:
-            seen[names[module]].append(inputs[0].shape[:-1].numel())
+    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
+        first = inputs[0] if inputs else named.get("hidden_states")
+        if first is not None:
+            seen[names[module]].append(first.shape[:-1].numel())
 
-    handles = [module.register_forward_pre_hook(note) for module in names]
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in names]
     try:
         for _ in range(_PROBES):
             probe()

@@ -18,7 +18,6 @@ with random rows and not by what they are called:
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -30,21 +29,21 @@ import torch
 from torch import nn
 
 from engine.kernels import KINDS, LANES
-from engine.kernels.triton import missing_for
-from engine.kernels.triton.row_ops import row_norm
-from engine.model.layers import AdaptsRows, GroupedLinear, LayerShape, PackedLinear
+from engine.model.fused import (
+    PROBED_ROWS,
+    Find,
+    Fused,
+    FusedParts,
+    activation_of,
+    computed,
+    find_norm,
+    fused_forward,
+    is_near,
+)
+from engine.model.fused_layers import DEVICE_FINDERS, chain_layers
+from engine.model.layers import GroupedLinear, LayerShape, PackedLinear
 
 logger = logging.getLogger(__name__)
-
-_PROBED_ROWS = 8
-
-
-class Fused:
-    """Stands in the place of a module's forward."""
-
-
-_Find = Callable[[nn.Module], Fused | None]
-"""Returns what may stand in the place of the module's forward; None: it is of another kind."""
 
 
 @torch.inference_mode()
@@ -52,118 +51,31 @@ def fuse(model: nn.Module, num_positions: int | None = None) -> None:
     """Gives the model's modules their passes, in place, once its weights are packed; a second time it
     finds nothing. ``num_positions``: rows stand at smaller ones; None: nobody knows."""
     devices = {each.device.type for each in model.parameters()}
-    if not devices <= {"cpu"} and devices != {"cuda"}:
+    has_programs = _have_programs(devices)
+    if not has_programs and not devices <= {"cpu"}:
         return
-    finders: dict[str, _Find] = dict(_FINDERS) if devices <= {"cpu"} else {"norms": _find_norm}
-    if devices <= {"cpu"} and num_positions is not None:
+    finders = dict(DEVICE_FINDERS if has_programs else _FINDERS)
+    if not has_programs and num_positions is not None:
         dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
         angles = partial(_find_angles, num_positions=num_positions, dtype=dtype)
         finders["cosines and sines"] = angles
     counts = dict.fromkeys(finders, 0)
-    for module in model.modules():
-        for kind, find in finders.items():
+    for kind, find in finders.items():
+        for module in list(model.modules()):
             found = find(module) if fused_forward(module) is None else None
             if found is not None:
                 vars(module)["forward"] = found
                 counts[kind] += 1
+    chain_layers(model)
+    if devices == {"cuda"}:
+        torch.cuda.empty_cache()  # of weights that lie elsewhere now
     said = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     logger.debug("in one pass each: %s", said or "nothing")
 
 
-def fused_forward(module: nn.Module) -> Fused | None:
-    """Returns what stands in the place of the module's forward; None: it is its own."""
-    forward = vars(module).get("forward")
-    return forward if isinstance(forward, Fused) else None
-
-
-def _computed(function: Callable[..., Any], *given: Any) -> Any:
-    """Returns what the function makes of what it is given; None: it takes something else."""
-    try:
-        return function(*given)
-    except Exception:
-        return None
-
-
-# --- root mean square norms ---
-
-_EPSILONS = ("variance_epsilon", "eps", "epsilon")
-# Of the largest value: a step of the type, which sums in another order may take.
-_NORM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-
-RowNorm = Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
-"""Takes rows, float32 weights, an epsilon, and whether rows are rounded before they are weighed."""
-
-
-def row_norm_for(device: torch.device, length: int) -> RowNorm | None:
-    """Returns one pass over rows of a length; None: there is none for the device."""
-    if device.type == "cuda":
-        return row_norm if missing_for(device) is None else None
-    if device.type != "cpu" or length % LANES:
-        return None
-    from engine.kernels.rms_norm import rms_norm
-
-    return rms_norm
-
-
-class FusedNorm(Fused):
-    """A norm in one pass. ``offset``: added to its weights (Gemma). ``is_rounded``: rows are rounded to
-    their type before they are weighed (Llama)."""
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        epsilon: float,
-        offset: float,
-        is_rounded: bool,
-        compute: RowNorm,
-    ) -> None:
-        self.offset, self.is_rounded = offset, is_rounded
-        self._epsilon, self._compute = epsilon, compute
-        self._factors = (weight.detach().float() + offset).contiguous()
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._compute(hidden_states, self._factors, self._epsilon, self.is_rounded)
-
-
-def _find_norm(module: nn.Module) -> FusedNorm | None:
-    weight, epsilon = _norm_parts(module)
-    compute = None if weight is None else row_norm_for(weight.device, len(weight))
-    if weight is None or epsilon is None or compute is None:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_PROBED_ROWS, len(weight), generator=generator) * 3
-    rows = rows.to(weight.device, weight.dtype)
-    expected = _computed(module, rows)
-    if not isinstance(expected, torch.Tensor) or expected.dtype != rows.dtype:
-        return None
-    found = [
-        FusedNorm(weight, epsilon, offset, is_rounded, compute)
-        for offset in (0.0, 1.0)
-        for is_rounded in (True, False)
-    ]
-    nearest = min(found, key=lambda each: float((each(rows) - expected).abs().float().mean()))
-    return nearest if _is_within_a_step(nearest(rows), expected) else None
-
-
-def _norm_parts(module: nn.Module) -> tuple[torch.Tensor | None, float | None]:
-    """Returns weight and epsilon of what may be a norm: a module of one vector and nothing else."""
-    own = dict(module.named_parameters())
-    weight = own.get("weight")
-    has_more = any(True for _ in module.children()) or any(True for _ in module.buffers())
-    if len(own) != 1 or weight is None or has_more:
-        return None, None
-    if weight.dim() != 1 or weight.dtype not in KINDS:
-        return None, None
-    if len(inspect.signature(module.forward).parameters) > 1:  # it also takes a gate
-        return None, None
-    found = (getattr(module, name, None) for name in _EPSILONS)
-    return weight, next((float(each) for each in found if isinstance(each, float)), None)
-
-
-def _is_within_a_step(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    difference = (got.float() - expected.float()).abs()
-    tolerance = _NORM_TOLERANCE[expected.dtype] * expected.float().abs() + 1e-6
-    return got.shape == expected.shape and bool((difference <= tolerance).all())
+def _have_programs(devices: set[str]) -> bool:
+    """Whether a model on these kinds of device gets Triton's programs, where they run."""
+    return devices == {"cuda"}
 
 
 # --- rotary position embeddings ---
@@ -224,7 +136,7 @@ def _rotates_halves(rotation: Callable[..., Any]) -> bool:
             query = drawn(dtype, 1, rows, heads, dim).transpose(1, 2)
             key = drawn(dtype, 1, rows, 1, dim).transpose(1, 2)
             given = query, key, drawn(dtype, 1, rows, dim), drawn(dtype, 1, rows, dim)
-            expected = _computed(rotation, *given)
+            expected = computed(rotation, *given)
             if not isinstance(expected, tuple) or len(expected) != 2:
                 return False
             if not all(map(_is_same, rotate(*given), expected)):
@@ -282,10 +194,10 @@ def _find_angles(
     if 4 * len(frequencies) * num_positions > _MOST_NUMBERS:
         return None
     like, last = torch.zeros(1, 1, dtype=dtype), num_positions - 1
-    found: LookedUpAngles | None = _computed(LookedUpAngles, module, num_positions, dtype)
+    found: LookedUpAngles | None = computed(LookedUpAngles, module, num_positions, dtype)
     for position in (0, 1, last // 7, last // 2, last):
         given = like, torch.tensor([[position]])
-        expected = _computed(module, *given)
+        expected = computed(module, *given)
         if found is None or not isinstance(expected, tuple) or len(expected) != 2:
             return None
         if not all(map(_is_same_angle, found(*given), expected)):
@@ -306,36 +218,9 @@ def _is_same_angle(got: torch.Tensor, expected: object) -> bool:
 
 _LARGEST = (4.0, 100.0)
 """Largest values of gate (and up) in probed rows: some networks cut large values off."""
-_ACTIVATION_TOLERANCE = 2e-6
-# Of the root mean square; values next to a step of the type, or of the 8 bits, may fall to either side.
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-class Gated(Fused):
-    """A gated network. ``parts``: names within it, and shapes, of the layers that its passes stand for,
-    in their order: those that make the halves, and what reads their product unless it is still a
-    layer."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, LayerShape] = {}
-        self.adapted: Sequence[AdaptsRows] = ()
-        """The same, where adapters may change them."""
-
-    @property
-    def is_adapted(self) -> bool:
-        """Whether the forward that is under way has rows with adapters."""
-        return bool(self.adapted) and self.adapted[0].is_wanted
-
-    def _adapt(self, rows: torch.Tensor, both: torch.Tensor) -> None:
-        """Adds what adapters make of ``rows`` to ``both`` halves, which may be one layer's."""
-        first = 0
-        for layer in self.adapted:
-            if first < both.shape[1]:
-                layer.add(rows, both.narrow(1, first, layer.shape.out_features))
-                first += layer.shape.out_features
-
-
-class GatedGroups(Gated):
+class GatedGroups(FusedParts):
     """A network in few bits. ``is_first``: of the two halves that ``both`` makes the first is gated."""
 
     def __init__(self, both: Any, down: Any, is_first: bool, activation: str) -> None:
@@ -350,14 +235,14 @@ class GatedGroups(Gated):
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         both = self._both(rows)
         if self.is_adapted:
-            self._adapt(rows, both)
+            self.adapt(rows, both)
         down: torch.Tensor = self._down(both, self._gate)
         if self.is_adapted:
             self.adapted[-1].add(self._gate_rows(both, self._gate), down)
         return down.view(hidden_states.shape)
 
 
-class GatedFloats(Gated):
+class GatedFloats(FusedParts):
     """A network of packed floats, of which ``down`` is the last layer. Where adapters change what is
     gated, the joint product leaves both halves as they are, with the same bits."""
 
@@ -376,7 +261,7 @@ class GatedFloats(Gated):
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.is_adapted:
             both = self._both.halves(rows)
-            self._adapt(rows, both)
+            self.adapt(rows, both)
             gated = self._gate_rows(both, self._gate)
         else:
             gated = self._both.times(rows)
@@ -406,7 +291,7 @@ def _find_gating(network: nn.Module) -> Fused | None:
     if activation is None:
         return None
     rows = _probe(candidates[0])
-    expected = _computed(network, rows)
+    expected = computed(network, rows)
     for candidate in candidates:
         found = candidate.fused(activation)
         if is_near(found(rows), expected):
@@ -456,44 +341,25 @@ def _of_floats(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
 
 
 def _activation_of(module: nn.Module) -> str | None:
-    """Returns the name of an activation; None: it is none that kernels know."""
     from engine.kernels.grouped_product import Gate, gate_rows
     from engine.kernels.lanes import ACTIVATIONS
 
-    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-        return None
-    values = torch.linspace(-12.0, 12.0, 64 * LANES)[None]
-    expected = _computed(module, values)
-    if not isinstance(expected, torch.Tensor) or expected.shape != values.shape:
-        return None
-    for name in ACTIVATIONS:
-        alone = gate_rows(torch.cat([values, torch.ones_like(values)], 1), Gate(name, True))
-        difference = (alone - expected).abs()
-        if bool((difference <= _ACTIVATION_TOLERANCE * (1 + expected.abs())).all()):
-            return name
-    return None
+    def gate(rows: torch.Tensor, name: str) -> torch.Tensor:
+        return gate_rows(rows, Gate(name, True))
+
+    return activation_of(module, ACTIVATIONS, gate, torch.device("cpu"))
 
 
 def _probe(candidate: _Candidate) -> torch.Tensor:
     """Returns ``[1, num_rows, hidden_size]``, of small and of large products."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(_PROBED_ROWS, candidate.first.in_features, generator=generator)
+    drawn = torch.randn(PROBED_ROWS, candidate.first.in_features, generator=generator)
     by = 1 / candidate.first(drawn.to(candidate.dtype)).abs().amax().float()
     return torch.cat([largest * by * drawn for largest in _LARGEST]).to(candidate.dtype)[None]
 
 
-def is_near(got: torch.Tensor, expected: object) -> bool:
-    """Whether they are the same within rounding, row by row."""
-    if not isinstance(expected, torch.Tensor):
-        return False
-    if expected.shape != got.shape or expected.dtype != got.dtype:
-        return False
-    error = (got.float() - expected.float()).norm(dim=-1)
-    return bool((error <= _TOLERANCE[got.dtype] * expected.float().norm(dim=-1)).all())
-
-
-_FINDERS: dict[str, _Find] = {
-    "norms": _find_norm,
+_FINDERS: dict[str, Find] = {
+    "norms": find_norm,
     "rotary embeddings": _find_rotation,
     "gated networks": _find_gating,
 }

@@ -22,9 +22,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import code_programs, row_programs
+from engine.kernels.triton import code_programs, joint_programs, row_programs
 from engine.kernels.triton import ragged_attention as programs
 from engine.kernels.triton.code_ops import code_tile
+from engine.kernels.triton.joint_ops import ACTIVATIONS, gate_variant, heads_variant
 from engine.kernels.triton.ops import attend_variant, join_variant, store_variant
 from engine.kernels.triton.packed_codes import NUMBERS, format_of
 from engine.kernels.triton.row_ops import adding_tile, norm_tile, product_tile
@@ -75,6 +76,11 @@ CODES: dict[str, tuple[str, torch.dtype, int, int]] = {
     "codes, fp8": ("e4m3", BF16, 17, 4096),
 }
 """Of rows with weights in few bits: schemes, types of rows, rows and inputs."""
+JOINT: list[dict[str, Any]] = [
+    {"NUM_CHUNKS": 1, "HAS_BIAS": False},
+    {"NUM_CHUNKS": 3, "HAS_BIAS": True},
+]
+"""Products that passes read: whole, and in chunks with a bias."""
 TYPES = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NUMBER_TYPES = {
     torch.uint8: "u8", torch.int8: "i8", torch.float16: "fp16", torch.bfloat16: "bf16",
@@ -83,7 +89,8 @@ _NUMBER_TYPES = {
 _INTS = {"codes": "*i16", "slots": "*i64", "plan": "*i32", "joins": "*i32"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
-_OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias"}
+_OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias", "chunks"}
+_OF_ROWS |= {"residual", "hidden", "cosines", "sines"}
 SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656}
 """Bytes that programs do keep elsewhere for want of registers, by capability and variant: at most."""
 _MULTIPLYING = (programs.attend, row_programs.multiply, code_programs.multiply_codes)
@@ -118,6 +125,9 @@ def _type_of(name: str, constants: Mapping[str, Any], dtype: str, stored: str) -
         return f"*{stored}"
     if name in NUMBERS:
         return f"*{dict(word.split() for word in stored.split(','))[name]}"
+    is_in_chunks = constants.get("NUM_CHUNKS", 1) > 1 and name in ("rows", "chunks")
+    if is_in_chunks or (constants.get("IS_DIVIDED") and name == "output"):
+        return "*fp32"
     if name in _OF_ROWS:
         return f"*{dtype}"
     return {**_INTS, **_FLOATS}.get(name, "fp32" if name in _NUMBERS else "i32")
@@ -136,8 +146,21 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
             adding = adding._replace(constants=adding.constants | {"HAS_BIAS": True})
             yield row_programs.add_chunks, adding, TYPES[dtype], ""
             norm = norm_tile(4096)
-            norm = norm._replace(constants=norm.constants | {"IS_ROUNDED": True})
-            yield row_programs.normalize, norm, TYPES[dtype], ""
+            for is_sum in (False, True):
+                asked = {"IS_ROUNDED": True, "HAS_RESIDUAL": is_sum} | JOINT[is_sum]
+                asked_norm = norm._replace(constants=norm.constants | asked)
+                yield row_programs.normalize, asked_norm, TYPES[dtype], ""
+        return
+    if name == "passes":
+        for is_fp8 in (False, True):
+            for joint in JOINT:
+                heads = heads_variant(32, 8, 128, is_fp8)
+                heads = heads._replace(constants=heads.constants | joint | {"NORM": 2})
+                yield joint_programs.rotate_and_store, heads, "bf16", "u8" if is_fp8 else "bf16"
+        for activation, joint in zip(ACTIVATIONS, JOINT, strict=True):
+            gate = gate_variant(activation)
+            gate = gate._replace(constants=gate.constants | joint)
+            yield joint_programs.gate, gate, "bf16", ""
         return
     if name in CODES:
         scheme, dtype, num_rows, in_features = CODES[name]
@@ -157,7 +180,7 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
     yield programs.attend, variant, "bf16", stored
     if asked["is_fp8"]:
         yield programs.join, join_variant(variant, is_exact), "bf16", stored
-        yield programs.store_rows, store_variant(variant, is_exact), "bf16", stored
+        yield programs.store_rows, store_variant(4, 128, 128, True), "bf16", stored
 
 
 def main(capability: int, names: Sequence[str]) -> None:
@@ -179,4 +202,4 @@ def main(capability: int, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES])
+    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES, "passes"])

@@ -70,11 +70,17 @@ def join_variant(attending: Variant, is_exact: bool) -> Variant:
     return Variant(constants, _launch(4, is_exact))
 
 
-def store_variant(attending: Variant, is_exact: bool) -> Variant:
-    names = ("SHARE", "KEY_DIM", "VALUE_DIM", "KEY_LANES", "VALUE_LANES", "IS_FP8")
-    constants = {name: attending.constants[name] for name in names}
-    constants["PAIRS"] = _INTERPRETED_PAIRS if is_interpreted() else _STORED_PAIRS
-    return Variant(constants, _launch(4, is_exact))
+def store_variant(share: int, key_dim: int, value_dim: int, is_fp8: bool) -> Variant:
+    constants = {
+        "SHARE": share,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEY_LANES": lanes(key_dim),
+        "VALUE_LANES": lanes(value_dim),
+        "PAIRS": _INTERPRETED_PAIRS if is_interpreted() else _STORED_PAIRS,
+        "IS_FP8": is_fp8,
+    }
+    return Variant(constants, _launch(4, True))
 
 
 def _launch(num_warps: int, is_exact: bool) -> dict[str, Any]:
@@ -85,20 +91,17 @@ def _launch(num_warps: int, is_exact: bool) -> dict[str, Any]:
 
 @torch.library.custom_op(
     "slipstream::ragged_attention",
-    mutates_args=("keys", "values", "sums", "stats"),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots,"
-    " Tensor plan, Tensor(c!) sums, Tensor(d!) stats, Tensor? sinks, int num_items, int num_joins,"
-    " int joins_at, int tile_rows, int block_size, int chunk, float scaling, float softcap, int window,"
-    " float largest_key, bool is_exact) -> Tensor",
+    mutates_args=("output", "sums", "stats"),
+    schema="(Tensor query, Tensor keys, Tensor values, Tensor plan, Tensor(a!) output, Tensor(b!) sums,"
+    " Tensor(c!) stats, Tensor? sinks, int num_items, int num_joins, int joins_at, int tile_rows,"
+    " int block_size, int chunk, float scaling, float softcap, int window, bool is_exact) -> ()",
 )
 def ragged_attention(
     query: torch.Tensor,  # [num_rows, num_heads, key_dim]
-    key: torch.Tensor,  # [num_rows, num_kv_heads, key_dim]
-    value: torch.Tensor,  # [num_rows, num_kv_heads, value_dim]
     keys: torch.Tensor,  # [num_kv_heads, num_slots, key_dim], or the bytes of 8-bit floats
     values: torch.Tensor,  # [num_kv_heads, num_slots, value_dim]
-    slots: torch.Tensor,  # [num_rows] int64; -1: padding
     plan: torch.Tensor,  # int32: engine.attention.work
+    output: torch.Tensor,  # [num_rows, num_heads, value_dim]
     sums: torch.Tensor,
     stats: torch.Tensor,
     sinks: torch.Tensor | None,
@@ -111,15 +114,13 @@ def ragged_attention(
     scaling: float,
     softcap: float,
     window: int,
-    largest_key: float,
     is_exact: bool,
-) -> torch.Tensor:
-    """Store the rows' keys and values, then let each row attend: ``[num_rows, num_heads, value_dim]``.
-    ``softcap``, ``window``: 0 is none. Rows of padding are stored nowhere and get zeros."""
-    query, key, value = (_rows_together(each) for each in (query, key, value))
-    num_rows, num_heads, key_dim = query.shape
+) -> None:
+    """Let each row attend, whose keys and values are stored. ``softcap``, ``window``: 0 is none. Outputs
+    of rows of padding are left as they are."""
+    query = _rows_together(query)
+    _, num_heads, key_dim = query.shape
     num_kv_heads, _, value_dim = values.shape
-    output = query.new_empty(num_rows, num_heads, value_dim)
     variant = attend_variant(
         dtype=query.dtype,
         share=num_heads // num_kv_heads,
@@ -136,9 +137,6 @@ def ragged_attention(
     )
     given_sinks = query if sinks is None else sinks
     with torch.cuda.device_of(query):
-        _store(
-            store_variant(variant, is_exact), key, value, keys, values, slots, output, largest_key
-        )
         if num_items:
             numbers = (
                 scaling / softcap if softcap else scaling * _LOG2_E,
@@ -150,45 +148,66 @@ def ragged_attention(
         if num_joins:
             joined = (plan[joins_at:], output, sums, stats, given_sinks)
             _join(join_variant(variant, is_exact), (num_joins, num_kv_heads), joined)
+
+
+@torch.library.custom_op("slipstream::store_rows", mutates_args=("keys", "values"))
+def store_rows(
+    key: torch.Tensor,  # [num_rows, num_kv_heads, key_dim]
+    value: torch.Tensor,  # [num_rows, num_kv_heads, value_dim]
+    keys: torch.Tensor,  # as for ragged_attention
+    values: torch.Tensor,
+    slots: torch.Tensor,  # [num_rows] int64; -1: padding
+    num_heads: int,
+    largest_key: float,
+) -> torch.Tensor:
+    """Stores the rows' keys and values: numbers that the store's type, and the rows', can hold. Returns
+    room for their outputs, ``[num_rows, num_heads, value_dim]``, with zeros for rows of padding, which
+    are stored nowhere."""
+    from engine.kernels.triton import ragged_attention as programs
+
+    key, value = _rows_together(key), _rows_together(value)
+    num_rows, num_kv_heads, key_dim = key.shape
+    output = key.new_empty(num_rows, num_heads, value.shape[2])
+    is_fp8 = keys.dtype == torch.uint8
+    constants, launch = store_variant(num_heads // num_kv_heads, key_dim, value.shape[2], is_fp8)
+    stored = torch.float8_e4m3fn if is_fp8 else keys.dtype
+    largest = min(torch.finfo(stored).max, torch.finfo(key.dtype).max)
+    with torch.cuda.device_of(key):
+        programs.store_rows[(-(-num_rows * num_kv_heads // constants["PAIRS"]),)](
+            key,
+            value,
+            slots,
+            keys,
+            values,
+            output,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            keys.stride(0),
+            values.stride(0),
+            num_rows,
+            num_kv_heads,
+            min(largest, largest_key),
+            largest,
+            **constants,
+            **launch,
+        )
     return output
 
 
-def _store(
-    variant: Variant,
+@store_rows.register_fake
+def _(
     key: torch.Tensor,
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
-    output: torch.Tensor,
+    num_heads: int,
     largest_key: float,
-) -> None:
-    """Numbers that the store's type, and the rows', can hold."""
-    from engine.kernels.triton.ragged_attention import store_rows
-
-    num_rows, num_kv_heads, _ = key.shape
-    stored = torch.float8_e4m3fn if variant.constants["IS_FP8"] else keys.dtype
-    largest = min(torch.finfo(stored).max, torch.finfo(key.dtype).max)
-    store_rows[(-(-num_rows * num_kv_heads // variant.constants["PAIRS"]),)](
-        key,
-        value,
-        slots,
-        keys,
-        values,
-        output,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        keys.stride(0),
-        values.stride(0),
-        num_rows,
-        num_kv_heads,
-        min(largest, largest_key),
-        largest,
-        **variant.constants,
-        **variant.launch,
-    )
+) -> torch.Tensor:
+    del keys, values, slots, largest_key
+    return key.new_empty(key.shape[0], num_heads, value.shape[2])
 
 
 def _attend(
@@ -220,12 +239,6 @@ def _join(variant: Variant, grid: tuple[int, int], tensors: tuple[torch.Tensor, 
 
     output = tensors[1]
     join[grid](*tensors, output.stride(0), output.shape[1], **variant.constants, **variant.launch)
-
-
-@ragged_attention.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    del key
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
 def _rows_together(rows: torch.Tensor) -> torch.Tensor:

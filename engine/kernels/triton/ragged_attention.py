@@ -287,7 +287,7 @@ def join(
 
 
 @triton.jit
-def _storable(rows, largest, IS_FP8: tl.constexpr, TYPE: tl.constexpr):
+def storable(rows, largest, IS_FP8: tl.constexpr, TYPE: tl.constexpr):
     """``rows`` as they are stored, without what is no number. To 8 bits by nearest, even at ties, as
     torch does: a mantissa of 3 bits, or, below the normal numbers, multiples of 2**-9."""
     rows = rows.to(tl.float32)
@@ -352,12 +352,12 @@ def store_rows(
     )
     tl.store(
         keys + head * keys_head_stride + slot * KEY_DIM + key_lane,
-        _storable(new_key, largest_key, IS_FP8, keys.dtype.element_ty),
+        storable(new_key, largest_key, IS_FP8, keys.dtype.element_ty),
         mask=is_key,
     )
     tl.store(
         values + head * values_head_stride + slot * VALUE_DIM + value_lane,
-        _storable(new_value, largest_value, IS_FP8, values.dtype.element_ty),
+        storable(new_value, largest_value, IS_FP8, values.dtype.element_ty),
         mask=is_value,
     )
     is_padding = is_row & (slot < 0) & (value_lane < VALUE_DIM)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,20 @@ def launch_of(num_warps: int, num_stages: int) -> dict[str, Any]:
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
+class Sums(NamedTuple):
+    """What a product left to who adds it up: its chunks, ``[num_chunks, num_rows, out_features]``
+    float32, and the bias that they want; one, of the rows' type, is the product."""
+
+    chunks: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @staticmethod
+    def of(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Sums:
+        """Of ``rows`` ``[num_rows, in_features]``, otherwise as ``row_product``."""
+        chunks = _multiplied(rows, weight, bias)
+        return Sums(chunks, bias if len(chunks) > 1 else None)
+
+
 @torch.library.custom_op("slipstream::row_product", mutates_args=())
 def row_product(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -64,57 +78,66 @@ def row_product(
     """As ``F.linear``: ``rows`` ``[.., in_features]``, ``weight`` ``[out_features, in_features]``, which
     may be a transposed view, ``bias`` ``[out_features]``, all of one type (float32, bfloat16, float16);
     returns ``[.., out_features]`` of it. Sums are float32's, in an order that the layer alone decides."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    product = _added_up(Sums.of(flat, weight, bias), rows.dtype)
+    return product.view(*rows.shape[:-1], weight.shape[0])
+
+
+def _multiplied(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     from engine.kernels.triton.row_programs import multiply
 
-    in_features, out_features = rows.shape[-1], weight.shape[0]
-    flat = lying_together(rows.reshape(-1, in_features))
-    num_rows = flat.shape[0]
-    output = rows.new_empty(*rows.shape[:-1], out_features)
-    if not output.numel():
-        return output
+    rows = lying_together(rows)
+    (num_rows, in_features), out_features = rows.shape, weight.shape[0]
     constants, launch = product_tile(rows.dtype, in_features, out_features)
     num_chunks = -(-in_features // constants["CHUNK"])
     grid = (-(-num_rows // constants["ROWS"]), -(-out_features // constants["FEATURES"]))
-    is_divided = num_chunks > 1 and grid[0] * grid[1] < _enough_programs(rows.device)
-    sums = output
-    if is_divided:
-        sums = rows.new_empty(num_chunks, num_rows, out_features, dtype=torch.float32)
+    if grid[0] * grid[1] >= _enough_programs(rows.device):
+        num_chunks = 1
+    kind = torch.float32 if num_chunks > 1 else rows.dtype
+    sums = rows.new_empty(num_chunks, num_rows, out_features, dtype=kind)
+    if not sums.numel():
+        return sums
     added = weight if bias is None else bias
+    sizes = num_rows, out_features, in_features, rows.stride(0), *weight.stride()
     with torch.cuda.device_of(rows):
-        multiply[(*grid, num_chunks if is_divided else 1)](
-            flat,
-            weight,
-            added,
-            output,
-            sums,
-            num_rows,
-            out_features,
-            in_features,
-            flat.stride(0),
-            weight.stride(0),
-            weight.stride(1),
+        multiply[(*grid, num_chunks)](
+            *(rows, weight, added, sums, *sizes),
             **constants,
             HAS_BIAS=bias is not None,
-            IS_DIVIDED=is_divided,
+            IS_DIVIDED=num_chunks > 1,
             **launch,
         )
-        if is_divided:
-            add_sums(sums, bias, output)
+    return sums
+
+
+def _added_up(sums: Sums, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the product ``[num_rows, out_features]`` of ``dtype``."""
+    chunks, bias = sums
+    if len(chunks) == 1 or not chunks.numel():
+        return chunks[0].to(dtype)
+    output = torch.empty_like(chunks[0], dtype=dtype)
+    add_sums(chunks, bias, output)
     return output
 
 
-def add_sums(sums: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor) -> None:
-    """Fills ``output`` ``[num_rows, out_features]`` with the ``sums`` of chunks that programs left."""
+def add_sums(chunks: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor) -> None:
+    """Fills ``output`` ``[num_rows, out_features]`` with the sums of chunks that programs left."""
     from engine.kernels.triton.row_programs import add_chunks
 
-    num_chunks, num_rows, out_features = sums.shape
-    count = num_rows * out_features
-    constants, launch = adding_tile(num_chunks)
-    added = sums if bias is None else bias
-    add_chunks[(-(-count // _ELEMENTS),)](
-        added, output, sums, count, out_features,
-        **constants, HAS_BIAS=bias is not None, **launch,
-    )  # fmt: skip
+    constants, launch = adding_tile(len(chunks))
+    with torch.cuda.device_of(chunks):
+        add_chunks[(-(-output.numel() // _ELEMENTS),)](
+            output if bias is None else bias,
+            output,
+            chunks,
+            output.numel(),
+            output.shape[1],
+            **constants,
+            HAS_BIAS=bias is not None,
+            **launch,
+        )
 
 
 @row_product.register_fake
@@ -129,26 +152,52 @@ def row_norm(
 ) -> torch.Tensor:
     """Each of ``rows`` ``[.., length]`` over its root mean square, times ``factors`` ``[length]``
     float32. ``is_rounded``: rounded to its type before it is weighed."""
+    output = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    flat = lying_together(rows.reshape(-1, rows.shape[-1]))
+    _normalize(Sums(flat[None]), None, (output, output), factors, epsilon, is_rounded)
+    return output
+
+
+def sum_norm(
+    sums: Sums, residual: torch.Tensor, factors: torch.Tensor, epsilon: float, is_rounded: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds a product to ``residual`` ``[.., length]``, of the type of both results: the sum, and its norm
+    as ``row_norm`` computes it."""
+    hidden = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    output = torch.empty_like(hidden)
+    flat = lying_together(residual.reshape(-1, residual.shape[-1]))
+    _normalize(sums, flat, (hidden, output), factors, epsilon, is_rounded)
+    return hidden, output
+
+
+def _normalize(
+    sums: Sums,
+    residual: torch.Tensor | None,
+    outputs: tuple[torch.Tensor, torch.Tensor],
+    factors: torch.Tensor,
+    epsilon: float,
+    is_rounded: bool,
+) -> None:
+    """``outputs``: what is normed, where that is made here, and its norm."""
     from engine.kernels.triton.row_programs import normalize
 
-    length = rows.shape[-1]
-    flat = lying_together(rows.reshape(-1, length))
-    output = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if output.numel():
-        constants, launch = norm_tile(length)
-        with torch.cuda.device_of(rows):
-            normalize[(-(-flat.shape[0] // constants["ROWS"]),)](
-                flat,
-                factors,
-                output,
-                flat.shape[0],
-                flat.stride(0),
-                epsilon,
-                **constants,
-                IS_ROUNDED=is_rounded,
-                **launch,
-            )
-    return output
+    chunks, bias = sums
+    num_chunks, num_rows, length = chunks.shape
+    if not chunks.numel():
+        return
+    constants, launch = norm_tile(length)
+    added, before = (outputs[1] if each is None else each for each in (bias, residual))
+    sizes = num_rows, *chunks.stride()[:2], 0 if residual is None else residual.stride(0)
+    with torch.cuda.device_of(chunks):
+        normalize[(-(-num_rows // constants["ROWS"]),)](
+            *(chunks, added, before, factors, *outputs, *sizes, epsilon),
+            **constants,
+            NUM_CHUNKS=num_chunks,
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            IS_ROUNDED=is_rounded,
+            **launch,
+        )
 
 
 @row_norm.register_fake

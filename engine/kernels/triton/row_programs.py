@@ -9,7 +9,8 @@ from the first; each chunk has a sum of its own. The chunks' sums are added in o
 itself, or, where few rows would leave the device idle, by ``add_chunks``, in the same order with the same
 operations.
 
-``normalize``: root mean square norms, a row's squares in one sum whose order its length decides.
+``normalize``: root mean square norms, a row's squares in one sum whose order its length decides. It
+may add the chunks of a product before, and what that is added to.
 """
 
 import triton
@@ -18,13 +19,35 @@ import triton.language as tl
 from engine.kernels.triton.interpreted import product_in_order
 
 
+@triton.jit
+def added_up(
+    sums,
+    chunk_stride,
+    place,
+    is_place,
+    bias,
+    NUM_CHUNKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """A product's chunks in order, in float32, with the ``bias`` there. One: it is whole."""
+    if NUM_CHUNKS == 1:
+        total = tl.load(sums + place, mask=is_place, other=0.0).to(tl.float32)
+    else:
+        total = tl.load(sums + place, mask=is_place, other=0.0) + 0.0  # and no -0.0
+        for _ in range(1, NUM_CHUNKS):
+            sums += chunk_stride
+            total = total + tl.load(sums + place, mask=is_place, other=0.0)
+    if HAS_BIAS:
+        total = total + tl.load(bias, mask=is_place, other=0.0).to(tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     rows,  # [num_rows, in_features]
     weight,  # [out_features, in_features], as it lies or transposed
     bias,  # [out_features]
-    output,  # [num_rows, out_features]
-    sums,  # [num_chunks, num_rows, out_features] float32
+    output,  # [num_rows, out_features], or sums of chunks, [num_chunks, ..] float32
     num_rows,
     out_features,
     in_features,
@@ -73,9 +96,8 @@ def multiply(
     place = row[:, None] * out_features + feature[None, :]
     is_place = is_row[:, None] & is_feature[None, :]
     if IS_DIVIDED:
-        tl.store(
-            sums + tl.cast(first_chunk, tl.int64) * num_rows * out_features + place, total, is_place
-        )
+        output += tl.cast(first_chunk, tl.int64) * num_rows * out_features
+        tl.store(output + place, total, is_place)
     else:
         if HAS_BIAS:
             total = total + tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)
@@ -86,7 +108,7 @@ def multiply(
 def add_chunks(
     bias,  # [out_features]
     output,  # [num_rows, out_features]
-    sums,  # as multiply left them
+    sums,  # [num_chunks, num_rows, out_features] float32
     num_elements,
     out_features,
     NUM_CHUNKS: tl.constexpr,
@@ -95,27 +117,30 @@ def add_chunks(
 ):
     place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     is_place = place < num_elements
-    total = tl.zeros([ELEMENTS], tl.float32)
-    for chunk in range(NUM_CHUNKS):
-        total = total + tl.load(sums + chunk * num_elements + place, mask=is_place, other=0.0)
-    if HAS_BIAS:
-        total = total + tl.load(bias + place % out_features, mask=is_place, other=0.0).to(
-            tl.float32
-        )
+    bias += place % out_features
+    total = added_up(sums, num_elements, place, is_place, bias, NUM_CHUNKS, HAS_BIAS)
     tl.store(output + place, total, is_place)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "chunk_stride"])
 def normalize(
-    rows,  # [num_rows, length]
+    rows,  # [num_rows, length], or a product's chunks, [num_chunks, num_rows, length] float32
+    bias,  # [length], of the chunks
+    residual,  # [num_rows, length]
     factors,  # [length] float32
+    hidden,  # [num_rows, length]: what is normed, where it is made here
     output,  # [num_rows, length]
     num_rows,
+    chunk_stride,
     row_stride,
+    residual_stride,
     epsilon,
     LENGTH: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
 ):
     """``IS_ROUNDED``: rows are rounded to their type before they are weighed."""
@@ -123,11 +148,22 @@ def normalize(
     lane = tl.arange(0, LANES)
     is_lane = lane < LENGTH
     is_place = (row < num_rows)[:, None] & is_lane[None, :]
-    read = tl.load(rows + row[:, None] * row_stride + lane[None, :], mask=is_place, other=0.0)
-    values = read.to(tl.float32)
+    place = row[:, None] * row_stride + lane[None, :]
+    values = added_up(
+        rows, chunk_stride, place, is_place, bias + lane[None, :], NUM_CHUNKS, HAS_BIAS
+    )
+    written = row[:, None] * LENGTH + lane[None, :]
+    if HAS_RESIDUAL:
+        at = row[:, None] * residual_stride + lane[None, :]
+        before = tl.load(residual + at, mask=is_place, other=0.0).to(tl.float32)
+        kept = (before + values.to(output.dtype.element_ty).to(tl.float32)).to(
+            output.dtype.element_ty
+        )
+        tl.store(hidden + written, kept, is_place)
+        values = kept.to(tl.float32)
     mean = tl.sum(values * values, 1) / LENGTH
     values = values * tl.rsqrt(mean + epsilon)[:, None]
     if IS_ROUNDED:
-        values = values.to(read.dtype).to(tl.float32)
+        values = values.to(output.dtype.element_ty).to(tl.float32)
     weighed = values * tl.load(factors + lane, mask=is_lane, other=0.0)[None, :]
-    tl.store(output + row[:, None] * LENGTH + lane[None, :], weighed, is_place)
+    tl.store(output + written, weighed, is_place)

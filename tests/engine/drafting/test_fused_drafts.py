@@ -20,7 +20,8 @@ from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.drafts import find_drafts
 from engine.drafting.heads import prepare_heads
 from engine.drafting.models import DraftModels, prepare_drafts
-from engine.model.fusing import FusedNorm, FusedRotation, GatedGroups, fuse, fused_forward
+from engine.model.fused import FusedNorm, fused_forward
+from engine.model.fusing import FusedRotation, GatedGroups, fuse
 from engine.model.loader import attach_attention
 from engine.model.quantization import refusal
 from engine.model.runner import ModelRunner

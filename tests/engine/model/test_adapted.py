@@ -14,7 +14,8 @@ from engine.capture import captures
 from engine.kernels import host_kernel
 from engine.model import adapted
 from engine.model.adapted import AdaptedLayers
-from engine.model.fusing import Gated, fuse, fused_forward
+from engine.model.fused import FusedParts, fused_forward
+from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
 from engine.model.quantization import quantize_model
 from engine.model.runner import ModelRunner
@@ -142,7 +143,7 @@ def test_gated_networks_in_two_passes_keep_their_layers() -> None:
     for form in ("packed fp32", "int8"):
         world = World(form)
         gated = [fused_forward(each) for each in world.runner.model.modules()]
-        assert sum(isinstance(each, Gated) for each in gated) == 2
+        assert sum(isinstance(each, FusedParts) for each in gated) == 2
         assert set(world.layers.shapes) == set(World("fp32").layers.shapes)
 
 

@@ -20,20 +20,17 @@ from engine.attention.backend import AttentionNeeds, build_attention
 from engine.kernels import rotary as kernel
 from engine.kernels.packing import pack
 from engine.kernels.triton.row_ops import row_norm
+from engine.model import fused as kinds
 from engine.model import fusing
 from engine.model import linear as linear_module
+from engine.model.fused import Fused, FusedNorm, fused_forward, is_near, row_norm_for
 from engine.model.fusing import (
-    Fused,
-    FusedNorm,
     FusedRotation,
     GatedFloats,
     GatedGroups,
     LookedUpAngles,
     fuse,
-    fused_forward,
-    is_near,
     rotated,
-    row_norm_for,
 )
 from engine.model.int8 import is_exact, quantize_weight
 from engine.model.layers import GroupedLinear, PackedLinear
@@ -232,7 +229,7 @@ def test_norms_of_a_model_are_found_and_write_the_same(
 ) -> None:
     """By Triton's program, too, whose interpreter does not round bfloat16 to the nearest."""
     if is_triton:
-        monkeypatch.setattr(fusing, "row_norm_for", lambda *_: row_norm)
+        monkeypatch.setattr(kinds, "row_norm_for", lambda *_: row_norm)
     model = with_random_weights(name, dtype)
     expected = own_logits(model, IDS).float()
     named = [each for each in model.modules() if type(each).__name__.endswith("RMSNorm")]
@@ -312,7 +309,7 @@ def test_rotated_logits_keep_their_bits(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fusing, "row_norm_for", lambda *_: None)
+    monkeypatch.setattr(kinds, "row_norm_for", lambda *_: None)
     model = tiny_model(name, dtype, **changes)
     expected = own_logits(model, IDS)
     fuse(model)

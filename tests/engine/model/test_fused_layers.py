@@ -1,0 +1,228 @@
+"""Decoder layers in few launches: what is found, that models write what they wrote with the bits that
+rows have alone, and how many launches a layer takes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.attention import triton as attention
+from engine.attention.backend import AttentionNeeds, build_attention
+from engine.batch import build_batch
+from engine.capture.replays import DeviceGraphs, GraphSizes
+from engine.kernels.triton import row_ops
+from engine.kernels.triton.row_ops import row_norm
+from engine.model import fused, fusing, linear
+from engine.model.fused import Fused, FusedNorm, fused_forward
+from engine.model.fused_layers import FusedAttention, FusedLayer, GatedRows
+from engine.model.fusing import fuse
+from engine.model.layers import PackedLinear
+from engine.model.linear import DeviceWeight, pack_linears
+from engine.model.loader import attach_attention
+from engine.model.runner import ModelRunner
+from engine.model.selfcheck import check_exact, check_logits, reference_logits
+from engine.request.info import Determinism
+from worlds.graph_maker import ReplayingMaker
+from worlds.interpreted import ON_CPU, patching_once
+from worlds.launches import counting_launches
+from worlds.tiny_models import (
+    BLOCK_SIZE,
+    chunk,
+    random_ids,
+    run_chunks,
+    run_together,
+    scattered_table,
+    tiny_model,
+    tree,
+)
+
+pytestmark = ON_CPU
+NUM_PROCESSORS = 132
+
+
+@pytest.fixture(autouse=True)
+def on_a_device() -> Iterator[None]:
+    """A CPU passes for a device of many processors; layers are small, and so are chunks."""
+    with pytest.MonkeyPatch.context() as patch, patching_once():
+        patch.setattr(fused, "row_norm_for", lambda *_: row_norm)
+        patch.setattr(fusing, "_have_programs", lambda _: True)
+        patch.setattr(linear, "pack_weight", lambda weight, bias, *_: DeviceWeight(weight, bias))
+        patch.setattr(row_ops, "_enough_programs", lambda _: 2 * NUM_PROCESSORS)
+        patch.setattr(row_ops, "_CHUNK", 32)
+        patch.setattr(attention, "num_processors", lambda _: NUM_PROCESSORS)
+        patch.setattr(attention.TritonAttention, "chunk", 16)
+        yield
+
+
+def served(
+    model: PreTrainedModel, determinism: Determinism = "fast", is_fused: bool = True
+) -> ModelRunner:
+    shapes = attach_attention(model)
+    if determinism == "exact":
+        pack_linears(model, 64, exact=False)
+    if is_fused:
+        fuse(model)
+    needs = AttentionNeeds.of(model, shapes, determinism, BLOCK_SIZE)
+    return ModelRunner(model, build_attention(needs, 97, "triton"))
+
+
+def kinds(model: nn.Module) -> dict[type, int]:
+    every = [type(fused_forward(each)) for each in model.modules()]
+    wanted: tuple[type[Fused], ...] = (FusedNorm, FusedAttention, GatedRows, FusedLayer)
+    return {each: every.count(each) for each in wanted}
+
+
+def written(runner: ModelRunner) -> list[torch.Tensor]:
+    """Logits of a prompt, single rows, a tree, and of two texts together."""
+    text, one = random_ids(1, 44), scattered_table(0, 12)
+    nodes, two = (5, 9, 13), scattered_table(1, 12, first=24)
+    logits = [run_chunks(runner, text, (37, 1), one)]
+    logits += run_together(runner, [tree(text[:40], 2, nodes, (-1, 0, -1), one)])
+    return logits + run_together(runner, [chunk(text, 40, 1, one), chunk(text, 0, 9, two)])
+
+
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        ("llama", {}, (5, 2, 2, 2)),
+        ("llama", {"num_key_value_heads": 4, "attention_bias": True}, (5, 2, 2, 2)),
+        ("qwen2", {}, (5, 2, 2, 2)),
+        ("qwen3", {}, (9, 2, 2, 2)),
+        ("phi3", {}, (5, 2, 2, 2)),
+        # Norms of what enters the residual, too.
+        ("gemma2", {}, (17, 4, 4, 0)),
+    ],
+)
+def test_models_write_what_they_wrote(
+    name: str, changes: dict[str, Any], found: tuple[int, ...], determinism: Determinism
+) -> None:
+    model = tiny_model(name, **changes)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    plain = served(copy.deepcopy(model), determinism, is_fused=False)
+    runner = served(model, determinism)
+    assert tuple(kinds(model).values()) == found
+    for got, expected in zip(written(runner), written(plain), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
+    model = tiny_model(name, torch.float16)
+    reference = reference_logits(model)
+    runner = served(model, "exact")
+    check_logits(runner, reference)
+    assert check_exact(runner)
+
+
+@pytest.mark.parametrize(
+    ("name", "determinism", "before"),
+    [("llama", "fast", 26), ("llama", "exact", 33), ("qwen3", "fast", 28), ("qwen3", "exact", 35)],
+)
+def test_a_layer_takes_few_launches(name: str, determinism: Determinism, before: int) -> None:
+    """One row after a text of several chunks, products divided: see docs/gpu.md."""
+
+    def launches(num_layers: int, is_fused: bool) -> int:
+        model = tiny_model(name, torch.float16, num_hidden_layers=num_layers)
+        if not is_fused:
+            for each in model.modules():
+                if (norm := fused.find_norm(each)) is not None:
+                    vars(each)["forward"] = norm
+        runner = served(model, determinism, is_fused)
+        text, table = random_ids(1, 40), scattered_table(0, 12)
+        run_chunks(runner, text, (39,), table)
+        with counting_launches() as counted:
+            runner.forward(build_batch([chunk(text, 39, 1, table)], BLOCK_SIZE))
+        return len(counted)
+
+    assert launches(2, is_fused=False) - launches(1, is_fused=False) == before
+    assert launches(2, is_fused=True) - launches(1, is_fused=True) == 10
+
+
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+def test_weights_are_held_once(determinism: Determinism) -> None:
+    model = tiny_model("llama", attention_bias=True)
+    served(model, determinism)
+    layers: Any = model.get_decoder().layers
+    own, network = layers[0].self_attn, layers[0].mlp
+    for parts in ((own.q_proj, own.k_proj, own.v_proj), (network.gate_proj, network.up_proj)):
+        held = [each.packed if isinstance(each, PackedLinear) else each for each in parts]
+        places = {each.weight.untyped_storage().data_ptr() for each in held}
+        assert len(places) == 1
+        assert held[0].weight.untyped_storage().nbytes() == sum(each.weight.nbytes for each in held)
+
+
+def test_calls_of_another_kind_are_the_modules_own() -> None:
+    """Over a backend that takes no joint product, and in several rows of a batch."""
+    model = tiny_model("qwen3")
+    expected = reference_logits(model)
+    shapes = attach_attention(model)
+    fuse(model)
+    needs = AttentionNeeds.of(model, shapes, "fast", BLOCK_SIZE)
+    check_logits(ModelRunner(model, build_attention(needs, 97, "sdpa")), expected)
+
+
+def test_what_computes_something_else_stays_as_it_is() -> None:
+    model = tiny_model("llama")
+    layers: Any = model.get_decoder().layers
+    layers[0].self_attn.register_forward_hook(lambda _, __, output: (output[0] * 2, output[1]))
+    layers[1].mlp.act_fn = nn.GELU()
+    served(model)
+    assert kinds(model) == {FusedNorm: 5, FusedAttention: 1, GatedRows: 1, FusedLayer: 0}
+
+
+def test_hidden_states_between_layers_are_sums() -> None:
+    model = tiny_model("llama")
+    plain = served(copy.deepcopy(model), is_fused=False)
+    runner, text = served(model), random_ids(1, 9)
+    batch = build_batch([chunk(text, 0, 9, range(12))], BLOCK_SIZE, (0, 1, 2))
+    for got, expected in zip(
+        runner.forward(batch).hidden, plain.forward(batch).hidden, strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_graphs_repeat_steps_in_few_launches() -> None:
+    model, maker = tiny_model("qwen3"), ReplayingMaker()
+    plain = served(copy.deepcopy(model), is_fused=False)
+    runner = served(model)
+    sizes = GraphSizes(8, 2, 64, 4)
+    runner._replays = DeviceGraphs(runner.attention, maker, sizes, None)
+    runner.prepare()
+    for got, expected in zip(written(runner), written(plain), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert maker.num_replays == 2
+
+
+@pytest.mark.parametrize("determinism", ["fast", "exact"])
+def test_adapters_change_the_parts_of_joint_products(determinism: Determinism) -> None:
+    model = tiny_model("llama")
+    merged = copy.deepcopy(model)
+    runner, text = served(model, determinism), random_ids(1, 12)
+    layers = runner.serve_adapters()
+    generator, parts = torch.Generator().manual_seed(1), {}
+    for name, (width, features) in layers.shapes.items():
+        first, second = (
+            0.2 * torch.randn(sizes, generator=generator) for sizes in ((4, width), (features, 4))
+        )
+        parts[name] = first, second
+        merged.get_submodule(name).weight.data += second @ first  # type: ignore[operator, union-attr]
+    assert len(parts) == 2 * 7 + 1
+    rows = [chunk(text, 0, 12, scattered_table(at, 12, first=24 * at)) for at in (0, 1)]
+    alone = run_together(runner, [rows[1]])[0]
+    rows[0].adapter = layers.pack(parts)
+    got, beside = run_together(runner, rows)
+    table = scattered_table(0, 12)
+    (expected,) = run_together(served(merged, is_fused=False), [chunk(text, 0, 12, table)])
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    if determinism == "exact":
+        assert torch.equal(beside, alone)
