@@ -64,7 +64,9 @@ _INTS = {"slots": "*i64", "plan": "*i32", "joins": "*i32"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
 _OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias"}
-SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656}
+SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656} | {
+    (80, f"8 B, {name}"): 8 for name in ("one row each", "drafts", "8-bit floats")
+}
 """Bytes that programs do keep elsewhere for want of registers, by capability and variant: at most."""
 _SPILLED = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
