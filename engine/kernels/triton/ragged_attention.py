@@ -5,10 +5,10 @@ sizes, so it can be captured and run again over other contents.
 
 ``attend``: a program takes one work item, up to ``TILE_ROWS`` rows of one request, and one key head; the
 query heads that share it are folded into rows. Keys are taken in chunks, counted from the text's first
-key, as long as the item says, which follows from its rows whatever the batch is. A chunk has sums of its own (maximum, weights, weighted values),
-and they are merged in the order of the text: by the program itself, or, where the item is one of several
-that divide a text, by ``join``, in the same order with the same operations. So how work is divided leaves
-no trace in a row's bits.
+key, as long as the item says, which follows from its rows whatever the batch is. A chunk has sums of its
+own (maximum, weights, weighted values), and they are merged in the order of the text: by the program
+itself, or, where the item is one of several that divide a text, by ``join``, in the same order with the
+same operations. So how work is divided leaves no trace in a row's bits.
 
 ``store_rows`` puts new keys and values into their slots.
 """
