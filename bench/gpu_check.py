@@ -1,17 +1,21 @@
 """``python -m bench.gpu_check``: is everything right on this device, and what is it worth?
 
 Needs torch and transformers with what they bring, and triton on a GPU; nothing of the server is
-imported. In turn:
+imported. ``--part``: some of these alone, each of which ends in its own time (``PARTS``); ``docs/gpu.md``
+says in which order. With ``--output`` figures are written as they come: a call that was cut has what it
+had.
 
-1. every attention backend on tiny models: logits against transformers', bits of a row however steps
-   are cut, tokens that flip (none under ``exact``); what products of layers cost that keep a row's bits,
-   in bf16 and in 4 bits, beside the library's in bf16;
-2. texts of tiny fp32 models with speculation and without, on every backend that knows the type: all
-   equal;
-3. a model of 8 billion parameters in bf16 (``--large none``: not): a step of one row against the
-   memory's bandwidth, and what graphs save;
-4. a model's texts with speculation and without, and what ``ngram`` and ``suffix`` gain on edits and
-   code, beside transformers' own ``generate``.
+- ``backends``: every attention backend on tiny models: logits against transformers', bits of a row
+  however steps are cut, tokens that flip (none under ``exact``).
+- ``products``: what products of layers cost that keep a row's bits, in bf16 and in 4 bits, beside
+  the library's in bf16.
+- ``texts``: of tiny fp32 models with speculation and without, on every backend that knows the type: all
+  equal; of ``--model`` under ``exact`` and ``fast``: the share that is equal.
+- ``8b``, ``8b-int4``, ``smollm2``: steps of models of these shapes with random weights, under ``fast``
+  and ``exact``, beside the same model as torch compiles it, and how long the device is idle in between.
+- ``large``: a step of a model of 8 billion parameters in bf16 that writes texts (``--large none``: not),
+  and what graphs save.
+- ``drafts``: what drafters gain over plain decoding on ``--model``.
 
 ``--toy`` takes sizes that an interpreter on a CPU has time for. Ends with 1 if a backend or a product is
 wrong, if an fp32 stream differs from gamma 0's, or if no draft was accepted, so that nothing was tested.
@@ -23,11 +27,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -46,7 +51,7 @@ from bench.equality import (
     check_tiny_models,
     compare,
 )
-from bench.gpu.backends import BackendResult, best_backend, check_backends
+from bench.gpu.backends import BackendResult, best_backend, check_backends, serving_backends
 from bench.gpu.products import (
     ROW_COUNTS,
     SHAPES,
@@ -55,16 +60,20 @@ from bench.gpu.products import (
     ProductResult,
     check_products,
 )
-from bench.gpu.roofline import copy_bandwidth, graph_gains, roofline
+from bench.gpu.roofline import copy_bandwidth, graph_gains, roofline, weight_bytes
+from bench.gpu.steps import StepTime, compiled_step, device_account, own_step, random_model
 from bench.machine import describe_machine
-from bench.models import BUNDLED, LARGE, BenchModel, load_bench_model
+from bench.models import BUNDLED, LARGE, BenchModel, core_of, load_bench_model
 from bench.report import SCHEMA_VERSION, report_cell, to_json
 from bench.runner import Cell, make_jobs, measure_cell
 from bench.tables import cell_tables, table
 from bench.workloads import PromptSource, load_prompts
+from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.kernels.triton import missing_for
 from engine.model.runner import ModelRunner
+from engine.request.errors import UnsupportedModelError
+from engine.request.info import Determinism
 from engine.request.params import PLAIN, SamplingParams, SpeculativeParams
 
 _TOY = {
@@ -72,60 +81,211 @@ _TOY = {
     "model": [],
     "new_tokens": 8,
     "flip_tokens": 24,
+    "batch": [1, 2],
+    "kv_tokens": 8,
 }
+_STEP_BLOCKS = 16
+"""Tokens of a block, as the engine has it where nothing else is asked for."""
 _TOY_SAMPLINGS = ("T 0.7, top-p 0.9",)
 
 
+class Ledger:
+    """What was found. ``put`` writes all of it, since what ends a call may be a signal."""
+
+    def __init__(self, output: Path | None, document: dict[str, Any]) -> None:
+        self._output = output
+        self.document = document
+        self.failures: list[str] = []
+        self._end = float("inf")
+
+    def put(self, name: str, value: Any) -> None:
+        self.document[name] = value
+        if self._output is not None:
+            text = json.dumps(self.document, indent=1) + "\n"
+            partial = self._output.with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self._output)
+
+    def judge(self, what: str, holds: bool) -> None:
+        print(f"\n{what}: {'holds' if holds else 'FAILS'}", flush=True)
+        if not holds:
+            self.failures.append(what)
+
+    @contextmanager
+    def part(self, name: str, num_seconds: float) -> Iterator[None]:
+        print(f"\n## {name}\n", flush=True)
+        start = time.perf_counter()
+        self._end = start + num_seconds
+        yield
+        taken = round(time.perf_counter() - start, 1)
+        self.put("seconds", self.document.get("seconds", {}) | {name: taken})
+
+    def has_time(self, for_what: str) -> bool:
+        """Whether the part may begin with this; else it is told that it was left out."""
+        if time.perf_counter() < self._end:
+            return True
+        print(f"no time left for {for_what}", flush=True)
+        self.put("left_out", [*self.document.get("left_out", []), for_what])
+        return False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
     if args.toy:
-        vars(args).update(_TOY)
+        parser.set_defaults(**_TOY)
+        args = parser.parse_args(arguments)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    document: dict[str, Any] = {"schema": SCHEMA_VERSION, "machine": describe_machine(device)}
-    print("\n".join(f"{key}: {value}" for key, value in document["machine"].items()), flush=True)
-    seconds: dict[str, float] = {}
-    with _part("attention backends", seconds):
-        backends = check_backends(device, args.flip_tokens, args.backend, _models(args))
-        print(backend_table(backends), flush=True)
-    with _part("products of layers in bf16, exact beside fast", seconds):
-        products = _check_products(device, args)
-        print(product_table(products), flush=True)
-    with _part("fp32, tiny random models: must all be equal", seconds):
-        exact = _check_texts(device, backends, args)
-        print(equality_table(exact), flush=True)
-    document |= {
-        "backends": [asdict(result) | {"holds": result.holds} for result in backends],
-        "products": [asdict(result) | {"holds": result.holds} for result in products],
-        "best_backend": best_backend(device),
-        "fp32_equality": [asdict(result) for result in exact],
-        "fp32_holds": fp32_holds(exact),
-    }
+    ledger = Ledger(args.output, {"schema": SCHEMA_VERSION, "machine": describe_machine(device)})
+    for key, value in ledger.document["machine"].items():
+        print(f"{key}: {value}", flush=True)
+    for name in args.part:
+        run, num_seconds = PARTS[name]
+        with ledger.part(name, num_seconds if args.seconds is None else args.seconds):
+            run(ledger, device, args)
+    print("\nFAILED: " + ", ".join(ledger.failures) if ledger.failures else "\nall hold")
+    return 1 if ledger.failures else 0
+
+
+def _part_backends(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
+    found = check_backends(device, args.flip_tokens, args.backend, _models(args))
+    print(backend_table(found))
+    ledger.put("best_backend", best_backend(device))
+    ledger.put("backends", [asdict(result) | {"holds": result.holds} for result in found])
+    ledger.judge("backends", bool(found) and all(result.holds for result in found))
+
+
+def _part_products(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
+    found = _check_products(device, args)
+    print(product_table(found))
+    ledger.put("products", [asdict(result) | {"holds": result.holds} for result in found])
+    ledger.judge("products", bool(found) and all(result.holds for result in found))
+
+
+def _part_texts(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
+    exact = _check_texts(device, args)
+    print(equality_table(exact))
+    ledger.put("fp32_equality", [asdict(result) for result in exact])
+    ledger.put("fp32_holds", fp32_holds(exact))
+    ledger.judge("equal texts in fp32", fp32_holds(exact))
+    found: list[dict[str, Any]] = []
+    for name in args.model:
+        for determinism in ("exact", "fast"):
+            if ledger.has_time(f"texts of {name}, {determinism}"):
+                found.append(_check_model(name, determinism, device, args))
+                ledger.put("texts", found)
+
+
+def _part_drafts(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
+    found: list[dict[str, Any]] = []
+    for name in args.model:
+        config = EngineConfig(
+            device=str(device),
+            determinism=args.determinism,
+            max_num_seqs=max(args.batch),
+            enable_prefix_cache=False,
+        )
+        model = load_bench_model(name, config, args.with_transformers)
+        print(f"\n### {name}: {model.what}, determinism {model.info.determinism}\n")
+        found.append(_told(model) | {"cells": []})
+        for report in _measure_model(model, args, ledger):
+            found[-1]["cells"].append(report)
+            ledger.put("models", found)
+
+
+def _part_large(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
     if args.large != "none":
-        with _part(f"bandwidth and graphs: {args.large}", seconds):
-            document["large"] = _measure_large(device, args)
-    with _part("speculation", seconds):
-        document["models"] = [_check_model(name, device, args) for name in args.model]
-    document["seconds"] = seconds
-    if args.output is not None:
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    is_right = bool(backends) and all(result.holds for result in backends)
-    are_exact = bool(products) and all(result.holds for result in products)
-    print("\nbackends", "hold" if is_right else "FAIL")
-    print("products", "hold" if are_exact else "FAIL")
-    print("fp32 equality", "holds" if fp32_holds(exact) else "FAILS")
-    return 0 if is_right and are_exact and fp32_holds(exact) else 1
+        ledger.put("large", _measure_large(device, args))
+
+
+def _part_steps(
+    ledger: Ledger,
+    device: torch.device,
+    args: argparse.Namespace,
+    shape: str,
+    quantization: Literal["int4"] | None = None,
+) -> None:
+    """``fast``, ``exact``, then torch's, which has no product of 4 bits: there it is bf16's. The batch
+    sizes that ours are asked about most come first, since each is compiled anew."""
+    name, shape = f"{shape} {quantization or 'bf16'}", "toy" if args.toy else shape
+    bandwidth = copy_bandwidth(device)
+    found: dict[str, Any] = {"bandwidth": bandwidth, "steps": [], "accounts": []}
+    print(f"copies: {bandwidth / 1e12:.2f} TB/s", flush=True)
+
+    def tell(what: str, step: StepTime, **more: Any) -> None:
+        share = step.share(bandwidth)
+        print(
+            f"{name}, {what}, {step.num_requests} rows after {step.num_kv_tokens}: "
+            f"{step.seconds * 1e3:.3f} ms, {share:.0%} of copies",
+            flush=True,
+        )
+        found["steps"].append({"what": what, "share": share} | asdict(step) | more)
+        ledger.put(f"steps {name}", found)
+
+    for determinism in _determinisms(args):
+        if ledger.has_time(f"{name}, {determinism}"):
+            _own_steps(found, tell, determinism, (shape, quantization), device, args)
+            ledger.put(f"steps {name}", found)
+    model = None
+    for size in sorted(args.batch, key=lambda size: (size not in (1, 32), size)):
+        if ledger.has_time(f"{name}, torch, {size} rows"):
+            model = model or random_model(shape, device)
+            tell("torch", compiled_step(model, size, args.kv_tokens))
+
+
+def _own_steps(
+    found: dict[str, Any],
+    tell: Callable[[str, StepTime], None],
+    determinism: Determinism,
+    asked: tuple[str, Literal["int4"] | None],
+    device: torch.device,
+    args: argparse.Namespace,
+) -> None:
+    shape, quantization = asked
+    most = max(args.batch)
+    config = EngineConfig(
+        device=str(device),
+        determinism=determinism,
+        quantization=quantization,
+        max_num_seqs=most,
+        num_blocks=(most + 1) * (args.kv_tokens + 128) // _STEP_BLOCKS,
+        enable_prefix_cache=False,
+    )
+    model = random_model(shape, device)
+    num_bytes = weight_bytes(model)
+    try:
+        engine = build_engine_for(model, None, config)
+    except (ValueError, UnsupportedModelError) as error:
+        found["refused"] = str(error)
+        print(f"{determinism}: {error}", flush=True)
+        return
+    core, info = core_of(engine), engine.info
+    if info.quantization is not None:
+        num_bytes = int(num_bytes * info.quantization.bits / 16)
+    runner = core.runner
+    assert isinstance(runner, ModelRunner)
+    for size in args.batch:
+        tell(determinism, own_step(runner, size, args.kv_tokens, num_bytes))
+    for size in args.batch:
+        account = device_account(core, size)
+        if account is not None:
+            found["accounts"].append(
+                {"what": determinism, "num_requests": size} | account._asdict()
+            )
+            print(
+                f"{determinism}, {size} requests: {account.num_launches:.0f} launches a step, "
+                f"{account.busy_seconds * 1e3:.3f} ms busy, {account.idle_seconds * 1e3:.3f} idle, "
+                f"{account.between_seconds * 1e6:.0f} us between steps",
+                flush=True,
+            )
+
+
+def _determinisms(args: argparse.Namespace) -> Sequence[Determinism]:
+    return ("fast", "exact") if args.determinism is None else (args.determinism,)
 
 
 def _models(args: argparse.Namespace) -> Sequence[str]:
     return TINY_MODELS[-1:] if args.toy else TINY_MODELS
-
-
-@contextmanager
-def _part(title: str, seconds: dict[str, float]) -> Iterator[None]:
-    print(f"\n## {title}\n", flush=True)
-    start = time.perf_counter()
-    yield
-    seconds[title] = time.perf_counter() - start
 
 
 def fp32_holds(results: Sequence[EqualityResult]) -> bool:
@@ -192,12 +352,9 @@ def _check_products(device: torch.device, args: argparse.Namespace) -> list[Prod
     return check_products(device, TOY_SHAPES, TOY_ROW_COUNTS)
 
 
-def _check_texts(
-    device: torch.device, backends: Sequence[BackendResult], args: argparse.Namespace
-) -> list[EqualityResult]:
+def _check_texts(device: torch.device, args: argparse.Namespace) -> list[EqualityResult]:
     """On every backend that ``fast`` may have, and that computes in fp32."""
-    asked = ("fast", "float32")
-    names = sorted({each.backend for each in backends if (each.determinism, each.dtype) == asked})
+    names = serving_backends(device, args.backend)
     kinds = {"samplings": _TOY_SAMPLINGS} if args.toy else {}
     results = []
     for name in names:
@@ -237,31 +394,30 @@ def _measure_large(device: torch.device, args: argparse.Namespace) -> dict[str, 
     }
 
 
-def _check_model(name: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Share of equal streams in the device's own type, then gamma 0 against drafters and transformers."""
+def _check_model(
+    name: str, determinism: Determinism, device: torch.device, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Share of equal streams in the device's own type."""
     config = EngineConfig(
         device=str(device),
-        determinism=args.determinism,
+        determinism=determinism,
         max_num_seqs=max(args.batch),
         enable_prefix_cache=False,
     )
-    model = load_bench_model(name, config, with_transformers=True)
-    print(f"\n### {name}: {model.what}, determinism {model.info.determinism}\n")
+    model = load_bench_model(name, config, with_transformers=False)
     equality = _compare_model(model, args)
-    print(equality_table(equality), flush=True)
-    return {
-        "name": name,
-        "what": model.what,
-        "num_parameters": model.info.num_parameters,
-        "dtype": model.info.dtype,
-        "determinism": model.info.determinism,
-        "attention_backend": model.info.attention_backend,
-        "exact_verified": model.info.exact_verified,
-        "num_blocks": model.info.num_blocks,
+    print(f"\n### {name}: {model.what}, determinism {determinism}\n\n{equality_table(equality)}")
+    return _told(model) | {
         "equality": [asdict(result) for result in equality],
         "equal_share": sum(r.num_equal for r in equality) / sum(r.num_streams for r in equality),
-        "cells": _measure_model(model, args),
     }
+
+
+def _told(model: BenchModel) -> dict[str, Any]:
+    info = model.info
+    names = ("num_parameters", "dtype", "determinism", "attention_backend")
+    names += ("exact_verified", "num_blocks")
+    return {"name": model.name, "what": model.what} | {name: getattr(info, name) for name in names}
 
 
 def _source(model: BenchModel, num_new_tokens: int) -> PromptSource:
@@ -281,9 +437,9 @@ def _compare_model(model: BenchModel, args: argparse.Namespace) -> list[Equality
     return results
 
 
-def _contenders(model: BenchModel) -> list[Contender]:
+def _contenders(model: BenchModel, args: argparse.Namespace) -> list[Contender]:
     contenders: list[Contender] = [EngineContender(GAMMA_0, model.core, PLAIN)]
-    for drafter in ("ngram", "suffix"):
+    for drafter in args.drafter:
         drafting = SpeculativeParams(draft_strategy=drafter)
         contenders.append(EngineContender(drafter, model.core, drafting))
     if model.theirs is not None:
@@ -295,11 +451,14 @@ def _contenders(model: BenchModel) -> list[Contender]:
     return contenders
 
 
-def _measure_model(model: BenchModel, args: argparse.Namespace) -> list[dict[str, Any]]:
-    contenders = _contenders(model)
-    reports = []
+def _measure_model(
+    model: BenchModel, args: argparse.Namespace, ledger: Ledger
+) -> Iterator[dict[str, Any]]:
+    contenders = _contenders(model, args)
     for workload in args.workload:
         for batch_size in args.batch:
+            if not ledger.has_time(f"{model.name}: {workload}, {batch_size} at once"):
+                continue
             cell = Cell(workload, batch_size, SAMPLINGS["greedy"])
             count = -(-args.prompts // batch_size) * batch_size
             prompts = load_prompts(workload, _source(model, args.new_tokens), count)
@@ -307,8 +466,20 @@ def _measure_model(model: BenchModel, args: argparse.Namespace) -> list[dict[str
             measured = measure_cell(cell, jobs, contenders, args.rounds, lambda _: None)
             report = report_cell(measured)
             print(cell_tables(report, model.what), flush=True)
-            reports.append(to_json(report))
-    return reports
+            yield to_json(report)
+
+
+PARTS: Mapping[str, tuple[Callable[[Ledger, torch.device, argparse.Namespace], None], float]] = {
+    "backends": (_part_backends, 240),
+    "products": (_part_products, 240),
+    "8b": (partial(_part_steps, shape="8b"), 400),
+    "8b-int4": (partial(_part_steps, shape="8b", quantization="int4"), 300),
+    "smollm2": (partial(_part_steps, shape="smollm2"), 400),
+    "texts": (_part_texts, 400),
+    "large": (_part_large, 240),
+    "drafts": (_part_drafts, 400),
+}
+"""With the seconds after which each begins nothing more; what it is at takes up to two minutes longer."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -318,13 +489,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", help="cuda where there is one, else cpu")
-    parser.add_argument("--toy", action="store_true", help="parts 1 and 2 alone, at small sizes")
+    parser.add_argument("--toy", action="store_true", help="small sizes, no model that is loaded")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
+    parser.add_argument("--seconds", type=float, help="of each part, in place of its own")
     parser.add_argument(
         "--backend", nargs="+", help="default: all that serve; one has to know fp32"
     )
-    parser.add_argument("--large", default=LARGE, help="a model's name or path; none: no part 3")
+    parser.add_argument("--large", default=LARGE, help="a model's name or path; none: none")
     parser.add_argument("--model", nargs="*", default=[BUNDLED], help="bundled scaled large")
-    parser.add_argument("--workload", nargs="+", default=["edit", "code"])
+    parser.add_argument("--workload", nargs="+", default=["chat", "edit", "code"])
+    parser.add_argument("--drafter", nargs="+", default=["ngram", "suffix", "auto"])
+    parser.add_argument("--with-transformers", action="store_true", help="its own generate, too")
+    parser.add_argument("--kv-tokens", type=int, default=1024, help="before each row of a step")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=96)

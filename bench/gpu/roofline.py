@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.capture.replays import GraphSizes
 from engine.model.runner import ModelRunner
+from kvpool.store import KVStore
 
 _COPY_BYTES = 1 << 30
 _COPY_BYTES_ON_A_CPU = 1 << 26
@@ -65,14 +67,20 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def roofline(runner: ModelRunner, bandwidth: float, num_kv_tokens: int) -> Roofline:
     """Overwrites the store's blocks."""
-    weights = sum(each.numel() * each.element_size() for each in runner.model.parameters())
-    head = runner.model.get_output_embeddings().weight
-    embedding = runner.model.get_input_embeddings().weight
-    if embedding.data_ptr() != head.data_ptr():
-        weights -= embedding.numel() * embedding.element_size()  # one row of it is read
-    store = runner.store
-    stored = store.num_bytes // store.num_slots * num_kv_tokens
-    return Roofline(num_kv_tokens, _step(runner, 1, num_kv_tokens), weights + stored, bandwidth)
+    num_bytes = weight_bytes(runner.model) + kv_bytes(runner.store, num_kv_tokens)
+    return Roofline(num_kv_tokens, _step(runner, 1, num_kv_tokens), num_bytes, bandwidth)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a step of one row has to read."""
+    weights = sum(each.nbytes for each in model.parameters())
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    is_tied = embedding.data_ptr() == head.data_ptr()
+    return weights if is_tied else weights - embedding.nbytes  # one row of it is read
+
+
+def kv_bytes(store: KVStore, num_tokens: int) -> int:
+    return store.num_bytes // store.num_slots * num_tokens
 
 
 def graph_gains(

@@ -45,8 +45,9 @@ _BYTES_OF_SUMS = 64 << 20
 
 @attention_backend("triton")
 class TritonAttention(AttentionBackend):
-    """``chunk``: keys whose sums are merged with those before; it follows from no step, or a row's bits
-    would. Where determinism is exact, tiles have one size."""
+    """``chunk``: keys whose sums are merged with those before, at least (``Cut``); how many follows from
+    no step, or a row's bits would. 8 key heads after 1,024 tokens are work for 136 programs at once.
+    Where determinism is exact, tiles have one size."""
 
     determinisms: ClassVar[frozenset[Determinism]] = frozenset({"exact", "fast"})
     device_types: ClassVar[frozenset[str] | None] = frozenset({"cpu", "cuda"})
@@ -54,11 +55,13 @@ class TritonAttention(AttentionBackend):
     stored_dtypes: ClassVar[tuple[torch.dtype, ...] | None] = STORED_KINDS
     rank: ClassVar[int] = 2
     can_graph: ClassVar[bool] = True
-    chunk: ClassVar[int] = 512
+    chunk: ClassVar[int] = 64
+    longest_chunk: ClassVar[int] = 512
+    most_chunks: ClassVar[int] = 24
 
     def __init__(self, store: KVStore, needs: AttentionNeeds) -> None:
         super().__init__(store, needs)
-        self.cut = _cut(needs, self.chunk)
+        self.cut = self._cut(needs)
         self.is_exact = needs.determinism == "exact"
         self.planes = [
             (_bytes_of_floats(key.transpose(0, 1)), _bytes_of_floats(value.transpose(0, 1)))
@@ -125,6 +128,24 @@ class TritonAttention(AttentionBackend):
         """Addresses of the memory that captured launches use beside inputs and store."""
         ints = (each.reserved.data_ptr() for each in self._ints.values())
         return *ints, self._sums.data_ptr(), self._stats.data_ptr()
+
+    @classmethod
+    def _cut(cls, needs: AttentionNeeds) -> Cut:
+        is_exact = needs.determinism == "exact"
+        wide = max(max(shape.key_dim, shape.value_dim) for shape in needs.shapes)
+        sizes = (16, 32) if wide > 128 or needs.dtype == torch.float32 else (16, 32, 64)
+        row_bytes = 4 * max(shape.num_heads * (shape.value_dim + 2) for shape in needs.shapes)
+        return Cut(
+            block_size=needs.block_size,
+            chunk=cls.chunk,
+            longest_chunk=cls.longest_chunk,
+            most_chunks=cls.most_chunks,
+            tile_pairs=sizes[-1:] if is_exact else sizes,
+            share=max(shape.num_heads // shape.num_kv_heads for shape in needs.shapes),
+            num_kv_heads=min(shape.num_kv_heads for shape in needs.shapes),
+            num_programs=_PROGRAMS_PER_PROCESSOR * num_processors(needs.device),
+            max_partials=_BYTES_OF_SUMS // row_bytes,
+        )
 
     def _memory_for_sums(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         return (
@@ -240,22 +261,6 @@ class TritonPlan:
             backend.is_exact,
         )
         return output
-
-
-def _cut(needs: AttentionNeeds, chunk: int) -> Cut:
-    is_exact = needs.determinism == "exact"
-    wide = max(max(shape.key_dim, shape.value_dim) for shape in needs.shapes)
-    sizes = (16, 32) if wide > 128 or needs.dtype == torch.float32 else (16, 32, 64)
-    row_bytes = 4 * max(shape.num_heads * (shape.value_dim + 2) for shape in needs.shapes)
-    return Cut(
-        block_size=needs.block_size,
-        chunk=chunk,
-        tile_pairs=sizes[-1:] if is_exact else sizes,
-        share=max(shape.num_heads // shape.num_kv_heads for shape in needs.shapes),
-        num_kv_heads=min(shape.num_kv_heads for shape in needs.shapes),
-        num_programs=_PROGRAMS_PER_PROCESSOR * num_processors(needs.device),
-        max_partials=_BYTES_OF_SUMS // row_bytes,
-    )
 
 
 def _bytes_of_floats(plane: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """The work of a step's attention, in ints that kernels read: which rows take which keys together.
 
 A work item is a tile of one request's rows and a run of chunks of its keys. Chunks are counted from the
-text's first key and have one length, and each has sums of its own, which are merged in the order of the
-text: which items a text's chunks come in, and how many items there are, leaves no trace in a row's bits.
+text's first key, and each has sums of its own, which are merged in the order of the text. How long they
+are follows from how many keys the row sees: short ones, so that even one text gives many programs work,
+and longer ones where there would be too many sums to merge. So which items a text's chunks come in, how
+many items there are, and what else is in the step leaves no trace in a row's bits.
 
 A row of a draft tree has the bits that it has in a text without strangers in between: each branch reads
 its own nodes behind the text, by a list of their slots (the tail).
@@ -19,7 +21,7 @@ import numpy as np
 from engine.attention.branches import branches_of
 from engine.batch import RequestRows, slot_of
 
-ITEM_INTS, ROW_INTS, JOIN_INTS = 11, 3, 3
+ITEM_INTS, ROW_INTS, JOIN_INTS = 12, 3, 3
 """As in ``engine.kernels.triton.ragged_attention``."""
 _ALIGNED_INTS = 4
 """Programs are compiled for addresses of a multiple of 16 bytes, and once more for others."""
@@ -31,13 +33,16 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How work is cut. ``chunk``: keys; ``tile_pairs``: sizes of tiles, in pairs of a row and a head of
-    those that share a key head, ``share`` of them at most; ``num_programs``: with so many a device is
-    busy, each item being one for each of ``num_kv_heads``; ``max_partials``: rows times chunks whose
-    sums may wait to be joined."""
+    """How work is cut. ``chunk``: keys of the shortest; with more than ``most_chunks`` of them they are
+    doubled, up to ``longest_chunk``, a multiple by a power of two; ``tile_pairs``: sizes of tiles, in pairs
+    of a row and a head of those that share a key head, ``share`` of them at most; ``num_programs``: with so
+    many a device is busy, each item being one for each of ``num_kv_heads``; ``max_partials``: rows times
+    chunks whose sums may wait to be joined."""
 
     block_size: int
     chunk: int
+    longest_chunk: int
+    most_chunks: int
     tile_pairs: Sequence[int]
     share: int
     num_kv_heads: int
@@ -49,6 +54,17 @@ class Cut:
         sizes = [max(1, pairs // self.share) for pairs in self.tile_pairs]
         most = max((request.num_rows for request in requests), default=1)
         return next((size for size in sizes if size >= most), sizes[-1])
+
+    def chunk_for(self, num_keys: int) -> int:
+        """Returns the length of the chunks of a row that sees so many keys, whatever else there is."""
+        chunk = self.chunk
+        while num_keys > self.last_key(chunk):
+            chunk *= 2
+        return chunk
+
+    def last_key(self, chunk: int) -> int:
+        """Returns how many keys a row with such chunks sees at most."""
+        return chunk * self.most_chunks if chunk < self.longest_chunk else _NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +84,10 @@ class Room:
         """Returns the room for every step of at most so many rows and requests, each of at most
         ``num_keys`` keys, drafts included, and ``num_nodes`` draft nodes in a tree."""
         tile_rows = max(1, cut.tile_pairs[-1] // cut.share)
-        num_items = num_rows // tile_rows + num_requests + cut.num_programs // cut.num_kv_heads
+        # Rows with chunks of two lengths share no tile.
+        num_parts = 2 + num_rows // cut.last_key(cut.chunk)
+        num_items = num_rows // tile_rows + num_requests * num_parts
+        num_items += cut.num_programs // cut.num_kv_heads
         if num_nodes:
             num_items += num_rows + num_requests  # each row a branch, known rows apart
         per_request = -(-num_keys // cut.block_size)
@@ -79,17 +98,22 @@ class Room:
 @dataclass(slots=True)
 class _Tile:
     """Rows ``first_row`` .. of the step's records, and chunks ``first_chunk`` .. ``end_chunk - 1`` of
-    their keys. ``tail``: slots of the keys from ``tail_start`` on. ``is_divided``: sums are joined, be it
-    one item or several."""
+    their keys, of ``chunk`` keys each. ``tail``: slots of the keys from ``tail_start`` on.
+    ``is_divided``: sums are joined, be it one item or several."""
 
     first_row: int
     num_rows: int
     num_keys: int
+    chunk: int
     first_chunk: int
     end_chunk: int
     tail: Sequence[int] = ()
     tail_start: int = _NEVER
     is_divided: bool = False
+
+    @property
+    def num_chunks(self) -> int:
+        return self.end_chunk - self.first_chunk
 
 
 class Work:
@@ -153,7 +177,7 @@ class Work:
                 rest += tile.tail
                 keys = tile.num_keys, tail_at, tile.tail_start, int(tile.is_divided)
                 items += [
-                    (row_at, tile.num_rows, table_at, *piece, *keys, *limits)
+                    (row_at, tile.num_rows, table_at, *piece, *keys, *limits, tile.chunk)
                     for piece in self._pieces(tile)
                 ]
         ints[: self._rest_at] = 0
@@ -201,34 +225,40 @@ class Work:
         tail_start: int = _NEVER,
         block_end: int = 0,
     ) -> Iterator[_Tile]:
-        """Yields tiles of rows none of which sees more of the text than the next; each sees the keys
-        before ``block_end``."""
-        for at in range(first, end, self.tile_rows):
-            count = min(self.tile_rows, end - at)
-            num_keys = max(block_end, int(self._rows[at + count - 1, 1]))
-            num_chunks = -(-num_keys // self._cut.chunk)
-            yield _Tile(at, count, num_keys, 0, num_chunks, tail, tail_start)
+        """Yields tiles of rows each of which sees one key more of the text than the one before, and the
+        keys before ``block_end``."""
+        at = first
+        while at < end:
+            first_end = int(self._rows[at, 1])
+            chunk = self._cut.chunk_for(max(block_end, first_end))
+            count = min(self.tile_rows, end - at, self._cut.last_key(chunk) - first_end + 1)
+            num_keys = max(block_end, first_end + count - 1)
+            num_chunks = -(-num_keys // chunk)
+            yield _Tile(at, count, num_keys, chunk, 0, num_chunks, tail, tail_start)
+            at += count
 
     # --- division ---
 
     def _divide(self, room: Room | None) -> None:
-        """Divides tiles of more than their share of all chunks, as long as there is memory for their
+        """Divides tiles of more than their share of all keys, as long as there is memory for their
         sums."""
         cut = self._cut
         left, joins_left = cut.max_partials, _NEVER if room is None else room.num_joins
         for _, tiles in self._requests:
             left -= self._share_text(tiles, left)
         every = [tile for _, tiles in self._requests for tile in tiles]
-        total = sum(tile.end_chunk - tile.first_chunk for tile in every)
-        self._chunks_per_item = max(1, -(-total * cut.num_kv_heads // cut.num_programs))
+        total = sum(tile.num_chunks * tile.chunk for tile in every)
+        self._keys_per_item = max(1, -(-total * cut.num_kv_heads // cut.num_programs))
         for tile in every:
-            num_chunks = tile.end_chunk - tile.first_chunk
-            needed = tile.num_rows * num_chunks
-            is_worth_it = not tile.is_divided and num_chunks > self._chunks_per_item
+            needed = tile.num_rows * tile.num_chunks
+            is_worth_it = not tile.is_divided and tile.num_chunks > self._chunks_per_item(tile)
             if is_worth_it and needed <= left and tile.num_rows <= joins_left:
                 left -= needed
                 joins_left -= tile.num_rows
                 self._join(tile)
+
+    def _chunks_per_item(self, tile: _Tile) -> int:
+        return -(-self._keys_per_item // tile.chunk)
 
     def _join(self, tile: _Tile) -> None:
         tile.is_divided = True
@@ -238,23 +268,25 @@ class Work:
         """Lets branches of a tree take the chunks before it together. Returns how many sums that
         makes."""
         branches = [tile for tile in tiles if tile.tail]
-        shared = min((tile.tail_start for tile in branches), default=0) // self._cut.chunk
+        if len(branches) < 2:
+            return 0
+        chunk, tail_start = branches[0].chunk, branches[0].tail_start
+        shared = tail_start // chunk
         needed = sum(tile.num_rows * tile.end_chunk for tile in branches)
-        if not shared or needed > left or len(branches) < 2:
+        if not shared or needed > left or any(tile.chunk != chunk for tile in branches):
             return 0
         for tile in branches:
             tile.first_chunk = shared
             self._join(tile)
         end = branches[-1].first_row + branches[-1].num_rows
-        for tile in self._tiles(branches[0].first_row, end):
-            tile.num_keys, tile.end_chunk = shared * self._cut.chunk, shared
-            tile.is_divided = True
-            tiles.append(tile)
+        for at in range(branches[0].first_row, end, self.tile_rows):
+            count = min(self.tile_rows, end - at)
+            tiles.append(_Tile(at, count, shared * chunk, chunk, 0, shared, is_divided=True))
         return needed
 
     def _pieces(self, tile: _Tile) -> list[tuple[int, int]]:
         """Returns first chunk and number of chunks of each of a tile's items."""
-        each = self._chunks_per_item if tile.is_divided else _NEVER
+        each = self._chunks_per_item(tile) if tile.is_divided else _NEVER
         starts = range(tile.first_chunk, tile.end_chunk, each)
         return [(start, min(each, tile.end_chunk - start)) for start in starts]
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,15 @@ import torch
 from bench.equality import EqualityResult, check_tiny_models
 from bench.gpu.backends import BackendResult
 from bench.gpu.products import ProductResult
-from bench.gpu_check import equality_table, fp32_holds, main, product_table
+from bench.gpu.steps import (
+    DeviceAccount,
+    StaticCache,
+    account_of,
+    plain_forward,
+    random_model,
+)
+from bench.gpu_check import PARTS, Ledger, equality_table, fp32_holds, main, product_table
+from worlds.tiny_bench_model import save_tiny_model
 
 GOOD = EqualityResult("m", "ngram", "greedy", 2, 2, 2, num_draft_tokens=9, num_accepted_tokens=4)
 DIFFERENT = replace(GOOD, num_equal=1)
@@ -73,10 +82,11 @@ def test_command_fails_on_a_difference(
     monkeypatch.setattr("bench.gpu_check.check_products", lambda *_: products)
     monkeypatch.setattr("bench.gpu_check.check_tiny_models", lambda *_, **__: texts)
     output = tmp_path / "check.json"
-    assert main(["--device", "cpu", "--toy", "--output", str(output)]) == 1
+    asked = ["--part", "backends", "products", "texts", "--backend", "paged"]
+    assert main(["--device", "cpu", "--toy", "--output", str(output), *asked]) == 1
     document = json.loads(output.read_text(encoding="utf-8"))
     assert [each["holds"] for each in document["backends"]] == [each.holds for each in backends]
-    assert len(document["fp32_equality"]) == (len(texts) if backends else 0)
+    assert len(document["fp32_equality"]) == len(texts)
 
 
 def test_exact_keeps_a_rows_bits_in_calls_of_any_size_and_fast_need_not() -> None:
@@ -100,8 +110,80 @@ def test_the_command_passes_here_at_toy_size(tmp_path: Path) -> None:
     assert {each["backend"] for each in document["backends"]} == {"triton"}
     assert {each["determinism"] for each in document["backends"]} == {"exact", "fast"}
     assert document["fp32_holds"]
+    assert set(document["seconds"]) == set(PARTS)
     found = [(each["dtype"], each["holds"]) for each in document["products"]]
     assert found == [("bfloat16", True), ("4 bits", True)]
+
+
+def steps(tmp_path: Path, *asked: str) -> tuple[int, dict[str, Any]]:
+    output = tmp_path / "check.json"
+    code = main(["--device", "cpu", "--toy", "--output", str(output), *asked])
+    return code, json.loads(output.read_text(encoding="utf-8"))
+
+
+def test_steps_are_told_beside_torch_s_own(tmp_path: Path) -> None:
+    code, document = steps(tmp_path, "--part", "smollm2", "8b-int4")
+    assert code == 0
+    found = document["steps smollm2 bf16"]["steps"]
+    cases = [(each["what"], each["num_requests"], each["num_kv_tokens"]) for each in found]
+    whats = ("fast", "exact", "torch")
+    assert cases == [(what, size, 8) for what in whats for size in (1, 2)]
+    assert all(min(each["seconds"], each["share"]) > 0 for each in found)
+    # Of the same bytes: weights, and keys and values, of which torch's has the row's own, too.
+    by_case = {case[:2]: each["num_bytes"] for case, each in zip(cases, found, strict=True)}
+    assert by_case["fast", 2] < by_case["torch", 2] < 1.1 * by_case["fast", 2]
+    few = document["steps 8b int4"]["steps"]
+    assert few[0]["num_bytes"] < found[0]["num_bytes"]
+
+
+def test_torch_s_step_writes_what_the_model_says() -> None:
+    """Its cache is what a step before it left there, the last place is the row's own."""
+    model = random_model("toy", torch.device("cpu")).float()
+    ids = torch.randint(0, 48, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(ids).logits[:, -1]
+        held = model(ids[:, :-1], use_cache=True).past_key_values
+        cache = StaticCache(model, 2, 8)
+        for (keys, values), layer in zip(cache.planes, held.layers, strict=True):
+            keys[:, :, :8], values[:, :, :8] = layer.keys, layer.values
+        logits = plain_forward(model, ids[:, -1:], cache)
+    assert torch.allclose(logits, expected, atol=1e-5)
+
+
+def test_what_there_was_no_time_for_is_told(tmp_path: Path) -> None:
+    _, document = steps(tmp_path, "--part", "8b", "--seconds", "0")
+    assert document["left_out"][0] == "8b bf16, fast"
+    assert len(document["left_out"]) == 4
+
+
+def test_figures_are_kept_as_they_come(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "out.json", {})
+
+    def cut() -> None:
+        with ledger.part("cut", 10):
+            ledger.put("first", 1)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut()
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == {"first": 1}
+
+
+def test_idle_between_steps_is_told_from_gaps_within_them() -> None:
+    """Two steps of three launches, the last two of which overlap, with five seconds in between."""
+    step = [(0.0, 1.0), (1.5, 3.0), (2.0, 4.0)]
+    spans = [*step, *((start + 9.0, end + 9.0) for start, end in step)]
+    account = account_of(spans[::-1], 2)
+    assert account == DeviceAccount(3.0, 3.5, 3.0, 5.0)
+
+
+def test_drafts_are_told_beside_plain_decoding(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    asked = ["--part", "drafts", "texts", "--model", str(model), "--workload", "code"]
+    _, document = steps(tmp_path, *asked, "--batch", "1", "--rounds", "1", "--prompts", "1")
+    (cell,) = document["models"][0]["cells"]
+    assert {"gamma 0", "ngram", "suffix", "auto"} <= {each["name"] for each in cell["contenders"]}
+    assert [each["determinism"] for each in document["texts"]] == ["exact", "fast"]
 
 
 @pytest.mark.slow

@@ -91,7 +91,9 @@ _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
 _OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias", "chunks"}
 _OF_ROWS |= {"residual", "hidden", "cosines", "sines"}
-SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656}
+SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656} | {
+    (80, f"8 B, {name}"): 8 for name in ("one row each", "drafts", "8-bit floats")
+}
 """Bytes that programs do keep elsewhere for want of registers, by capability and variant: at most."""
 _MULTIPLYING = (programs.attend, row_programs.multiply, code_programs.multiply_codes)
 _MULTIPLIES = re.compile(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[.\w]*")

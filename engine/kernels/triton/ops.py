@@ -52,7 +52,6 @@ def attend_variant(
         "PAIRS": pairs,
         # With more of them, or fewer threads, programs run out of registers, which interpreters have not.
         "KEYS": min(chunk, 16 if is_wide or (pairs >= 64 and not is_interpreted()) else 32),
-        "CHUNK": chunk,
         "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": softcap > 0,
         "HAS_SINKS": has_sinks,
@@ -60,7 +59,9 @@ def attend_variant(
         "PRECISION": "tf32" if may_round and not is_exact else "ieee",
         "IS_INTERPRETED": is_interpreted(),
     }
-    return Variant(constants, _launch(8, is_exact))
+    # Programs of few pairs leave room for another on their processor.
+    is_small = pairs <= (16 if is_wide else 32)
+    return Variant(constants, _launch(4 if is_small else 8, is_exact))
 
 
 def join_variant(attending: Variant, is_exact: bool) -> Variant:

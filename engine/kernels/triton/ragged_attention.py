@@ -4,11 +4,11 @@ What to do lies in device memory, as ``engine.attention.work`` wrote it: a launc
 sizes, so it can be captured and run again over other contents.
 
 ``attend``: a program takes one work item, up to ``TILE_ROWS`` rows of one request, and one key head; the
-query heads that share it are folded into rows. Keys are taken in chunks of ``CHUNK``, counted from the
-text's first key whatever the batch is. A chunk has sums of its own (maximum, weights, weighted values),
-and they are merged in the order of the text: by the program itself, or, where the item is one of several
-that divide a text, by ``join``, in the same order with the same operations. So how work is divided leaves
-no trace in a row's bits.
+query heads that share it are folded into rows. Keys are taken in chunks, counted from the text's first
+key, as long as the item says, which follows from its rows whatever the batch is. A chunk has sums of its
+own (maximum, weights, weighted values), and they are merged in the order of the text: by the program
+itself, or, where the item is one of several that divide a text, by ``join``, in the same order with the
+same operations. So how work is divided leaves no trace in a row's bits.
 
 ``store_rows`` puts new keys and values into their slots.
 """
@@ -18,11 +18,11 @@ import triton.language as tl
 
 from engine.kernels.triton.interpreted import product_in_order
 
-ITEM_INTS = tl.constexpr(11)
+ITEM_INTS = tl.constexpr(12)
 """Ints of a work item: where its rows' records begin, how many, its block table, first chunk, number of
 chunks, the key after the last, where its tail's slots begin and the first key that they give, whether its
 sums are joined later, the first key that its rows see, the key after the last that all of them see,
-wherever their own are."""
+wherever their own are, keys of a chunk."""
 ROW_INTS = tl.constexpr(3)
 """The numbers of a row: its place in the batch, the key after its own in its text, its first partial sum
 or -1."""
@@ -64,26 +64,25 @@ def _finite(value):
 
 
 @triton.jit
-def _merge(most, weight, total, other_most, other_weight, other_total):
-    """Sums over keys, and those over the keys after them."""
+def _merge(most, weight, other_most, other_weight):
+    """Of sums over keys, and those over the keys after them: the maximum, the weight, and what sums of
+    values are multiplied by before they are added."""
     merged = tl.maximum(most, other_most)
     finite = _finite(merged)
     mine, theirs = tl.exp2(most - finite), tl.exp2(other_most - finite)
-    weight = weight * mine + other_weight * theirs
-    total = total * mine[:, None] + other_total * theirs[:, None]
-    return merged, weight, total
+    return merged, weight * mine + other_weight * theirs, mine, theirs
 
 
 @triton.jit
-def _divided(most, weight, total, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
-    """The weighted mean. A sink has a score and no value."""
+def _divisor(most, weight, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
+    """What sums of values are multiplied by, and then divided by. A sink has a score and no value."""
+    scale = tl.full(weight.shape, 1.0, tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
         largest = tl.maximum(most, sink)
         scale = tl.exp2(most - largest)
         weight = weight * scale + tl.exp2(sink - largest)
-        total = total * scale[:, None]
-    return total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    return scale, tl.where(weight == 0.0, 1.0, weight)
 
 
 @triton.jit
@@ -113,7 +112,6 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -139,6 +137,7 @@ def attend(
     is_divided = tl.load(item + 8)
     first_key = tl.load(item + 9)
     block_end = tl.load(item + 10)
+    chunk_keys = tl.load(item + 11)
 
     pair = tl.arange(0, PAIRS)
     head = kv_head * SHARE + pair % SHARE
@@ -172,8 +171,8 @@ def attend(
         most = tl.full([PAIRS], float("-inf"), tl.float32)
         weight = tl.zeros([PAIRS], tl.float32)
         total = tl.zeros([PAIRS, VALUE_LANES], tl.float32)
-        chunk_end = tl.minimum((chunk + 1) * CHUNK, num_keys)
-        for start in range(tl.maximum(chunk * CHUNK, first_seen), chunk_end, KEYS):
+        chunk_end = tl.minimum((chunk + 1) * chunk_keys, num_keys)
+        for start in range(tl.maximum(chunk * chunk_keys, first_seen), chunk_end, KEYS):
             key = start + tl.arange(0, KEYS)
             is_key = key < chunk_end
             block = tl.load(
@@ -224,11 +223,11 @@ def attend(
                 mask=(is_row & (most > float("-inf")))[:, None] & is_value_lane[None, :],
             )
         else:
-            all_most, all_weight, all_total = _merge(
-                all_most, all_weight, all_total, most, weight, total
-            )
+            all_most, all_weight, mine, theirs = _merge(all_most, all_weight, most, weight)
+            all_total = all_total * mine[:, None] + total * theirs[:, None]
     if is_divided == 0:
-        means = _divided(all_most, all_weight, all_total, sinks, head, is_row, HAS_SINKS)
+        kept, divisor = _divisor(all_most, all_weight, sinks, head, is_row, HAS_SINKS)
+        means = all_total * kept[:, None] / divisor[:, None]
         tl.store(
             output + (row * output_row_stride + head * VALUE_DIM)[:, None] + value_lane[None, :],
             means,
@@ -258,31 +257,29 @@ def join(
         return
     row = tl.load(record).to(tl.int64)
     first = tl.load(record + 1).to(tl.int64)
-    lane = tl.arange(0, SHARE_LANES)
-    is_head = lane < SHARE
-    head = tl.program_id(1) * SHARE + lane
-    value_lane = tl.arange(0, VALUE_LANES)
-    is_value_lane = value_lane < VALUE_DIM
-    all_most = tl.full([SHARE_LANES], float("-inf"), tl.float32)
-    all_weight = tl.zeros([SHARE_LANES], tl.float32)
+    # Every value has its head's numbers at hand, so that nothing is handed from thread to thread, and
+    # several chunks are on their way from memory at once.
+    lane = tl.arange(0, SHARE_LANES)[:, None]
+    value_lane = tl.arange(0, VALUE_LANES)[None, :]
+    is_value = (lane < SHARE) & (value_lane < VALUE_DIM)
+    head = tl.program_id(1) * SHARE + lane + value_lane * 0
+    all_most = tl.full([SHARE_LANES, VALUE_LANES], float("-inf"), tl.float32)
+    all_weight = tl.zeros([SHARE_LANES, VALUE_LANES], tl.float32)
     all_total = tl.zeros([SHARE_LANES, VALUE_LANES], tl.float32)
-    for partial in range(first, first + num_partials):
+    for partial in tl.range(first, first + num_partials, loop_unroll_factor=4):
         place = partial * num_heads + head
-        most = tl.load(stats + place * 2, mask=is_head, other=float("-inf"))
-        weight = tl.load(stats + place * 2 + 1, mask=is_head, other=0.0)
-        total = tl.load(
-            sums + (place * VALUE_DIM)[:, None] + value_lane[None, :],
-            mask=(most > float("-inf"))[:, None] & is_value_lane[None, :],
-            other=0.0,
-        )
-        all_most, all_weight, all_total = _merge(
-            all_most, all_weight, all_total, most, weight, total
-        )
-    means = _divided(all_most, all_weight, all_total, sinks, head, is_head, HAS_SINKS)
+        most = tl.load(stats + place * 2, mask=is_value, other=float("-inf"))
+        weight = tl.load(stats + place * 2 + 1, mask=is_value, other=0.0)
+        total = tl.load(sums + place * VALUE_DIM + value_lane, mask=is_value, other=0.0)
+        # Where nothing was seen, nothing was written.
+        total = tl.where(most > float("-inf"), total, 0.0)
+        all_most, all_weight, mine, theirs = _merge(all_most, all_weight, most, weight)
+        all_total = all_total * mine + total * theirs
+    kept, divisor = _divisor(all_most, all_weight, sinks, head, is_value, HAS_SINKS)
     tl.store(
-        output + (row * output_row_stride + head * VALUE_DIM)[:, None] + value_lane[None, :],
-        means,
-        mask=is_head[:, None] & is_value_lane[None, :],
+        output + row * output_row_stride + head * VALUE_DIM + value_lane,
+        all_total * kept / divisor,
+        mask=is_value,
     )
 
 

@@ -61,6 +61,29 @@ def test_how_work_is_divided_leaves_no_trace(determinism: Determinism) -> None:
         assert torch.equal(output, outputs[0])
 
 
+@pytest.mark.parametrize("determinism", ["exact", "fast"])
+def test_rows_with_longer_chunks_have_the_same_bits_in_any_company(
+    determinism: Determinism, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 32 keys up to 64, of 64 up to 128 and then of 128: of a prompt in one go, of its rows one
+    by one, and of rows in draft trees beside strangers."""
+    monkeypatch.setattr(TritonAttention, "most_chunks", 2)
+    monkeypatch.setattr(TritonAttention, "longest_chunk", 128)
+    mine = world(2, 1, 16, 16, determinism=determinism)
+    whole = mine.step([(0, 50, 95, ())])[0]
+    told = torch.cat([mine.expected((0, 50, 95, ()), PLAIN)])
+    assert torch.allclose(whole.double(), told.double(), atol=1e-4)
+    for base in (50, 63, 64, 90, 126, 127, 128, 140):
+        alone = mine.step([(0, base, 1, ())])[0]
+        drafted = mine.step([(1, 90, 2, TREE), (0, base, 1, chains(4)), (2, 5, 3, chains(2))])[1]
+        branched = mine.step([(0, base, 1, (-1, -1, 0, 0, 2))])[0]
+        assert torch.equal(alone[0], whole[base - 50])
+        assert torch.equal(drafted, whole[base - 50 : base - 45])
+        # The first node's branch is the text's own, by its first child.
+        assert torch.equal(branched[0], alone[0])
+        assert torch.equal(branched[1], drafted[1])
+
+
 # --- launches of fixed sizes ---
 
 
