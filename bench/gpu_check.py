@@ -1,9 +1,8 @@
 """``python -m bench.gpu_check``: is everything right on this device, and what is it worth?
 
 Needs torch and transformers with what they bring, and triton on a GPU; nothing of the server is
-imported. ``--part``: some of these alone, each of which ends in its own time (``PARTS``); ``docs/gpu.md``
-says in which order. With ``--output`` figures are written as they come: a call that was cut has what it
-had.
+imported. ``--part``: some of these alone, each in its own time (``PARTS``; ``docs/gpu.md``: in which
+order). Figures are written as they come: a call that was cut has what it had.
 
 - ``backends``: every attention backend on tiny models: logits against transformers', bits of a row
   however steps are cut, tokens that flip (none under ``exact``).
@@ -13,8 +12,6 @@ had.
   equal; of ``--model`` under ``exact`` and ``fast``: the share that is equal.
 - ``8b``, ``8b-int4``, ``smollm2``: steps of models of these shapes with random weights, under ``fast``
   and ``exact``, beside the same model as torch compiles it, and how long the device is idle in between.
-- ``large``: a step of a model of 8 billion parameters in bf16 that writes texts (``--large none``: not),
-  and what graphs save.
 - ``drafts``: what drafters gain over plain decoding on ``--model``.
 
 ``--toy`` takes sizes that an interpreter on a CPU has time for. Ends with 1 if a backend or a product is
@@ -31,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,11 +36,9 @@ import torch
 
 from bench.contenders import (
     GAMMA_0,
-    LOOKUP_TOKENS,
     SAMPLINGS,
     Contender,
     EngineContender,
-    TransformersContender,
 )
 from bench.equality import (
     SPECULATIONS,
@@ -51,7 +47,7 @@ from bench.equality import (
     check_tiny_models,
     compare,
 )
-from bench.gpu.backends import BackendResult, best_backend, check_backends, serving_backends
+from bench.gpu.backends import BackendResult, check_backends, serving_backends
 from bench.gpu.products import (
     ROW_COUNTS,
     SHAPES,
@@ -60,10 +56,18 @@ from bench.gpu.products import (
     ProductResult,
     check_products,
 )
-from bench.gpu.roofline import copy_bandwidth, graph_gains, roofline, weight_bytes
-from bench.gpu.steps import StepTime, compiled_step, device_account, own_step, random_model
+from bench.gpu.steps import (
+    StepTime,
+    compiled_step,
+    copy_bandwidth,
+    device_account,
+    own_step,
+    random_model,
+    round_model,
+    weight_bytes,
+)
 from bench.machine import describe_machine
-from bench.models import BUNDLED, LARGE, BenchModel, core_of, load_bench_model
+from bench.models import BUNDLED, BenchModel, core_of, load_bench_model
 from bench.report import SCHEMA_VERSION, report_cell, to_json
 from bench.runner import Cell, make_jobs, measure_cell
 from bench.tables import cell_tables, table
@@ -77,15 +81,13 @@ from engine.request.info import Determinism
 from engine.request.params import PLAIN, SamplingParams, SpeculativeParams
 
 _TOY = {
-    "large": "none",
+    "tiny": TINY_MODELS[-1:],
     "model": [],
     "new_tokens": 8,
     "flip_tokens": 24,
     "batch": [1, 2],
     "kv_tokens": 8,
 }
-_STEP_BLOCKS = 16
-"""Tokens of a block, as the engine has it where nothing else is asked for."""
 _TOY_SAMPLINGS = ("T 0.7, top-p 0.9",)
 
 
@@ -148,18 +150,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _part_backends(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
-    found = check_backends(device, args.flip_tokens, args.backend, _models(args))
+    found = check_backends(device, args.flip_tokens, args.backend, args.tiny)
     print(backend_table(found))
-    ledger.put("best_backend", best_backend(device))
-    ledger.put("backends", [asdict(result) | {"holds": result.holds} for result in found])
-    ledger.judge("backends", bool(found) and all(result.holds for result in found))
+    _judge_each(ledger, "backends", found)
 
 
 def _part_products(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
     found = _check_products(device, args)
     print(product_table(found))
-    ledger.put("products", [asdict(result) | {"holds": result.holds} for result in found])
-    ledger.judge("products", bool(found) and all(result.holds for result in found))
+    _judge_each(ledger, "products", found)
+
+
+def _judge_each(ledger: Ledger, what: str, found: Sequence[Any]) -> None:
+    ledger.put(what, [asdict(each) | {"holds": each.holds} for each in found])
+    ledger.judge(what, bool(found) and all(each.holds for each in found))
 
 
 def _part_texts(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
@@ -172,30 +176,39 @@ def _part_texts(ledger: Ledger, device: torch.device, args: argparse.Namespace) 
     for name in args.model:
         for determinism in ("exact", "fast"):
             if ledger.has_time(f"texts of {name}, {determinism}"):
-                found.append(_check_model(name, determinism, device, args))
+                model = _loaded(name, determinism, device, args)
+                equality = _compare_model(model, args)
+                print(equality_table(equality))
+                num_equal = sum(r.num_equal for r in equality)
+                share = num_equal / sum(r.num_streams for r in equality)
+                told = {"equal_share": share, "equality": [asdict(each) for each in equality]}
+                found.append(_told(model) | told)
                 ledger.put("texts", found)
+                if determinism == "exact":
+                    ledger.judge(f"equal texts of {name} under exact", share == 1)
 
 
 def _part_drafts(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
     found: list[dict[str, Any]] = []
     for name in args.model:
-        config = EngineConfig(
-            device=str(device),
-            determinism=args.determinism,
-            max_num_seqs=max(args.batch),
-            enable_prefix_cache=False,
-        )
-        model = load_bench_model(name, config, args.with_transformers)
-        print(f"\n### {name}: {model.what}, determinism {model.info.determinism}\n")
+        model = _loaded(name, args.determinism, device, args)
         found.append(_told(model) | {"cells": []})
-        for report in _measure_model(model, args, ledger):
-            found[-1]["cells"].append(report)
-            ledger.put("models", found)
-
-
-def _part_large(ledger: Ledger, device: torch.device, args: argparse.Namespace) -> None:
-    if args.large != "none":
-        ledger.put("large", _measure_large(device, args))
+        contenders: list[Contender] = [EngineContender(GAMMA_0, model.core, PLAIN)]
+        for drafter in args.drafter:
+            drafting = SpeculativeParams(draft_strategy=drafter)
+            contenders.append(EngineContender(drafter, model.core, drafting))
+        for workload, size in product(args.workload, args.batch):
+            if ledger.has_time(f"{name}: {workload}, {size} at once"):
+                cell = Cell(workload, size, SAMPLINGS["greedy"])
+                count = -(-args.prompts // size) * size
+                prompts = load_prompts(workload, _source(model, args.new_tokens), count)
+                jobs = make_jobs(cell, prompts, args.new_tokens)
+                report = report_cell(
+                    measure_cell(cell, jobs, contenders, args.rounds, lambda _: None)
+                )
+                print(cell_tables(report, model.what), flush=True)
+                found[-1]["cells"].append(to_json(report))
+                ledger.put("models", found)
 
 
 def _part_steps(
@@ -212,17 +225,14 @@ def _part_steps(
     found: dict[str, Any] = {"bandwidth": bandwidth, "steps": [], "accounts": []}
     print(f"copies: {bandwidth / 1e12:.2f} TB/s", flush=True)
 
-    def tell(what: str, step: StepTime, **more: Any) -> None:
-        share = step.share(bandwidth)
-        print(
-            f"{name}, {what}, {step.num_requests} rows after {step.num_kv_tokens}: "
-            f"{step.seconds * 1e3:.3f} ms, {share:.0%} of copies",
-            flush=True,
-        )
-        found["steps"].append({"what": what, "share": share} | asdict(step) | more)
+    def tell(what: str, step: StepTime) -> None:
+        rows, share = f"{what}, {step.num_requests} rows", step.num_bytes / step.seconds / bandwidth
+        print(f"{name}, {rows}: {step.seconds * 1e3:.3f} ms, {share:.0%} of copies", flush=True)
+        found["steps"].append({"what": what, "share": share} | asdict(step))
         ledger.put(f"steps {name}", found)
 
-    for determinism in _determinisms(args):
+    determinisms: Sequence[Determinism] = ("fast", "exact")
+    for determinism in determinisms if args.determinism is None else [args.determinism]:
         if ledger.has_time(f"{name}, {determinism}"):
             _own_steps(found, tell, determinism, (shape, quantization), device, args)
             ledger.put(f"steps {name}", found)
@@ -230,7 +240,11 @@ def _part_steps(
     for size in sorted(args.batch, key=lambda size: (size not in (1, 32), size)):
         if ledger.has_time(f"{name}, torch, {size} rows"):
             model = model or random_model(shape, device)
-            tell("torch", compiled_step(model, size, args.kv_tokens))
+            try:
+                tell("torch", compiled_step(model, size, args.kv_tokens))
+            except Exception as error:  # of any compiler: ends no call
+                print(f"torch failed: {error}", flush=True)
+                ledger.put(f"steps {name}", found | {"torch_failed": str(error)})
 
 
 def _own_steps(
@@ -242,50 +256,34 @@ def _own_steps(
     args: argparse.Namespace,
 ) -> None:
     shape, quantization = asked
-    most = max(args.batch)
     config = EngineConfig(
         device=str(device),
         determinism=determinism,
-        quantization=quantization,
-        max_num_seqs=most,
-        num_blocks=(most + 1) * (args.kv_tokens + 128) // _STEP_BLOCKS,
+        max_num_seqs=max(args.batch),
+        num_blocks=(max(args.batch) + 1) * (args.kv_tokens + 128) // EngineConfig().block_size,
         enable_prefix_cache=False,
     )
     model = random_model(shape, device)
     num_bytes = weight_bytes(model)
     try:
+        if quantization is not None:
+            round_model(model)
         engine = build_engine_for(model, None, config)
     except (ValueError, UnsupportedModelError) as error:
         found["refused"] = str(error)
         print(f"{determinism}: {error}", flush=True)
         return
-    core, info = core_of(engine), engine.info
-    if info.quantization is not None:
-        num_bytes = int(num_bytes * info.quantization.bits / 16)
-    runner = core.runner
-    assert isinstance(runner, ModelRunner)
+    core, stored = core_of(engine), engine.info.quantization
+    num_bytes = num_bytes if stored is None else int(num_bytes * stored.bits / 16)
+    assert isinstance(core.runner, ModelRunner)
     for size in args.batch:
-        tell(determinism, own_step(runner, size, args.kv_tokens, num_bytes))
+        tell(determinism, own_step(core.runner, size, args.kv_tokens, num_bytes))
     for size in args.batch:
         account = device_account(core, size)
         if account is not None:
-            found["accounts"].append(
-                {"what": determinism, "num_requests": size} | account._asdict()
-            )
-            print(
-                f"{determinism}, {size} requests: {account.num_launches:.0f} launches a step, "
-                f"{account.busy_seconds * 1e3:.3f} ms busy, {account.idle_seconds * 1e3:.3f} idle, "
-                f"{account.between_seconds * 1e6:.0f} us between steps",
-                flush=True,
-            )
-
-
-def _determinisms(args: argparse.Namespace) -> Sequence[Determinism]:
-    return ("fast", "exact") if args.determinism is None else (args.determinism,)
-
-
-def _models(args: argparse.Namespace) -> Sequence[str]:
-    return TINY_MODELS[-1:] if args.toy else TINY_MODELS
+            print(f"{determinism}, {size} requests, a step's {account}", flush=True)
+            told = {"what": determinism, "num_requests": size} | account._asdict()
+            found["accounts"].append(told)
 
 
 def fp32_holds(results: Sequence[EqualityResult]) -> bool:
@@ -354,50 +352,17 @@ def _check_products(device: torch.device, args: argparse.Namespace) -> list[Prod
 
 def _check_texts(device: torch.device, args: argparse.Namespace) -> list[EqualityResult]:
     """On every backend that ``fast`` may have, and that computes in fp32."""
-    names = serving_backends(device, args.backend)
     kinds = {"samplings": _TOY_SAMPLINGS} if args.toy else {}
     results = []
-    for name in names:
-        found = check_tiny_models(device, args.new_tokens, name, _models(args), **kinds)
+    for name in serving_backends(device, args.backend):
+        found = check_tiny_models(device, args.new_tokens, name, args.tiny, **kinds)
         results += [replace(each, model=f"{each.model} on {name}") for each in found]
     return results
 
 
-def _measure_large(device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    config = EngineConfig(
-        device=str(device), determinism=args.determinism, max_num_seqs=max(args.batch)
-    )
-    model = load_bench_model(args.large, config, with_transformers=False)
-    print(f"{model.what}, attention {model.info.attention_backend}", flush=True)
-    runner = model.core.runner
-    assert isinstance(runner, ModelRunner)
-    bandwidth = copy_bandwidth(device)
-    # A scaled copy keeps the bundled model's few key heads and its context of 2,048.
-    lines = [roofline(runner, bandwidth, count) for count in (0, 1024)]
-    gains = graph_gains(runner, [size for size in args.batch if size <= 64], 256)
-    for line in lines:
-        print(
-            f"one row after {line.num_kv_tokens} tokens: {line.seconds * 1e3:.2f} ms for "
-            f"{line.num_bytes / 1e9:.1f} GB, {line.share:.0%} of {line.bandwidth / 1e12:.2f} TB/s"
-        )
-    for gain in gains:
-        print(
-            f"{gain.batch_size} rows: {gain.seconds * 1e3:.2f} ms with graphs, "
-            f"{gain.eager_seconds * 1e3:.2f} without, {gain.gain:.2f}x"
-        )
-    return {
-        "what": model.what,
-        "attention_backend": model.info.attention_backend,
-        "num_parameters": model.info.num_parameters,
-        "roofline": [asdict(line) | {"share": line.share} for line in lines],
-        "graphs": [asdict(gain) | {"gain": gain.gain} for gain in gains],
-    }
-
-
-def _check_model(
-    name: str, determinism: Determinism, device: torch.device, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Share of equal streams in the device's own type."""
+def _loaded(
+    name: str, determinism: Determinism | None, device: torch.device, args: argparse.Namespace
+) -> BenchModel:
     config = EngineConfig(
         device=str(device),
         determinism=determinism,
@@ -405,18 +370,13 @@ def _check_model(
         enable_prefix_cache=False,
     )
     model = load_bench_model(name, config, with_transformers=False)
-    equality = _compare_model(model, args)
-    print(f"\n### {name}: {model.what}, determinism {determinism}\n\n{equality_table(equality)}")
-    return _told(model) | {
-        "equality": [asdict(result) for result in equality],
-        "equal_share": sum(r.num_equal for r in equality) / sum(r.num_streams for r in equality),
-    }
+    print(f"\n### {name}: {model.what}, determinism {model.info.determinism}\n", flush=True)
+    return model
 
 
 def _told(model: BenchModel) -> dict[str, Any]:
     info = model.info
-    names = ("num_parameters", "dtype", "determinism", "attention_backend")
-    names += ("exact_verified", "num_blocks")
+    names = ("num_parameters", "dtype", "determinism", "attention_backend", "exact_verified")
     return {"name": model.name, "what": model.what} | {name: getattr(info, name) for name in names}
 
 
@@ -437,38 +397,6 @@ def _compare_model(model: BenchModel, args: argparse.Namespace) -> list[Equality
     return results
 
 
-def _contenders(model: BenchModel, args: argparse.Namespace) -> list[Contender]:
-    contenders: list[Contender] = [EngineContender(GAMMA_0, model.core, PLAIN)]
-    for drafter in args.drafter:
-        drafting = SpeculativeParams(draft_strategy=drafter)
-        contenders.append(EngineContender(drafter, model.core, drafting))
-    if model.theirs is not None:
-        pad = model.tokenizer.pad_token_id or 0
-        contenders += [
-            TransformersContender(model.theirs, pad),
-            TransformersContender(model.theirs, pad, LOOKUP_TOKENS),
-        ]
-    return contenders
-
-
-def _measure_model(
-    model: BenchModel, args: argparse.Namespace, ledger: Ledger
-) -> Iterator[dict[str, Any]]:
-    contenders = _contenders(model, args)
-    for workload in args.workload:
-        for batch_size in args.batch:
-            if not ledger.has_time(f"{model.name}: {workload}, {batch_size} at once"):
-                continue
-            cell = Cell(workload, batch_size, SAMPLINGS["greedy"])
-            count = -(-args.prompts // batch_size) * batch_size
-            prompts = load_prompts(workload, _source(model, args.new_tokens), count)
-            jobs = make_jobs(cell, prompts, args.new_tokens)
-            measured = measure_cell(cell, jobs, contenders, args.rounds, lambda _: None)
-            report = report_cell(measured)
-            print(cell_tables(report, model.what), flush=True)
-            yield to_json(report)
-
-
 PARTS: Mapping[str, tuple[Callable[[Ledger, torch.device, argparse.Namespace], None], float]] = {
     "backends": (_part_backends, 240),
     "products": (_part_products, 240),
@@ -476,7 +404,6 @@ PARTS: Mapping[str, tuple[Callable[[Ledger, torch.device, argparse.Namespace], N
     "8b-int4": (partial(_part_steps, shape="8b", quantization="int4"), 300),
     "smollm2": (partial(_part_steps, shape="smollm2"), 400),
     "texts": (_part_texts, 400),
-    "large": (_part_large, 240),
     "drafts": (_part_drafts, 400),
 }
 """With the seconds after which each begins nothing more; what it is at takes up to two minutes longer."""
@@ -491,15 +418,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--toy", action="store_true", help="small sizes, no model that is loaded")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
+    parser.set_defaults(tiny=TINY_MODELS)
     parser.add_argument("--seconds", type=float, help="of each part, in place of its own")
     parser.add_argument(
         "--backend", nargs="+", help="default: all that serve; one has to know fp32"
     )
-    parser.add_argument("--large", default=LARGE, help="a model's name or path; none: none")
     parser.add_argument("--model", nargs="*", default=[BUNDLED], help="bundled scaled large")
     parser.add_argument("--workload", nargs="+", default=["chat", "edit", "code"])
     parser.add_argument("--drafter", nargs="+", default=["ngram", "suffix", "auto"])
-    parser.add_argument("--with-transformers", action="store_true", help="its own generate, too")
     parser.add_argument("--kv-tokens", type=int, default=1024, help="before each row of a step")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64])
     parser.add_argument("--rounds", type=int, default=2)

@@ -15,7 +15,6 @@ from engine.attention.backend import (
     AttentionNeeds,
     attention_backends,
     build_attention,
-    choose_backend,
 )
 from engine.batch import RequestRows, build_batch
 from engine.model.linear import pack_linears
@@ -108,18 +107,10 @@ def _check(
 
 def serving_backends(device: torch.device, names: Sequence[str] | None = None) -> list[str]:
     """Those that serve the device in fp32 under ``fast``, or those of ``names`` that do."""
-    return [name for name, _ in _served(_fp32_needs(device), names)]
-
-
-def best_backend(device: torch.device) -> str:
-    """What a model takes on this device where nothing is asked for."""
-    return choose_backend(None, _fp32_needs(device)).name
-
-
-def _fp32_needs(device: torch.device) -> AttentionNeeds:
     _, tiny = next(tiny_models(TINY_MODELS[:1]))
     model = prepare_model(tiny, device)
-    return AttentionNeeds.of(model, attach_attention(model), "fast", _BLOCK_SIZE)
+    needs = AttentionNeeds.of(model, attach_attention(model), "fast", _BLOCK_SIZE)
+    return [name for name, _ in _served(needs, names)]
 
 
 def flip_rate(runner: ModelRunner, num_tokens: int) -> float:

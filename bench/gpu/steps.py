@@ -3,6 +3,7 @@ is the device idle between two steps?"""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from bench.gpu.roofline import kv_bytes, weight_bytes
 from engine.core import EngineCore
 from engine.model.loader import prepare_model
+from engine.model.quantization import replace_linears
+from engine.model.rounding.gptq import BITS, SPAN, GroupedWeight
+from engine.model.rounding.sequence import quantize_4_bits
 from engine.model.runner import ModelRunner
 from engine.request.events import TokenEvent
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams
@@ -25,7 +28,6 @@ from engine.request.params import PLAIN, GenerationRequest, SamplingParams
 _REPEATS = 20
 _WARM_UPS = 3
 _PROFILED = 16
-_PROMPT = 32
 _LIBRARY = "bench_library"
 _LLAMA: dict[str, Any] = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -53,10 +55,6 @@ class StepTime:
     seconds: float
     num_bytes: int
 
-    def share(self, bandwidth: float) -> float:
-        """Returns what the bandwidth that a copy reaches would take, over what it took."""
-        return self.num_bytes / bandwidth / self.seconds
-
 
 class DeviceAccount(NamedTuple):
     """Of one step of the whole engine: launches and copies, and seconds that the device was busy, idle
@@ -68,12 +66,43 @@ class DeviceAccount(NamedTuple):
     between_seconds: float
 
 
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by the best of several large copies."""
+    num_bytes = 1 << 30 if device.type == "cuda" else 1 << 26
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / min(_timed(lambda: target.copy_(source), device) for _ in range(5))
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a step of one row has to read."""
+    weights = sum(each.nbytes for each in model.parameters())
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    is_tied = embedding.data_ptr() == head.data_ptr()
+    return weights if is_tied else weights - embedding.nbytes  # one row of it is read
+
+
 def random_model(shape: str, device: torch.device) -> PreTrainedModel:
     """In bf16. What a step takes does not depend on what weights are."""
+    gc.collect()  # an engine before it
     torch.manual_seed(3)
     with device:
         model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[shape]), dtype=torch.bfloat16)
     return prepare_model(model, device)
+
+
+def round_model(model: PreTrainedModel) -> None:
+    """Gives its layers 4 bits, to nearest, as ``--quantization int4`` does by texts. Raises
+    UnsupportedModelError where it cannot be had."""
+
+    def rounded(weight: torch.Tensor, _: torch.Tensor) -> GroupedWeight:
+        scale = weight.float().abs().amax() / 7
+        codes = (weight / scale + 8).round().to(torch.uint8)
+        scales = scale.half().expand(len(weight), -(-weight.shape[1] // SPAN)).contiguous()
+        return GroupedWeight(codes, BITS, 8, SPAN, scales)
+
+    ids = torch.arange(1, 33, device=model.device)[None]
+    replace_linears(model, quantize_4_bits(model, ids, rounded), "int4")
 
 
 def own_step(
@@ -82,14 +111,17 @@ def own_step(
     """Overwrites the store's blocks."""
     shape = num_requests, num_requests * num_kv_tokens, num_requests
     seconds = _median(lambda: runner.time_step(*shape))
-    num_bytes = num_weight_bytes + kv_bytes(runner.store, shape[1])
-    return StepTime(num_requests, num_kv_tokens, seconds, num_bytes)
+    stored = runner.store.num_bytes // runner.store.num_slots * shape[1]
+    return StepTime(num_requests, num_kv_tokens, seconds, num_weight_bytes + stored)
 
 
 class StaticCache:
-    """Keys and values of ``num_kv_tokens`` and one more, which each step writes anew."""
+    """Keys and values of ``num_kv_tokens`` and one more, which each step writes anew. From then on
+    ``model`` attends to all of them by the library."""
 
     def __init__(self, model: PreTrainedModel, num_requests: int, num_kv_tokens: int) -> None:
+        AttentionInterface.register(_LIBRARY, _library_attention)
+        model.set_attn_implementation(_LIBRARY)
         config: Any = model.config
         shape = num_requests, config.num_key_value_heads, num_kv_tokens + 1, config.head_dim
         self.planes = [
@@ -120,8 +152,6 @@ def _library_attention(
 
 def plain_forward(model: PreTrainedModel, ids: torch.Tensor, cache: StaticCache) -> torch.Tensor:
     """Logits after ``ids``, one of each request: ``[num_requests, vocab_size]``."""
-    AttentionInterface.register(_LIBRARY, _library_attention)
-    model.set_attn_implementation(_LIBRARY)
     output: Any = model(
         input_ids=ids,
         position_ids=cache.position.expand(len(ids), 1),
@@ -136,27 +166,24 @@ def plain_forward(model: PreTrainedModel, ids: torch.Tensor, cache: StaticCache)
 @torch.inference_mode()
 def compiled_step(model: PreTrainedModel, num_requests: int, num_kv_tokens: int) -> StepTime:
     """A plain forward of transformers' own model: torch's compiler, its attention, a static cache and, on
-    a GPU, one graph; on a CPU nothing is compiled. ``model``: as it was made."""
+    a GPU, one graph; on a CPU it is traced alone. ``model``: as it was made."""
     cache = StaticCache(model, num_requests, num_kv_tokens)
     ids = torch.ones(num_requests, 1, dtype=torch.long, device=model.device)
 
     def forward() -> torch.Tensor:
         return plain_forward(model, ids, cache).argmax(-1)
 
-    run: Callable[[], object] = forward
-    if model.device.type == "cuda":
-        torch.compiler.reset()
-        run = _captured(torch.compile(forward, dynamic=False), model.device)
-
-    def timed() -> float:
-        _wait(model.device)
-        start = time.perf_counter()
-        run()
-        _wait(model.device)
-        return time.perf_counter() - start
-
+    torch.compiler.reset()
+    on_gpu = model.device.type == "cuda"
+    run: Callable[[], object] = torch.compile(
+        forward, fullgraph=True, dynamic=False, backend="inductor" if on_gpu else "eager"
+    )
+    if on_gpu:
+        run = _captured(run, model.device)
     num_bytes = weight_bytes(model) + sum(each.nbytes for pair in cache.planes for each in pair)
-    return StepTime(num_requests, num_kv_tokens, _median(timed), num_bytes)
+    return StepTime(
+        num_requests, num_kv_tokens, _median(lambda: _timed(run, model.device)), num_bytes
+    )
 
 
 def _captured(forward: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -177,8 +204,8 @@ def device_account(core: EngineCore, num_requests: int) -> DeviceAccount | None:
     alone is told apart from the host's."""
     device = core.runner.device
     _begin(core, num_requests)
-    activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
-    with profile(activities=activities) as profiled:
+    watched = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[watched]) as profiled:
         for _ in range(_PROFILED):
             core.step()
         _wait(device)
@@ -197,7 +224,7 @@ def _begin(core: EngineCore, num_requests: int) -> None:
     # As many more as steps that run ahead may take.
     lasting = SamplingParams(max_tokens=4 * _PROFILED, temperature=0.0, ignore_eos=True)
     for number in range(num_requests):
-        prompt = tuple(1 + (number + place) % 40 for place in range(_PROMPT))
+        prompt = tuple(1 + (number + place) % 40 for place in range(32))
         core.submit(core.prepare(GenerationRequest(f"step/{number}", prompt, lasting, PLAIN)))
     counts: dict[str, int] = {}
     while len(counts) < num_requests or min(counts.values()) < _PROFILED // 2:
@@ -223,6 +250,14 @@ def account_of(spans: Sequence[tuple[float, float]], num_steps: int) -> DeviceAc
 
 def _median(timed: Callable[[], float]) -> float:
     return median([timed() for _ in range(_WARM_UPS + _REPEATS)][_WARM_UPS:])
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:

@@ -34,10 +34,10 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How work is cut. ``chunk``: keys of the shortest; with more than ``most_chunks`` of them they are
-    doubled, up to ``longest_chunk``, a multiple by a power of two; ``tile_pairs``: sizes of tiles, in pairs
-    of a row and a head of those that share a key head, ``share`` of them at most; ``num_programs``: with so
-    many a device is busy, each item being one for each of ``num_kv_heads``; ``max_partials``: rows times
-    chunks whose sums may wait to be joined."""
+    doubled, up to ``longest_chunk``, a multiple by a power of two; ``tile_pairs``: sizes of tiles, in
+    pairs of a row and a head of those that share a key head, ``share`` of them at most;
+    ``num_programs``: with so many a device is busy, each item being one for each of ``num_kv_heads``;
+    ``max_partials``: rows times chunks whose sums may wait to be joined."""
 
     block_size: int
     chunk: int

@@ -236,6 +236,18 @@ def attend(
 
 
 @triton.jit
+def _waiting(stat, value, partial, end, num_heads, VALUE_DIM: tl.constexpr, is_value):
+    """The sums of a chunk: maximum, weight and values. ``stat``, ``value``: where those of the first are.
+    From ``end`` on there is nothing, and merging nothing changes no bit."""
+    is_there = is_value & (partial < end)
+    most = tl.load(stat + partial * num_heads * 2, mask=is_there, other=float("-inf"))
+    weight = tl.load(stat + partial * num_heads * 2 + 1, mask=is_there, other=0.0)
+    total = tl.load(value + partial * num_heads * VALUE_DIM, mask=is_there, other=0.0)
+    # Where nothing was seen, nothing was written.
+    return most, weight, tl.where(most > float("-inf"), total, 0.0)
+
+
+@triton.jit
 def join(
     joins,  # int32, of the plan
     output,  # [num_rows, num_heads, VALUE_DIM]
@@ -266,15 +278,29 @@ def join(
     all_most = tl.full([SHARE_LANES, VALUE_LANES], float("-inf"), tl.float32)
     all_weight = tl.zeros([SHARE_LANES, VALUE_LANES], tl.float32)
     all_total = tl.zeros([SHARE_LANES, VALUE_LANES], tl.float32)
-    for partial in tl.range(first, first + num_partials, loop_unroll_factor=4):
-        place = partial * num_heads + head
-        most = tl.load(stats + place * 2, mask=is_value, other=float("-inf"))
-        weight = tl.load(stats + place * 2 + 1, mask=is_value, other=0.0)
-        total = tl.load(sums + place * VALUE_DIM + value_lane, mask=is_value, other=0.0)
-        # Where nothing was seen, nothing was written.
-        total = tl.where(most > float("-inf"), total, 0.0)
+    stat, value = stats + head * 2, sums + head * VALUE_DIM + value_lane
+    end = first + num_partials
+    for partial in range(first, end, 4):
+        # All are asked for before the first is needed.
+        at = partial + head * 0
+        most, weight, total = _waiting(stat, value, at, end, num_heads, VALUE_DIM, is_value)
+        most_1, weight_1, total_1 = _waiting(
+            stat, value, at + 1, end, num_heads, VALUE_DIM, is_value
+        )
+        most_2, weight_2, total_2 = _waiting(
+            stat, value, at + 2, end, num_heads, VALUE_DIM, is_value
+        )
+        most_3, weight_3, total_3 = _waiting(
+            stat, value, at + 3, end, num_heads, VALUE_DIM, is_value
+        )
         all_most, all_weight, mine, theirs = _merge(all_most, all_weight, most, weight)
         all_total = all_total * mine + total * theirs
+        all_most, all_weight, mine, theirs = _merge(all_most, all_weight, most_1, weight_1)
+        all_total = all_total * mine + total_1 * theirs
+        all_most, all_weight, mine, theirs = _merge(all_most, all_weight, most_2, weight_2)
+        all_total = all_total * mine + total_2 * theirs
+        all_most, all_weight, mine, theirs = _merge(all_most, all_weight, most_3, weight_3)
+        all_total = all_total * mine + total_3 * theirs
     kept, divisor = _divisor(all_most, all_weight, sinks, head, is_value, HAS_SINKS)
     tl.store(
         output + row * output_row_stride + head * VALUE_DIM + value_lane,
