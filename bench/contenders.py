@@ -142,7 +142,7 @@ class Account:
 class Run:
     """One job done. ``decode_seconds`` and ``num_decode_tokens`` count from when every request had its
     first token. ``num_request_steps``: forwards times the requests in each. ``account``: ours
-    only."""
+    only. ``joules``: what the processors used, None where they do not tell."""
 
     output_token_ids: tuple[tuple[int, ...], ...]
     seconds: float
@@ -150,6 +150,7 @@ class Run:
     num_decode_tokens: int
     num_request_steps: int
     account: Account | None = None
+    joules: float | None = None
 
     def then(self, other: Run) -> Run:
         """Both as one: texts of the first, then those of the other, and sums."""

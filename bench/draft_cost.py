@@ -25,7 +25,6 @@ from statistics import mean, median
 from time import thread_time
 from typing import Any
 
-from bench.tables import table
 from bench.workloads import CODE_FILE, DATA, EDITS_FILE
 from drafters.base import (
     Drafter,
@@ -36,6 +35,7 @@ from drafters.base import (
 from drafters.registry import build_drafters
 from drafters.tree import DraftTree
 from engine.model.loader import bundled_path, load_tokenizer
+from slipstream.client.markdown import markdown_table
 from slipstream.tools.replay.replay import accepted_path
 
 FILES = {"edit": EDITS_FILE, "code": CODE_FILE}
@@ -284,7 +284,7 @@ def markdown(summaries: Sequence[dict[str, Any]]) -> str:
         ]
         for each in summaries
     ]
-    return table(header, rows)
+    return markdown_table([header, *rows], 1)
 
 
 def run(

@@ -70,7 +70,7 @@ from bench.machine import describe_machine
 from bench.models import BUNDLED, BenchModel, core_of, load_bench_model
 from bench.report import SCHEMA_VERSION, report_cell, to_json
 from bench.runner import Cell, make_jobs, measure_cell
-from bench.tables import cell_tables, table
+from bench.tables import cell_tables
 from bench.workloads import PromptSource, load_prompts
 from engine.build import build_engine_for
 from engine.config import EngineConfig
@@ -79,6 +79,7 @@ from engine.model.runner import ModelRunner
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import Determinism
 from engine.request.params import PLAIN, SamplingParams, SpeculativeParams
+from slipstream.client.markdown import markdown_table
 
 _TOY = {
     "tiny": TINY_MODELS[-1:],
@@ -304,7 +305,7 @@ def backend_table(results: Sequence[BackendResult]) -> str:
         ]
         for each in results
     ]
-    return table(("backend", "error", "same bits", "flips", ""), rows)
+    return markdown_table([("backend", "error", "same bits", "flips", ""), *rows], 1)
 
 
 def product_table(results: Sequence[ProductResult]) -> str:
@@ -320,9 +321,8 @@ def product_table(results: Sequence[ProductResult]) -> str:
         ]
         for each in results
     ]
-    return table(
-        ("product", "same bits", "error", *(f"{count} rows" for count in counts), ""), rows
-    )
+    header = ("product", "same bits", "error", *(f"{count} rows" for count in counts), "")
+    return markdown_table([header, *rows], 1)
 
 
 def equality_table(results: Sequence[EqualityResult]) -> str:
@@ -338,7 +338,7 @@ def equality_table(results: Sequence[EqualityResult]) -> str:
         num_streams = sum(result.num_streams for result in group)
         rows.append([f"{model}: {drafter}", str(num_drafted), str(num_accepted)])
         rows[-1] += [f"{num_equal} of {num_streams}", "" if num_equal == num_streams else "DIFFER"]
-    return table(("speculation", "drafted", "accepted", "equal streams", ""), rows)
+    return markdown_table([("speculation", "drafted", "accepted", "equal streams", ""), *rows], 1)
 
 
 def _check_products(device: torch.device, args: argparse.Namespace) -> list[ProductResult]:

@@ -28,11 +28,11 @@ import torch
 
 from bench.machine import describe_machine
 from bench.models import load_bench_model
-from bench.tables import table
 from engine.batch import ForwardOutput, InputBatch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from slipstream.client.markdown import markdown_table
 
 _CIRCLE = 48
 _FIRST = 300
@@ -178,7 +178,7 @@ def measure_all(
             own = [_median(found[repeats, drafter, batch]) for batch in args.batch]
             rows.append([drafter, *(_said(each, device_seconds) for each in own)])
         print("repeating texts" if repeats else "texts that never repeat")
-        print(table([head, *map(str, args.batch)], rows), "\n")
+        print(markdown_table([[head, *map(str, args.batch)], *rows], 1), "\n")
 
 
 def _median(found: Sequence[Found]) -> Found:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from bench.contenders import SAMPLINGS
-from bench.workloads import DATA, IDS, Questions, workload_names
+from bench.workloads import DATA, workload_names
 from engine.config import Quantization
 from engine.request.info import Determinism
+from slipstream.client.spec_bench import IDS, Questions
 
 _DESCRIPTION = """\
 Measure transformers' generate, transformers with prompt look-up (batch 1, all it allows), and the

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from bench.contenders import Contender, ContenderFailedError, Job, Run, Sampling
 from bench.workloads import Prompt
+from slipstream.client.energy import EnergyMeter
 
 _FIRST_SEED = 1000
 _WARM_UP_TOKENS = 4
@@ -107,9 +108,11 @@ def measure_rounds(
 
 def _all_turns(contender: Contender, job: Job) -> Run:
     """Each contender's second turns follow its own answers."""
+    meter = EnergyMeter()
     run = contender.run(job)
     second = job.second_turn(run.output_token_ids)
-    return run if second is None else run.then(contender.run(second))
+    whole = run if second is None else run.then(contender.run(second))
+    return replace(whole, joules=meter.read())
 
 
 def measure_cell(

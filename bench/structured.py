@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from bench.machine import describe_machine
-from bench.tables import table
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -29,6 +28,7 @@ from engine.grammar.constraint import GrammarConstraint
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processors.grammar import Grammar
 from engine.speculation import manager
+from slipstream.client.markdown import markdown_table
 
 GAMMA_0 = "none"
 TEMPERATURES = (0.0, 0.7)
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = EngineConfig(model=options.model, quantization=options.quantization)
     accounts = compare(Bench(config, options.max_tokens), options.drafters, options.calls)
     rows = rows_of(accounts)
-    sys.stdout.write(table(HEADERS, rows) + "\n")
+    sys.stdout.write(markdown_table([HEADERS, *rows], 1) + "\n")
     if options.output:
         machine = describe_machine(torch.device("cpu"))
         figures = [dict(zip(HEADERS, row, strict=True)) for row in rows]

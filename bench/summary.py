@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.contenders import GAMMA_0, TRANSFORMERS
-from bench.tables import table
+from slipstream.client.markdown import markdown_table
 
 Row = dict[str, Any]
 
@@ -75,7 +75,7 @@ def _combined(cells: Sequence[Row]) -> str:
             )
         rows.append(columns)
     note = f"Each entry: {' / '.join(FIGURES)}.\n"
-    return f"{note}\n{table(['drafter', *(cell['workload'] for cell in cells)], rows)}\n"
+    return f"{note}\n{markdown_table([['drafter', *(cell['workload'] for cell in cells)], *rows], 1)}\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

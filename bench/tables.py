@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bench.report import CellReport, StepMs, Summary
+from slipstream.client.markdown import markdown_table
 
 _SPEED_HEADER = (
     "contender",
@@ -32,17 +31,15 @@ _STEP_HEADER = (
 def cell_tables(report: CellReport, what: str) -> str:
     """One cell's two tables under a heading; ``what`` says which model."""
     cell = report.cell
+    steps = [_step_row(each.name, each.step_ms) for each in report.contenders if each.step_ms]
     lines = [
         f"### {cell.workload}, batch {cell.batch_size}, {cell.sampling.name}",
         f"{report.num_prompts} prompts of {report.mean_prompt_tokens:.0f} tokens on average, "
         f"{report.num_new_tokens} new tokens each, medians of {report.num_rounds} rounds, on {what}",
         "",
-        table(_SPEED_HEADER, [_speed_row(each) for each in report.contenders]),
+        markdown_table([_SPEED_HEADER, *map(_speed_row, report.contenders)], 1),
         "",
-        table(
-            _STEP_HEADER,
-            [_step_row(each.name, each.step_ms) for each in report.contenders if each.step_ms],
-        ),
+        markdown_table([_STEP_HEADER, *steps], 1),
     ]
     agreement = report.transformers_agreement
     if agreement is not None:
@@ -51,21 +48,6 @@ def cell_tables(report: CellReport, what: str) -> str:
             f"{agreement.equal_prefix:.0%} of the tokens before the first difference"
         )
     return "\n".join(lines) + "\n"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """First column to the left, the others to the right."""
-    widths = [max(len(row[at]) for row in (header, *rows)) for at in range(len(header))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join(
-        "| "
-        + " | ".join(
-            cell.ljust(width) if at == 0 else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |"
-        for row in (header, rule, *rows)
-    )
 
 
 def _speed_row(summary: Summary) -> list[str]:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from slipstream.client.spec_bench import Questions
+
 DATA = Path(__file__).resolve().parent / "data"
 CODE_FILE = "heldout_code.jsonl"
 EDITS_FILE = "heldout_edits.jsonl"
@@ -25,39 +27,6 @@ DOCUMENTS_FILE = "documents.jsonl"
 AGENTS_FILE = "agents.jsonl"
 RANDOM_PROMPT_TOKENS = 192
 FILE_PROMPT_TOKENS = 256
-MT_BENCH = "mt_bench"
-MT_BENCH_CATEGORIES = (
-    *("writing", "roleplay", "reasoning", "math"),
-    *("coding", "extraction", "stem", "humanities"),
-)
-SPEC_BENCH = (MT_BENCH, "translation", "summarization", "qa", "math_reasoning", "rag")
-"""The groups that Spec-Bench's authors report."""
-_ID_REMAINDERS = {"odd": (1,), "even": (0,), "all": (0, 1)}
-IDS = tuple(_ID_REMAINDERS)
-
-
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """A file of ``question_id``, ``category`` and ``turns``. ``ids``: one of ``IDS``; ``per_category``:
-    so many of each of the file's own categories at most, None: all."""
-
-    file: Path
-    ids: str = "all"
-    per_category: int | None = None
-
-    def of(self, workload: str) -> list[dict[str, Any]]:
-        """The questions of a category, or of the categories that are MT-bench's."""
-        categories = MT_BENCH_CATEGORIES if workload == MT_BENCH else (workload,)
-        lines = [
-            line for line in _read(self.file) if line["question_id"] % 2 in _ID_REMAINDERS[self.ids]
-        ]
-        by_category = ([each for each in lines if each["category"] == name] for name in categories)
-        return [each for found in by_category for each in found[: self.per_category]]
-
-    def names(self) -> tuple[str, ...]:
-        """Its workloads."""
-        own = dict.fromkeys(line["category"] for line in _read(self.file))
-        return (*own, *((MT_BENCH,) if own.keys() & set(MT_BENCH_CATEGORIES) else ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 from bench.contenders import Sampling
 from bench.options import add_prompts, positive, prompts_of
-from bench.workloads import DATA, SPEC_BENCH, Questions, workload_names
+from bench.workloads import DATA, workload_names
 from engine.request.info import Determinism
+from slipstream.client.spec_bench import SPEC_BENCH, Questions
 
 SAMPLINGS = {
     each.name: each

@@ -20,7 +20,7 @@ from bench.cells.figures import (
 )
 from bench.cells.groups import LEAST_RATIO, groups_of
 from bench.cells.records import RoundRecord, RunRecord
-from bench.tables import table
+from slipstream.client.markdown import markdown_table
 
 _ESTIMATE_ERROR = 0.05
 
@@ -64,7 +64,9 @@ def _overview(cells: Sequence[CellFigures], way: str) -> str:
         )
     header = ["cell", "plain tok/s", f"default: {default}", AUTO, BEST, "its ratio", "auto / it"]
     title = "Over HTTP" if way else "In-process"
-    return f"{title}; the best other is chosen in hindsight:\n\n{table(header, rows)}\n"
+    return (
+        f"{title}; the best other is chosen in hindsight:\n\n{markdown_table([header, *rows], 1)}\n"
+    )
 
 
 def _against_plain(figures: CellFigures, name: str, way: str) -> str:
@@ -81,7 +83,7 @@ def _means(cells: Sequence[CellFigures], way: str) -> str:
             row.append(_mean(ratios_to_plain(here, name, way)))
         rows.append(row)
     header = ["geometric mean over cells", *(f"{size} at once" for size in at_once)]
-    return f"{table(header, rows)}\n"
+    return f"{markdown_table([header, *rows], 1)}\n"
 
 
 def _mean(ratios: Sequence[Ratio]) -> str:
@@ -99,7 +101,7 @@ def _estimates(cells: Sequence[CellFigures], way: str) -> str:
         for name in drafters_of(cells, way)
     ]
     header = ["estimate within 5 %", "as replies tell", "off by", "as steps tell", "off by"]
-    return f"{table(header, rows)}\n" if rows else ""
+    return f"{markdown_table([header, *rows], 1)}\n" if rows else ""
 
 
 def _errors(
@@ -138,7 +140,7 @@ def _beside_http(cells: Sequence[CellFigures]) -> str:
             row.append(_mean(found))
         rows.append(row)
     header = ["HTTP / in-process", *(f"{size} at once" for size in at_once)]
-    return f"{table(header, rows)}\n" if rows else ""
+    return f"{markdown_table([header, *rows], 1)}\n" if rows else ""
 
 
 def _losses(cells: Sequence[CellFigures]) -> str:
@@ -206,7 +208,7 @@ def _details(figures: CellFigures) -> str:
         f"{cell.num_prompts} prompts of {figures.mean_prompt_tokens:.0f} tokens on average, "
         f"{cell.num_new_tokens} new tokens each, rounds: {figures.num_rounds}.",
         "",
-        table(_HEADER, rows),
+        markdown_table([_HEADER, *rows], 1),
         *(f"\n- {name}: {reason}" for name, reason in figures.failed.items()),
     ]
     return "\n".join(lines) + "\n"

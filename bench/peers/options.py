@@ -15,7 +15,8 @@ from bench.options import add_prompts, positive, prompts_of
 from bench.peers.gguf_writer import BLOCK_TYPES
 from bench.peers.llama_cpp import K_TYPES
 from bench.peers.place import DEFAULT
-from bench.workloads import DATA, SPEC_BENCH, Questions
+from bench.workloads import DATA
+from slipstream.client.spec_bench import SPEC_BENCH, Questions
 
 SAMPLINGS = {"greedy": Sampling("greedy"), "T0.8": Sampling("T0.8", temperature=0.8)}
 REFERENCE = "openvino int8 plain"

@@ -17,7 +17,7 @@ from bench.contenders import Run
 from bench.peers.place import Arm
 from bench.report import decode_rate, equal_prefix, run_seconds
 from bench.runner import Cell, Measured
-from bench.tables import table
+from slipstream.client.markdown import markdown_table
 
 SCHEMA_VERSION = 1
 
@@ -27,8 +27,9 @@ class Figures:
     """One arm in one cell. Ratios above 1 are faster than the reference, None without one.
 
     ``round_ratios``: the rounds' lowest and highest ``ratio``. ``prompt_tokens_per_second`` and
-    ``first_token_seconds`` (all requests have begun) are of the prompt part. ``equal_prefix``: greedy
-    only, mean share of the tokens before the first that is not the reference's.
+    ``first_token_seconds`` (all requests have begun) are of the prompt part. ``joules_per_token``: where
+    the machine tells it. ``equal_prefix``: greedy only, mean share of the tokens before the first that
+    is not the reference's.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Figures:
     prompt_tokens_per_second: float
     first_token_seconds: float
     decode_tokens_per_second: float
+    joules_per_token: float | None
     ratio: float | None
     round_ratios: tuple[float, float] | None
     prompt_ratio: float | None
@@ -94,6 +96,7 @@ def _figures(
         "prompt_tokens_per_second": num_prompt_tokens / first,
         "first_token_seconds": first / len(runs[0]),
         "decode_tokens_per_second": decoding,
+        "joules_per_token": _joules(runs),
     }
     if reference is None:
         nothing: dict[str, Any] = dict.fromkeys(
@@ -113,6 +116,12 @@ def _figures(
         decode_ratio=decoding / their_decoding if their_decoding else None,
         equal_prefix=_mean_equal_prefix(runs[0], reference[0]) if greedy else None,
     )
+
+
+def _joules(runs: Sequence[Sequence[Run]]) -> float | None:
+    """Per token, of all processors, idle or not."""
+    told = [(run.joules, _num_tokens([run])) for each in runs for run in each if run.joules]
+    return sum(joules for joules, _ in told) / sum(count for _, count in told) if told else None
 
 
 def _num_tokens(runs: Sequence[Run]) -> int:
@@ -142,6 +151,7 @@ _HEADER = (
     "first token s",
     "decode tok/s",
     "ratio",
+    "J/token",
     "same as reference",
 )
 
@@ -156,7 +166,7 @@ def cell_markdown(figures: CellFigures, reference: str) -> str:
         f"{figures.num_new_tokens} new tokens each, medians of {figures.num_rounds} rounds; ratios are "
         f"against {reference}.",
         "",
-        table(_HEADER, [_row(arm) for arm in ranked]),
+        markdown_table([_HEADER, *map(_row, ranked)], 1),
     ]
     if figures.failed:
         lines += ["", *(f"- {name}: {reason}" for name, reason in figures.failed.items())]
@@ -175,6 +185,7 @@ def _row(arm: Figures) -> list[str]:
         f"{arm.first_token_seconds:.2f}",
         f"{arm.decode_tokens_per_second:.1f}",
         _ratio(arm.decode_ratio),
+        "-" if arm.joules_per_token is None else f"{arm.joules_per_token:.2f}",
         "-" if equal is None else f"{equal:.0%}",
     ]
 
@@ -194,7 +205,7 @@ def gains_markdown(cells: Sequence[CellFigures]) -> str:
     names = dict.fromkeys(arm.name for each in cells for arm in each.arms if arm.speculates)
     rows = [[name, *(_gain(name, figures.arms) for figures in cells)] for name in names]
     header = ["times the arm's own plain (decoding)", *_columns(cells)]
-    return table(header, rows) + "\n" if rows else ""
+    return markdown_table([header, *rows], 1) + "\n" if rows else ""
 
 
 def _gain(name: str, arms: Sequence[Figures]) -> str:
@@ -240,7 +251,7 @@ def best_markdown(cells: Sequence[CellFigures], groups: Mapping[str, str]) -> st
             ]
             row.append(f"{max(found):.1f}" if found else "-")
         rows.append(row)
-    return table(["tokens per second, the best arm", *columns], rows) + "\n"
+    return markdown_table([["tokens per second, the best arm", *columns], *rows], 1) + "\n"
 
 
 def to_json(figures: CellFigures) -> dict[str, Any]:

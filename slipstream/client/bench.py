@@ -14,7 +14,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,23 @@ from slipstream.client.bench_report import (
     to_json,
 )
 from slipstream.client.connection import Connection
+from slipstream.client.energy import EnergyMeter
 from slipstream.client.errors import ClientError, FlagError
 from slipstream.client.flags import speculative_object, with_fields
 from slipstream.client.session import NOT_SLIPSTREAM, Service, connect, discover
+from slipstream.client.spec_bench import Questions
 from slipstream.client.stream import Reply
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """An endpoint's path, and the field that holds the prompt."""
+    """An endpoint's path, and the field that holds the prompt. ``later``: what is asked after the
+    answers; ``group``: of Spec-Bench."""
 
     path: str
     fields: Mapping[str, Any]
+    later: tuple[str, ...] = ()
+    group: str = ""
 
 
 _FUNCTION = '''\
@@ -117,6 +122,26 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     return prompts
 
 
+def _asked(questions: Questions) -> list[BenchPrompt]:
+    """The questions of all groups, and what is asked after each answer. Raises FlagError."""
+    try:
+        groups = {name: questions.of(name) for name in questions.groups()}
+        found = [
+            replace(_chat([_said_by_user(first)]), later=tuple(later), group=name)
+            for name, lines in groups.items()
+            for first, *later in (line["turns"] for line in lines)
+        ]
+    except (OSError, ValueError) as error:
+        raise FlagError(f"--spec-bench: {error}") from error
+    if not found:
+        raise FlagError(f"--spec-bench: {questions.file} has no question with such ids")
+    return found
+
+
+def _said_by_user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
 def _chat(messages: Any) -> BenchPrompt:
     return BenchPrompt("/v1/chat/completions", {"messages": messages})
 
@@ -157,7 +182,7 @@ def _check_outputs(arguments: Namespace) -> None:
 
 
 def _load(arguments: Namespace) -> Load:
-    prompts = builtin_prompts() if arguments.prompts is None else read_prompts(arguments.prompts)
+    prompts = _prompts(arguments)
     count = arguments.requests or len(prompts)
     return Load(
         [prompts[index % len(prompts)] for index in range(count)],
@@ -167,6 +192,17 @@ def _load(arguments: Namespace) -> Load:
         ),
         arguments.seed,
     )
+
+
+def _prompts(arguments: Namespace) -> list[BenchPrompt]:
+    if arguments.spec_bench is not None:
+        if arguments.prompts is not None:
+            raise FlagError("--prompts and --spec-bench: both say what is asked")
+        ids = arguments.ids or "all"
+        return _asked(Questions(arguments.spec_bench, ids, arguments.per_category))
+    if arguments.ids or arguments.per_category:
+        raise FlagError("--ids and --per-category choose among the questions of --spec-bench")
+    return builtin_prompts() if arguments.prompts is None else read_prompts(arguments.prompts)
 
 
 async def _measure(arguments: Namespace, load: Load) -> tuple[dict[str, Any] | None, list[Arm]]:
@@ -243,13 +279,21 @@ class Sender:
     service: Service
     load: Load
 
-    async def send(self, arm: Arm, index: int, cache_salt: str) -> Reply:
-        """The whole reply to a prompt. Raises ClientError."""
+    async def send(self, arm: Arm, index: int, cache_salt: str) -> list[Reply]:
+        """The whole replies to a prompt, and to what is asked after it. Raises ClientError."""
         prompt = self.load.prompts[index]
         fields = {**self.load.fields, **prompt.fields, "seed": self.load.first_seed + index}
         if arm.speculative is not None:
             fields |= {"cache_salt": cache_salt, "speculative": arm.speculative}
-        reply = Reply(time.perf_counter(), self.service.tells_drafts)
+        replies = [await self._reply(prompt, fields)]
+        for text in prompt.later:
+            answer = {"role": "assistant", "content": replies[-1].text}
+            fields["messages"] = [*fields["messages"], answer, _said_by_user(text)]
+            replies.append(await self._reply(prompt, fields))
+        return replies
+
+    async def _reply(self, prompt: BenchPrompt, fields: Mapping[str, Any]) -> Reply:
+        reply = Reply(time.perf_counter(), self.service.tells_drafts, prompt.group)
         async with aclosing(self.connection.stream(prompt.path, self.service.body(fields))) as all_:
             async for piece in all_:
                 reply.add(piece, time.perf_counter())
@@ -258,13 +302,14 @@ class Sender:
 
 async def _run_round(sender: Sender, arm: Arm, cache_salt: str, advance: Callable[[], Any]) -> None:
     """All prompts, so many at a time; a failure ends all of them."""
-    load = sender.load
+    load, meter = sender.load, EnergyMeter()
     waiting = iter(range(len(load.prompts)))
-    replies: dict[int, Reply] = {}
+    replies: dict[int, list[Reply]] = {}
 
     async def work() -> None:
         for index in waiting:
             replies[index] = await sender.send(arm, index, cache_salt)
+            meter.read()
             advance()
 
     start = time.perf_counter()
@@ -275,7 +320,8 @@ async def _run_round(sender: Sender, arm: Arm, cache_salt: str, advance: Callabl
     except* ClientError as errors:
         raise ClientError(f"{arm.name}: {errors.exceptions[0]}") from errors
     arm.seconds.append(time.perf_counter() - start)
-    arm.rounds.append([replies[index] for index in range(len(load.prompts))])
+    arm.joules.append(meter.read() if sender.connection.is_local else None)
+    arm.rounds.append([each for index in range(len(load.prompts)) for each in replies[index]])
 
 
 def _progress(total: int) -> Any:

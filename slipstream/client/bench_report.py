@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.client.errors import FlagError
 from slipstream.client.markdown import markdown_table
@@ -28,6 +28,7 @@ _HEADER = (
     "tokens/step",
     "gamma",
     "accepted",
+    "J/token",
     "equal texts",
 )
 _LATENCY_HEADER = ("drafter", "latency, ms", *(f"p{percent}" for percent in PERCENTILES))
@@ -36,13 +37,14 @@ _LATENCY_HEADER = ("drafter", "latency, ms", *(f"p{percent}" for percent in PERC
 @dataclass(slots=True)
 class Arm:
     """A drafter and what it has done: per round the replies, in the order of the prompts, and the
-    seconds from the first request to the last token. ``speculative`` is None where the server is to
-    be left as it is."""
+    seconds from the first request to the last token; ``joules``: what the server's processors used,
+    None where they do not tell. ``speculative`` is None where the server is to be left as it is."""
 
     name: str
     speculative: dict[str, Any] | None
     rounds: list[list[Reply]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    joules: list[float | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class ArmSummary:
     ``throughput``: tokens per second of all requests together, prompts included. ``speedup``: the
     baseline's seconds over this arm's, per token; also by round. ``num_equal_texts`` counts texts
     that equal the baseline's for the same prompt and seed in the same round. Without a baseline
-    these are None and empty.
+    these are None and empty. ``by_group``: the same of each group of questions, where there are groups,
+    with speeds of single requests: a group does not run alone. ``joules_per_token``: prompts included.
     """
 
     name: str
@@ -69,6 +72,16 @@ class ArmSummary:
     acceptance_rate: float | None
     mean_gamma: float | None
     num_equal_texts: int | None
+    joules_per_token: float | None
+    by_group: dict[str, GroupSummary]
+
+
+class GroupSummary(NamedTuple):
+    """``speedup``: the baseline's seconds per token of its requests over this arm's."""
+
+    num_requests: int
+    speedup: float | None
+    tokens_per_step: float | None
 
 
 def summarize(arms: Sequence[Arm]) -> list[ArmSummary]:
@@ -99,7 +112,33 @@ def _summary(arm: Arm, baseline: Arm | None) -> ArmSummary:
         acceptance_rate=_ratio(num_accepted, num_drafts),
         mean_gamma=_ratio(num_drafts, num_steps),
         num_equal_texts=None if baseline is None else _num_equal_texts(arm, baseline),
+        joules_per_token=_joules_per_token(arm),
+        by_group={
+            group: _group_summary(group, replies, baseline)
+            for group in dict.fromkeys(reply.group for reply in replies if reply.group)
+        },
     )
+
+
+def _joules_per_token(arm: Arm) -> float | None:
+    told = [joules for joules in arm.joules if joules is not None]
+    return _ratio(sum(told), _num_tokens(arm.rounds)) if len(told) == len(arm.rounds) else None
+
+
+def _group_summary(group: str, replies: Sequence[Reply], baseline: Arm | None) -> GroupSummary:
+    mine = [reply for reply in replies if reply.group == group]
+    speedup = None
+    if baseline is not None:
+        others = (reply for round_ in baseline.rounds for reply in round_ if reply.group == group)
+        own, base = _seconds_per_token(mine), _seconds_per_token([*others])
+        speedup = _ratio(base, own) if own is not None and base is not None else None
+    accounts = (reply.speculative or {} for reply in mine)
+    return GroupSummary(len(mine), speedup, _tokens_per_step(accounts))
+
+
+def _seconds_per_token(replies: Sequence[Reply]) -> float | None:
+    seconds = sum(reply.latency or 0.0 for reply in replies)
+    return _ratio(seconds, sum(reply.num_tokens for reply in replies))
 
 
 def _speedups(arm: Arm, baseline: Arm) -> list[float]:
@@ -162,11 +201,20 @@ def percentiles(values: Iterable[float | None]) -> dict[str, float]:
 
 
 def table(summaries: Sequence[ArmSummary]) -> str:
-    """Two in Markdown, readable as they are on a terminal: what was gained, and how long requests
-    waited."""
+    """In Markdown, readable as it is on a terminal: what was gained, how long requests waited and, where
+    there are groups of questions, what was gained in each."""
     gains = markdown_table([_HEADER, *map(_row, summaries)], num_text_columns=1)
     rows = [row for summary in summaries for row in _latency_rows(summary)]
-    return f"{gains}\n\n{markdown_table([_LATENCY_HEADER, *rows], num_text_columns=2)}"
+    tables = [gains, markdown_table([_LATENCY_HEADER, *rows], num_text_columns=2)]
+    groups = list(summaries[0].by_group)
+    if groups:
+        by_group = [[each.name, *map(_in_group, each.by_group.values())] for each in summaries]
+        tables.append(markdown_table([["speed-up (tokens/step)", *groups], *by_group], 1))
+    return "\n\n".join(tables)
+
+
+def _in_group(summary: GroupSummary) -> str:
+    return f"{_figure(summary.speedup, '.2f', 'x')} ({_figure(summary.tokens_per_step, '.2f')})"
 
 
 def _row(summary: ArmSummary) -> tuple[str, ...]:
@@ -180,6 +228,7 @@ def _row(summary: ArmSummary) -> tuple[str, ...]:
         _figure(summary.tokens_per_step, ".2f"),
         _figure(summary.mean_gamma, ".1f"),
         _figure(summary.acceptance_rate, ".1%"),
+        _figure(summary.joules_per_token, ".2f"),
         "-" if equal is None else f"{equal} of {summary.num_requests}",
     )
 
@@ -209,16 +258,18 @@ def to_json(
 ) -> dict[str, Any]:
     """Settings, the served model, each arm's summary, and each request's own figures. ``card``: what
     the server says of the model; None for servers other than Slipstream."""
+    prompts = arguments.prompts or arguments.spec_bench
     settings = ("concurrency", "rounds", "max_tokens", "temperature", "seed")
     return {
         "schema": SCHEMA_VERSION,
         "url": arguments.url,
         "model": None if card is None else dict(card),
-        "prompts": None if arguments.prompts is None else str(arguments.prompts),
+        "prompts": None if prompts is None else str(prompts),
         "settings": {name: getattr(arguments, name) for name in settings},
         "arms": [
             {
                 **asdict(summary),
+                "by_group": {group: each._asdict() for group, each in summary.by_group.items()},
                 "speculative": arm.speculative,
                 "seconds_per_round": arm.seconds,
                 "requests": [_request(reply) for round_ in arm.rounds for reply in round_],
@@ -230,6 +281,7 @@ def to_json(
 
 def _request(reply: Reply) -> dict[str, Any]:
     return {
+        "group": reply.group or None,
         "num_tokens": reply.num_tokens,
         "time_to_first_token": reply.time_to_first_token,
         "time_per_output_token": reply.time_per_output_token,

@@ -14,6 +14,7 @@ from typing import Any
 
 from slipstream.client.errors import ClientError, FlagError, missing_library
 from slipstream.client.flags import add_connection, add_field, add_request, add_speculative
+from slipstream.client.spec_bench import IDS
 
 DEFAULT_COMPLETION_TOKENS = 256
 _EXTRAS = {"httpx": "client", "rich": "client", "tqdm": "client", "matplotlib": "plot"}
@@ -56,6 +57,7 @@ _BENCH_EXAMPLES = """examples:
   slipstream bench
   slipstream bench --drafters ngram,suffix,stand --concurrency 8 --requests 32
   slipstream bench --prompts requests.jsonl --json out.json --plot out.png
+  slipstream bench --spec-bench question.jsonl --per-category 2 --concurrency 1
 
 requests.jsonl has one object per line: {"prompt": "..."} or {"messages": [...]}."""
 
@@ -146,6 +148,16 @@ def _add_display(parser: argparse.ArgumentParser) -> None:
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="JSON lines (default: built-in prompts)"
+    )
+    parser.add_argument(
+        "--spec-bench",
+        type=Path,
+        metavar="FILE",
+        help="ask the questions of a file in Spec-Bench's form, all turns, and tell its groups apart",
+    )
+    parser.add_argument("--ids", choices=IDS, help="of its questions (default: all)")
+    parser.add_argument(
+        "--per-category", type=_count, metavar="N", help="of its questions (default: all)"
     )
     parser.add_argument("--concurrency", type=_count, default=4, metavar="N", help="default: 4")
     parser.add_argument(

@@ -50,6 +50,11 @@ class Connection:
     ) -> None:
         await self._client.aclose()
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the server is on this machine."""
+        return self._client.base_url.host in ("localhost", "127.0.0.1", "::1")
+
     async def get(self, path: str) -> Any:
         """The JSON that a GET of ``path`` answers with. Raises RefusedError for a status other than
         200."""

@@ -100,11 +100,13 @@ def explain(answer: Any) -> str:
 class Reply:
     """Everything that has arrived of one reply. Times are readings of one clock, in seconds.
 
-    ``tells_drafts``: whether the server says which tokens were drafted.
+    ``tells_drafts``: whether the server says which tokens were drafted; ``group``: what kind of prompt
+    it answers, where a bench tells kinds apart.
     """
 
     started: float
     tells_drafts: bool = True
+    group: str = ""
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     num_steps: int = 0

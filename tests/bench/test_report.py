@@ -7,7 +7,7 @@ import pytest
 from bench.contenders import GAMMA_0, SAMPLINGS, TRANSFORMERS, Account, Job, Run
 from bench.report import Agreement, report_cell, same_text, summarise, to_json
 from bench.runner import Cell, Measured
-from bench.tables import cell_tables, table
+from bench.tables import cell_tables
 
 TEXT = (5, 6, 7, 8)
 OTHER = (5, 6, 9, 9)
@@ -118,7 +118,3 @@ def test_tables_name_the_model_line_up_and_leave_gaps_for_what_is_unknown() -> N
     rows = {line[0].strip(): [each.strip() for each in line] for line in lines if len(line) == 10}
     assert (rows[TRANSFORMERS][2], rows[TRANSFORMERS][8]) == ("0.50x", "-")
     assert rows[GAMMA_0][6] == "2.00x"
-    assert table(("name", "x"), [("long name", "1.0"), ("a", "10.0")]).splitlines()[2:] == [
-        "| long name |  1.0 |",
-        "| a         | 10.0 |",
-    ]

@@ -17,11 +17,11 @@ from bench.workloads import (
     DOCUMENTS_FILE,
     EDITS_FILE,
     PromptSource,
-    Questions,
     load_prompts,
     workload_names,
 )
 from engine.model.loader import bundled_path, load_tokenizer
+from slipstream.client.spec_bench import Questions
 from worlds.tiny_bench_model import tiny_tokenizer
 
 

@@ -292,6 +292,38 @@ def test_a_bench_compares_with_plain_decoding(
     assert document["arms"][0]["speedup"] == pytest.approx(1.0)
 
 
+@pytest.mark.usefixtures("url")
+def test_a_bench_asks_all_turns_of_spec_benchs_questions(
+    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, json_path = tmp_path / "question.jsonl", tmp_path / "out.json"
+    lines: list[dict[str, object]] = [
+        {"question_id": 81, "category": "writing", "turns": ["first?", "second?"]},
+        {"question_id": 82, "category": "writing", "turns": ["left out"]},
+        {"question_id": 201, "category": "qa", "turns": ["only?"]},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = f"--spec-bench {file} --ids odd --rounds 1 --concurrency 1 --json {json_path}"
+    assert main(["bench", *flags.split(), "--drafters", "ngram"]) == 0
+    out = capsys.readouterr().out
+    header = next(line for line in out.splitlines() if "speed-up (tokens/step)" in line)
+    assert [each.strip() for each in header.split("|")[2:-1]] == ["mt_bench", "qa"]
+    assert "x (2.75)" in out
+    # Both arms warm up by the first question; then each asks three times.
+    asked = [
+        bytes(at for at in each.prompt_token_ids if at < 256).decode() for each in engine.requests
+    ]
+    assert len(asked) == 2 * 2 + 2 * 3
+    assert not any("left out" in text for text in asked)
+    first, second, only = asked[4:7]
+    assert "first?" in first
+    assert second.index("first?") < second.index("hello world") < second.index("second?")
+    assert "only?" in only
+    arms = json.loads(json_path.read_text())["arms"]
+    assert arms[1]["by_group"]["mt_bench"]["num_requests"] == 2
+    assert [each["group"] for each in arms[1]["requests"]] == ["mt_bench", "mt_bench", "qa"]
+
+
 def test_another_server_is_measured_as_it_is(
     other: OtherServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +347,10 @@ def test_another_server_is_measured_as_it_is(
         ("--plot out.txt", "must end with one of"),
         ("--json /nowhere/x.json", "cannot write"),
         ("--prompts /nowhere/x.jsonl", "cannot read"),
+        ("--spec-bench /nowhere/x.jsonl", "--spec-bench: "),
+        ("--spec-bench README.md", "--spec-bench: "),
+        ("--spec-bench x --prompts y", "--prompts and --spec-bench"),
+        ("--ids odd", "--ids and --per-category"),
         ("--field max_tokens=3", "--field max_tokens"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -167,6 +167,7 @@ class TimedArm:
     text: str = "x"
     name: str = "arm"
     speculative: dict[str, Any] | None = None
+    joules: list[float | None] = field(default_factory=list)
 
     @property
     def rounds(self) -> list[list[Reply]]:
@@ -181,6 +182,11 @@ def test_a_speed_up_is_the_baselines_time_per_token_over_the_arms() -> None:
     assert (fast.speedup, fast.speedup_by_round) == (2.0, [2.0, 2.0])
     assert fast.num_equal_texts == 0
     assert not is_unsteady(fast)
+    assert fast.joules_per_token is None
+    used = summarize(
+        [TimedArm([2.0, 4.0], joules=[30.0, 50.0]), TimedArm([1.0, 1.0], joules=[9.0, None])]
+    )
+    assert [arm.joules_per_token for arm in used] == [4.0, None]
 
 
 def test_rounds_that_disagree_are_told() -> None:
