@@ -141,17 +141,17 @@ class Load:
 
 def run(arguments: Namespace) -> int:
     """Returns the exit status. Raises ClientError and FlagError."""
-    _check_outputs(arguments)
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
+    check_outputs(arguments.json, arguments.plot)
     card, arms = asyncio.run(_measure(arguments, _load(arguments)))
     _write(arguments, card, arms)
     return 0
 
 
-def _check_outputs(arguments: Namespace) -> None:
-    """Before the bench, not after. Raises FlagError."""
-    if arguments.plot is not None:
-        check_plot(arguments.plot)
-    for path in (arguments.json, arguments.plot):
+def check_outputs(*paths: Path | None) -> None:
+    """Before the work, not after. Raises FlagError."""
+    for path in paths:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise FlagError(f"cannot write {path}: no such folder, or it is one itself")
 
@@ -185,7 +185,7 @@ async def _measure(arguments: Namespace, load: Load) -> tuple[dict[str, Any] | N
 
 async def _run_arms(sender: Sender, arms: Sequence[Arm], num_rounds: int) -> None:
     run_id = uuid.uuid4().hex
-    with _progress(len(arms) * (num_rounds * len(sender.load.prompts) + 1)) as bar:
+    with progress(len(arms) * (num_rounds * len(sender.load.prompts) + 1)) as bar:
         for arm in arms:
             # The first request of a kind pays for what is set up once; it counts nowhere.
             bar.set_description(f"warm-up {arm.name}")
@@ -278,7 +278,7 @@ async def _run_round(sender: Sender, arm: Arm, cache_salt: str, advance: Callabl
     arm.rounds.append([replies[index] for index in range(len(load.prompts))])
 
 
-def _progress(total: int) -> Any:
+def progress(total: int) -> Any:
     """A bar on standard error, where someone watches."""
     tqdm = import_module("tqdm").tqdm
     return tqdm(total=total, unit="request", disable=not sys.stderr.isatty())

@@ -58,6 +58,13 @@ class Connection:
             _check(response)
             return _json(response)
 
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON of a whole reply. Raises RefusedError for a status other than 200."""
+        with _in_words(self.url):
+            async with self._post(path, body) as response:
+                await response.aread()
+                return _json(response)
+
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Piece, None]:
         """The pieces of a reply; the last one carries the usage. Closing the iterator aborts the
         request. Raises RefusedError for a status other than 200."""
