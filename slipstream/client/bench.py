@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from slipstream.client.bench_report import (
     table,
     to_json,
 )
-from slipstream.client.connection import Connection
+from slipstream.client.connection import Connection, side_by_side
 from slipstream.client.errors import ClientError, FlagError
 from slipstream.client.flags import speculative_object, with_fields
 from slipstream.client.session import NOT_SLIPSTREAM, Service, connect, discover
@@ -258,24 +259,20 @@ class Sender:
 
 async def _run_round(sender: Sender, arm: Arm, cache_salt: str, advance: Callable[[], Any]) -> None:
     """All prompts, so many at a time; a failure ends all of them."""
-    load = sender.load
-    waiting = iter(range(len(load.prompts)))
+    count = len(sender.load.prompts)
     replies: dict[int, Reply] = {}
 
-    async def work() -> None:
-        for index in waiting:
-            replies[index] = await sender.send(arm, index, cache_salt)
-            advance()
+    async def work(index: int) -> None:
+        replies[index] = await sender.send(arm, index, cache_salt)
+        advance()
 
     start = time.perf_counter()
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(load.concurrency, len(load.prompts))):
-                group.create_task(work())
-    except* ClientError as errors:
-        raise ClientError(f"{arm.name}: {errors.exceptions[0]}") from errors
+        await side_by_side(sender.load.concurrency, (partial(work, each) for each in range(count)))
+    except ClientError as error:
+        raise ClientError(f"{arm.name}: {error}") from error
     arm.seconds.append(time.perf_counter() - start)
-    arm.rounds.append([replies[index] for index in range(len(load.prompts))])
+    arm.rounds.append([replies[index] for index in range(count)])
 
 
 def progress(total: int) -> Any:

@@ -1,5 +1,5 @@
-"""What a server answered in ``slipstream prove``: whether two answers are one, where they part, and
-whether tokens were drawn from the distribution that the server itself reports."""
+"""What a server answered in ``slipstream prove``: where two answers part, and whether tokens were drawn
+from the distribution that the server itself reports."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from typing import Any
 from slipstream.client.errors import ClientError
 from slipstream.client.prove_plan import TOP_LOGPROBS
 
-NUM_BINS = 4
-"""Of the pairs' sides."""
 FALSE_ALARMS = 1e-6
 """The probability that any of a run's tests accuses a server that draws as it should."""
-_FEWEST_PAIRS = 5 * NUM_BINS**2
+FREEDOM = 15
+_NUM_BINS = 4
+"""Of each side of the square that pairs fall into: ``_NUM_BINS ** 2 == FREEDOM + 1``."""
+_FEWEST_PAIRS = 80
 """Below so many the statistic is not distributed as chi-squared is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``tokens``: ids where the server tells them, else their texts; None where it tells neither.
-    ``token_texts``: beside them. ``logprobs``: of each token its own log-probability and those of the
-    likeliest, by name; None where none were asked for."""
+    """``tokens``: ids and texts; the texts twice where ids are not told; None where neither is.
+    ``logprobs``: of each token its own log-probability and those of the likeliest, by name; None where
+    they are not told."""
 
     text: str
     finish_reason: str | None
-    tokens: tuple[int | str, ...] | None
-    token_texts: tuple[str, ...]
-    logprobs: tuple[tuple[float, Mapping[str, float]], ...] | None
+    tokens: Sequence[tuple[int | str, str]] | None
+    logprobs: Sequence[tuple[float, Mapping[str, float]]] | None
     num_accepted: int
     num_cached: int
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``what``: "text", "log-probabilities" or "end". ``token``: the index of the first token that
-    differs, None where tokens are not told; then ``character`` says where the texts part. ``plain`` and
-    ``written``: what stands there in the text without drafts and in the other."""
+    """``what``: "text", "end" or "log-probabilities". ``token``: the index of the first that differs;
+    None where tokens are not told, and then ``character``. ``plain`` and ``written``: what stands there
+    in the text without drafts and in the other, and its log-probability there."""
 
     what: str
     token: int | None
-    character: int
+    character: int | None
     plain: str
     written: str
     plain_logprob: float | None = None
@@ -55,24 +55,21 @@ def read_answer(found: Any) -> Answer:
     """Of completions or chats. Raises ClientError for what is neither."""
     try:
         choice, usage = found["choices"][0], found.get("usage") or {}
-        text = choice["message"].get("content") if "message" in choice else choice["text"]
+        text = (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
         told = _told_logprobs(choice.get("logprobs"))
-        names = [name for name, _, _ in told or ()]
-        own = [(each["id"], each["text"]) for each in choice.get("tokens") or ()]
-        tokens = tuple(token_id for token_id, _ in own) or tuple(names)
+        tokens: list[tuple[int | str, str]] = [
+            (each["id"], each["text"]) for each in choice.get("tokens") or ()
+        ] or [(name, name) for name, _, _ in told or ()]
         return Answer(
-            text=text or "",
-            finish_reason=choice.get("finish_reason"),
-            tokens=tokens or (None if text else ()),
-            token_texts=tuple(text for _, text in own) or tuple(names),
-            logprobs=None if told is None else tuple((value, top) for _, value, top in told),
-            num_accepted=(usage.get("speculative") or {}).get("num_accepted_tokens", 0),
-            num_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+            text,
+            choice.get("finish_reason"),
+            None if text and not tokens else tokens,
+            None if told is None else [(value, top) for _, value, top in told],
+            (usage.get("speculative") or {}).get("num_accepted_tokens", 0),
+            (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise ClientError(
-            "the answer is not in the form of OpenAI's completions; check the address"
-        ) from error
+        raise ClientError("an answer is not in the form of OpenAI's; check the address") from error
 
 
 def _told_logprobs(told: Any) -> list[tuple[str, float, dict[str, float]]] | None:
@@ -81,71 +78,51 @@ def _told_logprobs(told: Any) -> list[tuple[str, float, dict[str, float]]] | Non
     if not told:
         return None
     if told.get("content") is not None:
+        tops = [each.get("top_logprobs") or () for each in told["content"]]
         return [
-            (
-                each["token"],
-                each["logprob"],
-                {top["token"]: top["logprob"] for top in each.get("top_logprobs") or ()},
-            )
-            for each in told["content"]
+            (each["token"], each["logprob"], {one["token"]: one["logprob"] for one in top})
+            for each, top in zip(told["content"], tops, strict=True)
         ]
     tops = told.get("top_logprobs") or [{}] * len(told["tokens"])
-    rows = zip(told["tokens"], told["token_logprobs"], tops, strict=True)
-    return [(name, value, dict(top or {})) for name, value, top in rows]
+    return list(zip(told["tokens"], told["token_logprobs"], tops, strict=True))
 
 
 def first_difference(plain: Answer, other: Answer) -> Difference | None:
     """None where text, end, tokens and log-probabilities are equal, these to the bit."""
-    at = _parting_token(plain, other)
-    if plain.text != other.text or at is not None:
-        character = _parting(plain.text, other.text)
-        part = len(plain.text) if character is None else character
-        shown = _shown(plain, at, part), _shown(other, at, part)
-        return Difference("text", at, part, *shown)
-    if plain.finish_reason != other.finish_reason:
-        ends = str(plain.finish_reason), str(other.finish_reason)
-        return Difference("end", None, len(plain.text), *ends)
-    if plain.logprobs is None or other.logprobs is None:
-        return None
-    at = _parting(plain.logprobs, other.logprobs)
-    if at is None:
-        return None
-    return Difference(
-        "log-probabilities",
-        at,
-        0,
-        _shown(plain, at, 0),
-        _shown(other, at, 0),
-        _value(plain.logprobs, at),
-        _value(other.logprobs, at),
-    )
+    token, character = _parting_token(plain, other), _parting(plain.text, other.text)
+    what = "text"
+    if token is None and character is None:
+        if plain.finish_reason != other.finish_reason:
+            return Difference("end", None, None, str(plain.finish_reason), str(other.finish_reason))
+        what, is_told = "log-probabilities", None not in (plain.logprobs, other.logprobs)
+        token = _parting(plain.logprobs or (), other.logprobs or ()) if is_told else None
+        if token is None:
+            return None
+    one, its_value = _shown(plain, token, character)
+    two, other_value = _shown(other, token, character)
+    return Difference(what, token, character, one, two, its_value, other_value)
 
 
 def _parting_token(plain: Answer, other: Answer) -> int | None:
     """None also where one of them does not tell its tokens, or tells them in another way."""
     if plain.tokens is None or other.tokens is None:
         return None
-    is_one_way = len({type(each) for each in (*plain.tokens, *other.tokens)}) <= 1
-    return _parting(plain.tokens, other.tokens) if is_one_way else None
+    names = [[name for name, _ in each.tokens or ()] for each in (plain, other)]
+    is_one_way = len({type(name) for own in names for name in own}) <= 1
+    return _parting(*names) if is_one_way else None
 
 
 def _parting(one: Sequence[Any], other: Sequence[Any]) -> int | None:
-    pairs = zip_longest(one, other, fillvalue=_Missing)
+    pairs = zip_longest(one, other)
     return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
 
 
-class _Missing:
-    """Equals nothing that a server tells."""
-
-
-def _shown(answer: Answer, token: int | None, character: int) -> str:
+def _shown(answer: Answer, token: int | None, character: int | None) -> tuple[str, float | None]:
     if token is None:
-        return answer.text[character : character + 12] or "(end)"
-    return answer.token_texts[token] if token < len(answer.token_texts) else "(end)"
-
-
-def _value(logprobs: Sequence[tuple[float, Any]], at: int) -> float | None:
-    return logprobs[at][0] if at < len(logprobs) else None
+        return answer.text[character or 0 :][:12] or "(end)", None
+    tokens, logprobs = answer.tokens or (), answer.logprobs or ()
+    text = tokens[token][1] if token < len(tokens) else "(end)"
+    return text, logprobs[token][0] if token < len(logprobs) else None
 
 
 # --- distributions ---
@@ -158,13 +135,8 @@ class DrawTest:
     name: str
     num_tokens: int
     statistic: float
-    freedom: int
     p: float
     alarm: float
-
-    @property
-    def is_kept(self) -> bool:
-        return self.p >= self.alarm
 
 
 def judge_draws(drawn: Iterable[tuple[str, int, Answer]]) -> list[DrawTest]:
@@ -174,20 +146,28 @@ def judge_draws(drawn: Iterable[tuple[str, int, Answer]]) -> list[DrawTest]:
     A token's place is the probability of all tokens likelier than it plus a random part of its own. If
     tokens were drawn from the distributions that their log-probabilities tell, places are uniform between
     0 and 1, whatever these distributions are, and independent of those before. So neighbours make pairs
-    that fall into ``NUM_BINS`` x ``NUM_BINS`` squares equally often: a draft that stands too often moves
-    places to one side, a draw used twice ties neighbours together.
+    that fall into equal squares equally often: a draft that stands too often moves places to one side, a
+    draw used twice ties neighbours together.
     """
-    groups: dict[str, list[tuple[float, float]]] = {"all": []}
+    groups: dict[str, list[int]] = {"all": []}
     for name, number, answer in drawn:
-        found = _places(number, answer)
-        pairs = list(zip(found[::2], found[1::2], strict=False))
-        groups["all"] += pairs
-        groups.setdefault(name, []).extend(pairs)
-    tested = {name: pairs for name, pairs in groups.items() if len(pairs) >= _FEWEST_PAIRS}
-    return [_test(name, pairs, FALSE_ALARMS / len(tested)) for name, pairs in tested.items()]
+        bins = _bins(number, answer)
+        squares = [_NUM_BINS * one + two for one, two in zip(bins[::2], bins[1::2], strict=False)]
+        groups["all"] += squares
+        groups.setdefault(name, []).extend(squares)
+    tested = {name: each for name, each in groups.items() if len(each) >= _FEWEST_PAIRS}
+    found = []
+    for name, squares in tested.items():
+        expected = len(squares) / (FREEDOM + 1)
+        counts = [squares.count(square) for square in range(FREEDOM + 1)]
+        statistic = sum((count - expected) ** 2 / expected for count in counts)
+        p, alarm = chi_squared_tail(statistic), FALSE_ALARMS / len(tested)
+        found.append(DrawTest(name, 2 * len(squares), statistic, p, alarm))
+    return found
 
 
-def _places(number: int, answer: Answer) -> list[float]:
+def _bins(number: int, answer: Answer) -> list[int]:
+    """In which part of the unit interval each token's place lies."""
     rng = random.Random(number)
     found = []
     for value, top in answer.logprobs or ():
@@ -195,27 +175,15 @@ def _places(number: int, answer: Answer) -> list[float]:
         mass = math.exp(value) * sum(each == value for each in top.values())
         if len(top) > TOP_LOGPROBS:  # The token is none of the likeliest: anywhere behind them.
             mass = 1 - likelier
-        found.append(min(max(likelier + rng.random() * mass, 0.0), 1 - 1e-9))
+        found.append(min(int((likelier + rng.random() * mass) * _NUM_BINS), _NUM_BINS - 1))
     return found
 
 
-def _test(name: str, pairs: Sequence[tuple[float, float]], alarm: float) -> DrawTest:
-    counts = [0] * NUM_BINS**2
-    for first, second in pairs:
-        counts[int(first * NUM_BINS) * NUM_BINS + int(second * NUM_BINS)] += 1
-    expected = len(pairs) / len(counts)
-    statistic = sum((count - expected) ** 2 / expected for count in counts)
-    freedom = len(counts) - 1
-    p = chi_squared_tail(statistic, freedom)
-    return DrawTest(name, 2 * len(pairs), statistic, freedom, p, alarm)
-
-
-def chi_squared_tail(statistic: float, freedom: int) -> float:
-    """The probability of a statistic at least as large, for an odd number of degrees of freedom."""
+def chi_squared_tail(statistic: float) -> float:
+    """The probability of a statistic at least as large, at 15 degrees of freedom."""
     half = statistic / 2
-    term = math.exp(-half) * math.sqrt(half) / math.gamma(1.5)
-    found = math.erfc(math.sqrt(half))
-    for step in range(1, (freedom + 1) // 2):
+    term, found = math.exp(-half) * math.sqrt(half) / math.gamma(1.5), math.erfc(math.sqrt(half))
+    for step in range(1, (FREEDOM + 1) // 2):
         found += term
         term *= half / (step + 0.5)
     return found
