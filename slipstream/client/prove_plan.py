@@ -58,9 +58,10 @@ _FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": _SC
 _Fields = Mapping[str, Any]
 _KINDS: Mapping[str, tuple[_Fields, _Fields]] = {
     "text": ({}, {}),
+    # Among few tokens penalties soon have all about equal, so that every one decides what comes next.
     "penalties": (
-        {"frequency_penalty": 0.4, "presence_penalty": 0.2},
-        {"repetition_penalty": 1.1},
+        {"frequency_penalty": 0.4, "presence_penalty": 0.4},
+        {"repetition_penalty": 1.1, "allowed_token_ids": list(range(40, 48))},
     ),
     "chat": ({}, {}),
     "stop strings": ({"stop": ["\n\n", " and", "six, s", "self."]}, {}),

@@ -34,7 +34,7 @@ def test_a_sound_server_keeps_what_it_promises(
 ) -> None:
     status, proof = prove(served.url, tmp_path)
     assert status == 0, proof["not_kept"]
-    assert proof["promises_exact"]
+    assert proof["is_exact"]
     assert proof["num_equal"] == proof["num_compared"] > 150
     assert proof["not_answered"] == {}
     assert proof["draws"]

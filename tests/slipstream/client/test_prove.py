@@ -152,7 +152,9 @@ def test_texts_without_tokens_part_at_a_character() -> None:
 
 
 def test_log_probabilities_are_read_in_both_forms() -> None:
-    chat = {"content": [{"token": "a", "logprob": -1, "top_logprobs": [{"token": "b", "logprob": -2}]}]}
+    chat = {
+        "content": [{"token": "a", "logprob": -1, "top_logprobs": [{"token": "b", "logprob": -2}]}]
+    }
     plain = {"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"b": -2}]}
     for told in (chat, plain):
         found = read_answer({"choices": [{"text": "a", "logprobs": told}]})
@@ -170,7 +172,11 @@ def drawn(weights: tuple[float, ...], count: int) -> Iterator[tuple[str, int, An
     rng = random.Random(1)
     for number in range(count):
         tokens = rng.choices(range(4), weights, k=48)
-        yield "group", number, answer(tokens=None, logprobs=[(math.log(PROBS[t]), TOLD) for t in tokens])
+        yield (
+            "group",
+            number,
+            answer(tokens=None, logprobs=[(math.log(PROBS[t]), TOLD) for t in tokens]),
+        )
 
 
 def test_draws_from_the_told_distribution_are_not_accused() -> None:
