@@ -29,7 +29,7 @@ _DRAWN = 8
 _GRAMMAR = "grammar"
 """The drafter that may only be named where something constrains the output."""
 _MAX_TOKENS, _NUM_DRAWN_TOKENS = 32, 48
-_GAMMA, _WIDTH, _DEPTH = 6, 3, 5
+_GAMMA = 6
 
 _SENTENCES = (
     "The lighthouse keeper climbed the stairs every evening, lit the lamp and wrote the weather down.",
@@ -171,9 +171,8 @@ def _case(offer: Offer, number: int, rng: random.Random) -> Case:
     is_own = offer.catalogue is not None
     is_chat = kind in ("chat", "schema") and offer.has_chats
     text = _text(prompt, rng)
-    fields: dict[str, Any] = (
-        {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
-    )
+    said = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    fields: dict[str, Any] = {**said}
     for each in _KINDS[kind] if is_own else _KINDS[kind][:1]:
         fields |= each
     fields |= {"max_tokens": _MAX_TOKENS, "temperature": temperature, "seed": rng.getrandbits(31)}
@@ -223,31 +222,22 @@ def _arms(catalogue: Mapping[str, Any]) -> tuple[list[Arm], list[Arm]]:
     than by matching."""
     caps = catalogue["caps"]
     most = caps["max_speculative_tokens"]
-    fixed = {"adaptive_depth": "fixed", "verification": "match"}
-    chain = {**fixed, "num_speculative_tokens": min(_GAMMA, most), "tree_strategy": "linear"}
-    tree = {
-        **{**fixed, "num_speculative_tokens": min(2 * _GAMMA, most), "tree_strategy": "tree"},
-        "tree_width": min(_WIDTH, caps["max_tree_width"]),
-        "tree_depth": min(_DEPTH, caps["max_tree_depth"]),
+    chain = {"adaptive_depth": "fixed", "num_speculative_tokens": min(_GAMMA, most)}
+    tree = {**chain, "num_speculative_tokens": min(2 * _GAMMA, most), "tree_strategy": "tree"}
+    tree |= {
+        "tree_width": min(3, caps["max_tree_width"]),
+        "tree_depth": min(5, caps["max_tree_depth"]),
     }
-    others = [each for each in catalogue["policies"] if each != "fixed"]
-    matched = [Arm({"drafter": "none"}, PLAIN)]
-    drawing = []
-    for card in catalogue["data"]:
-        if card["id"] == "none":
-            continue
-        shapes = {"chain": chain} | ({"tree": tree} if card["drafts_trees"] else {})
-        policies = {each: {"adaptive_depth": each, "verification": "match"} for each in others}
-        matched += [_arm(card, name, each) for name, each in (shapes | policies).items()]
-        ways = [each for each in catalogue["verifications"] if each != "match" and card["draws"]]
-        drawing += [
-            _arm(card, f"{way}, {name}", {**shape, "verification": way})
-            for way, (name, shape) in product(ways, shapes.items())
-            if (way, name) != ("block", "tree")
-        ]
-    return matched, drawing
-
-
-def _arm(card: Mapping[str, Any], name: str, speculative: _Fields) -> Arm:
-    labels = {"drafter": card["id"], "drafts": name}
-    return Arm(labels, {**speculative, "draft_strategy": card["id"]}, card["takes_prediction"])
+    fixed = {"chain": {**chain, "tree_strategy": "linear"}, "tree": tree}
+    policies = {each: {"adaptive_depth": each} for each in catalogue["policies"] if each != "fixed"}
+    found: dict[bool, list[Arm]] = {True: [Arm({"drafter": "none"}, PLAIN)], False: []}
+    shapes = (fixed | policies).items()
+    for card, way, (name, shape) in product(catalogue["data"], catalogue["verifications"], shapes):
+        is_match = way == "match"
+        has_shape = card["drafts_trees"] and way != "block" if name == "tree" else True
+        has_way = is_match or (card["draws"] and name in fixed)
+        if card["id"] != "none" and has_shape and has_way:
+            labels = {"drafter": card["id"], "drafts": name if is_match else f"{way}, {name}"}
+            speculative = {**shape, "draft_strategy": card["id"], "verification": way}
+            found[is_match].append(Arm(labels, speculative, card["takes_prediction"]))
+    return found[True], found[False]
