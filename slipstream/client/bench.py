@@ -33,7 +33,7 @@ from slipstream.client.bench_report import (
 from slipstream.client.connection import Connection, side_by_side
 from slipstream.client.errors import ClientError, FlagError
 from slipstream.client.flags import speculative_object, with_fields
-from slipstream.client.session import NOT_SLIPSTREAM, Service, connect, discover
+from slipstream.client.session import NOT_SLIPSTREAM, Service, connect, discover, model_card
 from slipstream.client.stream import Reply
 
 
@@ -170,14 +170,14 @@ def _load(arguments: Namespace) -> Load:
     )
 
 
-async def _measure(arguments: Namespace, load: Load) -> tuple[dict[str, Any] | None, list[Arm]]:
+async def _measure(arguments: Namespace, load: Load) -> tuple[Mapping[str, Any] | None, list[Arm]]:
     """The served model's card, and the arms with all their replies, ``none`` first."""
     async with connect(arguments) as connection:
         service = await discover(connection, arguments.model)
-        card = await _card(connection) if service.tells_drafts else None
+        card = await model_card(connection) if service.tells_drafts else None
         arms = _arms(arguments, service)
         await _run_arms(Sender(connection, service, load), arms, arguments.rounds)
-        if card is not None and await _card(connection) != card:
+        if card is not None and await model_card(connection) != card:
             raise ClientError(
                 "the server was restarted during the bench: its figures do not compare"
             )
@@ -225,15 +225,6 @@ def _arms(arguments: Namespace, service: Service) -> list[Arm]:
         Arm(BASELINE, {"draft_strategy": BASELINE}),
         *(Arm(name, {**given, "draft_strategy": name}) for name in names),
     ]
-
-
-async def _card(connection: Connection) -> dict[str, Any]:
-    """Returns the served model's card; ``created`` is when the server started."""
-    try:
-        card: dict[str, Any] = (await connection.get("/v1/models"))["data"][0]
-    except (KeyError, IndexError, TypeError) as error:
-        raise ClientError(f"{connection.url} does not say which model it serves") from error
-    return card
 
 
 @dataclass(frozen=True, slots=True)

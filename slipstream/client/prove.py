@@ -15,7 +15,7 @@ import sys
 import uuid
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -36,7 +36,7 @@ from slipstream.client.prove_plan import (
     with_drafts,
 )
 from slipstream.client.prove_report import Compared, Proof, to_json, to_markdown
-from slipstream.client.session import Service, discover
+from slipstream.client.session import Service, discover, model_card
 
 _SERVER_FAULT = 500
 
@@ -89,9 +89,7 @@ async def _meet(arguments: Namespace, url: str, stack: AsyncExitStack) -> _Peer:
     connection = Connection(url, arguments.api_key, arguments.timeout)
     await stack.enter_async_context(connection)
     service = await discover(connection, arguments.model)
-    cards = (await connection.get("/v1/models")).get("data") or [{}]
-    named = [each for each in cards if each.get("id") == service.model]
-    return _Peer(connection, service, (named or cards)[0])
+    return _Peer(connection, service, await model_card(connection, service.model))
 
 
 async def _prove(arguments: Namespace) -> Proof:
@@ -100,10 +98,8 @@ async def _prove(arguments: Namespace) -> Proof:
         if arguments.against is not None:
             against = await _meet(arguments, arguments.against, stack)
         run_id = uuid.uuid4().hex
-        both_draft = against.service.tells_drafts
-        offer = Offer(
-            peer.service.catalogue if both_draft else None, peer.card.get("has_chat_template", True)
-        )
+        catalogue = peer.service.catalogue if against.service.tells_drafts else None
+        offer = Offer(catalogue, peer.card.get("has_chat_template", True))
         plan = make_plan(offer, arguments.requests, arguments.seed, run_id)
         compared, drawn = await _run(plan, peer, against, arguments.concurrency, run_id)
     about = {
@@ -130,23 +126,23 @@ async def _run(
     drafts = PLAIN if against.service.tells_drafts else None
 
     async def write(case: Case) -> None:
-        bar.update()
         fields = with_drafts(case.fields, drafts, f"{run_id}-plain-{case.number}")
         if (answer := await against.ask(case.path, fields)) is not None:
             plain[case.number] = answer
 
     async def compare(trial: Trial) -> None:
-        bar.update()
-        if (known := plain.get(trial.case.number)) is None:
-            return
-        answer = await peer.ask(trial.case.path, trial.fields(known.text))
-        if answer is not None:
+        known = plain.get(trial.case.number)
+        answer = known and await peer.ask(trial.case.path, trial.fields(known.text))
+        if known is not None and answer is not None:
             compared.append(Compared(trial, answer, first_difference(known, answer)))
 
     async def draw(trial: Trial) -> None:
-        bar.update()
         if (answer := await peer.ask(trial.case.path, trial.fields())) is not None:
             drawn.append((", ".join(trial.arm.labels.values()), trial.number, answer))
+
+    async def counted(work: Callable[[], Awaitable[None]]) -> None:
+        await work()
+        bar.update()
 
     alone = [partial(compare, each) for each in plan.trials if each.is_alone]
     others = [partial(compare, each) for each in plan.trials if not each.is_alone]
@@ -159,7 +155,7 @@ async def _run(
             ("in company", concurrency, others),
         ):
             bar.set_description(name)
-            await side_by_side(count, work)
+            await side_by_side(count, [partial(counted, each) for each in work])
     compared.sort(key=lambda each: each.trial.number)
     drawn.sort(key=lambda each: each[1])
     return compared, drawn
