@@ -99,8 +99,8 @@ class Arm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """``cache``: its name, where the server has that. Two trials of a case share one, so that the second
-    finds its prompt."""
+    """``cache``: its name, where the server has that. Every second trial of a case has the same, so that
+    it may find its prompt there."""
 
     number: int
     case: Case
