@@ -76,6 +76,31 @@ class Visit:
         page.locator("#max-tokens").fill(str(max_tokens))
         page.locator("#temperature").fill(str(temperature))
 
+    def at_once(self) -> None:
+        """The two requests of a race run together from now on."""
+        self.page.get_by_label("At once").check()
+
+    def code(self, language: str) -> str:
+        """The request as the page writes it in this language."""
+        if not self.page.locator("#code").evaluate("details => details.open"):
+            self.page.locator("#code > summary").click()
+        self.page.locator("#language").select_option(language)
+        return self.page.locator("#snippet").inner_text()
+
+    def converse(self) -> None:
+        """From the race to the conversation."""
+        self.page.get_by_role("link", name="Conversation").click()
+        expect(self.page.locator("#talk")).to_be_visible()
+
+    def say(self, text: str) -> None:
+        """Returns when it is answered."""
+        self.page.locator("#message").fill(text)
+        self.page.locator("#message").press("Enter")
+        self.wait_for_answer()
+
+    def wait_for_answer(self) -> None:
+        expect(self.page.locator("#log")).to_have_attribute("aria-busy", "false")
+
     def set_speculation(self, name: str, value: str) -> None:
         """Of a field of the speculative object, ``options.n`` say."""
         field = self.page.locator(f'[data-name="{name}"]')
