@@ -38,7 +38,7 @@ export class Conversation {
     const written = draft && !this.running ? this._composer.value.trim() : "";
     return [
       ...(system ? [{ role: "system", content: system }] : []),
-      ...this._turns.filter((turn) => !turn.failed || turn.content).map(message),
+      ...this._turns.filter((turn) => turn.role !== "assistant" || turn.content || turn.tool_calls).map(message),
       ...(written ? [{ role: "user", content: written }] : []),
     ];
   }

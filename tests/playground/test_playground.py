@@ -124,7 +124,9 @@ def test_figures_are_the_servers_account(page: Visit, server: LiveServer) -> Non
     # Requests that share steps have no speed to be compared.
     assert page.figure("drafted", "Speed-up") == "–"
     steps = [page.figure(pane, "Steps") for pane in ("drafted", "plain")]
-    assert page.verdict().endswith(f"With drafts it took {steps[0]} steps, without them {steps[1]}.")
+    assert page.verdict().endswith(
+        f"With drafts it took {steps[0]} steps, without them {steps[1]}."
+    )
     # One bar per chunk with steps in it, the last 48 of them: how many there are is the drafter's choice.
     choices = [choice for chunk in chunks[:-1] for choice in json.loads(chunk)["choices"]]
     num_chunks = sum(1 for choice in choices if choice.get("num_steps"))
@@ -179,6 +181,7 @@ def test_nothing_moves(browser: Browser, line: Line, viewport: dict[str, int]) -
 
 def test_a_refusal_is_told_in_words_beside_its_field(page: Visit) -> None:
     page.expects_failed_requests = True
+    page.at_once()
     page.ask("x", 8, temperature=9)
     page.run()
     for pane in ("drafted", "plain"):
@@ -296,6 +299,7 @@ def test_every_drafter_offers_the_options_it_reports(page: Visit, line: Line) ->
 def test_what_is_entered_is_what_is_shown_and_sent(page: Visit) -> None:
     """Defaults are left out, and so are fields that a later choice has removed."""
     page.ask("x = 1\n" * 8, 16)
+    page.at_once()
     for name, value in (
         ("draft_strategy", "nasd"),
         ("tree_strategy", "tree"),
@@ -465,6 +469,19 @@ def test_colours_can_be_read_in_every_drafters_hue(
             page.page.locator('[data-name="draft_strategy"]').select_option(index=index)
             contrasts = page.page.evaluate(_CONTRASTS, pairs)
             assert {tuple(p): c for p, c in zip(pairs, contrasts, strict=True) if c < 4.5} == {}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_nothing_is_in_anybodys_way(
+    browser: Browser, line: Line, viewport: dict[str, int], scheme: Any
+) -> None:
+    with visit(browser, line.url, viewport=viewport, color_scheme=scheme) as page:
+        page.load()
+        page.run()
+        for folded in page.page.locator("details:visible:not([open]) > summary").all():
+            folded.click()
+        assert page.barriers() == []
 
 
 _CONTRASTS = """(pairs) => {

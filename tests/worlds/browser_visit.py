@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, expect
 
 # The browser's own services call home; without a GPU it need not look for one. Tests run as root
@@ -126,11 +127,16 @@ class Visit:
         return self.page.locator(f"#{pane} .text").text_content() or ""
 
     def figure(self, pane: str, label: str) -> str:
-        terms = self.page.locator(f"#{pane} .figures > div", has=self.page.locator("dt"))
-        return terms.filter(has_text=label).locator("dd").inner_text()
+        term = self.page.get_by_text(label, exact=True)
+        return self.page.locator(f"#{pane} .figures > div", has=term).locator("dd").inner_text()
 
     def verdict(self) -> str:
         return self.page.locator("#verdict").inner_text()
+
+    def barriers(self) -> list[str]:
+        """What axe finds to be in somebody's way: rules, and where."""
+        found = Axe().run(self.page).response["violations"]
+        return [f"{each['id']}: {node['target']}" for each in found for node in each["nodes"]]
 
     def shifts(self) -> float:
         """Layout shifts so far: shares of the window, times how far they moved in it."""
