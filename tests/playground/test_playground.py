@@ -141,7 +141,9 @@ def test_there_is_one_speed_up_of_requests_that_had_the_engine_to_themselves(pag
     shown = page.figure("drafted", "Speed-up")
     assert float(shown[:-1]) == pytest.approx(rates[0] / rates[1], rel=0.1)
     assert page.verdict().endswith(f": {shown} as fast.")
-    assert page.page.locator("main").inner_text().count("×") == 2
+    everywhere = re.findall(r"[\d.]+×", page.page.locator("main").inner_text())
+    assert len(everywhere) > 1
+    assert set(everywhere) == {shown}
     assert page.figure("plain", "Speed-up") == "–"
 
 
@@ -479,8 +481,7 @@ def test_nothing_is_in_anybodys_way(
     with visit(browser, line.url, viewport=viewport, color_scheme=scheme) as page:
         page.load()
         page.run()
-        for folded in page.page.locator("details:visible:not([open]) > summary").all():
-            folded.click()
+        page.page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
         assert page.barriers() == []
 
 
