@@ -176,7 +176,8 @@ export class Conversation {
       return element("div", { className: "field" }, label, input);
     });
     const form = element("form", { className: "results" }, ...fields);
-    form.append(element("button", { type: "submit", className: "small" }, calls.length > 1 ? "Send the results" : "Send the result"));
+    const send = calls.length > 1 ? "Send the results" : "Send the result";
+    form.append(element("button", { type: "submit", className: "small" }, send));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       calls.forEach((call, at) => {

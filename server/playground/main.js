@@ -50,7 +50,7 @@ async function load() {
     if (thisLoad !== newestLoad) return;
     byId("key-form").hidden = true;
     byId("notice").hidden = true;
-    setUp(card, catalogue);
+    if (engine.model !== card.id) setUp(card, catalogue);
     offerModels(cards, named.id);
     showView();
     // Not before it is complete: what is filled in later would move.
@@ -98,7 +98,10 @@ function setUp(card, catalogue) {
 }
 
 function offerModels(cards, chosen) {
-  byId("model-name").replaceChildren(...cards.map(({ id, parent }) => element("option", { value: id }, parent ? `${id} (adapter)` : id)));
+  const name = ({ id, parent }) => (parent ? `${id} (adapter)` : id);
+  byId("model-name").replaceChildren(
+    ...cards.map((each) => element("option", { value: each.id }, name(each))),
+  );
   byId("model-name").value = chosen;
   byId("model-field").hidden = cards.length < 2;
 }
@@ -129,17 +132,20 @@ function describe(card) {
 }
 
 // How most weights are held and what they are multiplied with, and what the others are.
-function quantized({ method, bits, activation_bits: inputs, num_quantized: some, num_parameters: all }, dtype) {
+function quantized({ method, schemes, bits, activation_bits: inputs, num_quantized: some, num_parameters: all }, dtype) {
+  const types = method === "gguf" ? ` ${Object.keys(schemes).slice(0, 3).join(", ")}` : "";
   const share = Math.floor((100 * some) / all);
   const rest = share < 99 ? ` for ${share} % of the weights, ${dtype} for the others` : "";
-  return `${method} of ${+bits.toFixed(2)} bits per weight, ${inputs} per input${rest}`;
+  return `${method}${types}: ${+bits.toFixed(2)} bits per weight, ${inputs} per input${rest}`;
 }
 
 function fill(example) {
+  if (view !== "race") swapNumbers(view, "race");
   radio("mode", example.mode).checked = true;
   byId("prompt").value = example.text;
   byId("max-tokens").value = example.maxTokens;
   byId("temperature").value = example.temperature;
+  if (view !== "race") swapNumbers("race", view);
   nameThePrompt();
 }
 

@@ -203,11 +203,14 @@ def test_an_adapter_can_be_chosen(browser: Browser) -> None:
     engine.info = replace(engine.info, adapters=(pirate,))
     with slipstream(engine) as url, visit(browser, url) as page:
         page.load()
+        page.page.locator("#prompt").fill("Kept.")
         page.page.locator("#model-name").select_option("pirate")
         page.converse()
         page.say("Hello")
         assert page.bodies()[-1]["model"] == "pirate"
         assert "model=pirate" in page.page.url
+        page.page.get_by_role("link", name="Race").click()
+        expect(page.page.locator("#prompt")).to_have_value("Kept.")
         page.page.reload()
         expect(page.page.locator("#model-name")).to_have_value("pirate")
 

@@ -97,6 +97,17 @@ def test_both_panes_stream_the_same_text_and_drafts_are_marked(
     assert f"{reply['usage']['completion_tokens']} tokens" in page.verdict()
 
 
+def test_it_says_in_which_bits_the_model_is_held(page: Visit, line: Line) -> None:
+    (card,) = httpx.get(line.url + "/v1/models", timeout=HANG).json()["data"]
+    held = card["quantization"]
+    share = int(100 * held["num_quantized"] / held["num_parameters"])
+    told = (
+        f"{held['method']}: {held['bits']:g} bits per weight, {held['activation_bits']} per input"
+    )
+    told += f" for {share} % of the weights, {card['dtype']} for the others"
+    expect(page.page.locator("#model")).to_contain_text(f" · {told} · ")
+
+
 def test_figures_are_the_servers_account(page: Visit, server: LiveServer) -> None:
     """Gamma, acceptance, tokens per step, of the reply's own usage."""
 
@@ -135,11 +146,14 @@ def test_figures_are_the_servers_account(page: Visit, server: LiveServer) -> Non
 
 
 def test_there_is_one_speed_up_of_requests_that_had_the_engine_to_themselves(page: Visit) -> None:
-    page.ask(ENDLESS, 400)
+    page.ask(ENDLESS, 120)
+    # One draft in each step: many of them would make it too short to be timed.
+    page.set_speculation("adaptive_depth", "fixed")
+    page.set_speculation("num_speculative_tokens", "1")
     page.run()
     rates = [float(page.figure(pane, "Tokens/s")) for pane in ("drafted", "plain")]
     shown = page.figure("drafted", "Speed-up")
-    assert float(shown[:-1]) == pytest.approx(rates[0] / rates[1], rel=0.1)
+    assert float(shown[:-1]) == pytest.approx(rates[0] / rates[1], rel=0.15, abs=0.1)
     assert page.verdict().endswith(f": {shown} as fast.")
     everywhere = re.findall(r"[\d.]+×", page.page.locator("main").inner_text())
     assert len(everywhere) > 1
