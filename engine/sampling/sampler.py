@@ -19,7 +19,7 @@ whose bits the other rows of the batch cannot change (a float sum's can). Ties g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -30,10 +30,11 @@ from torch import Tensor
 
 from drafters.base import DraftSampling
 from engine.kernels import host_kernel
+from engine.kernels.triton.choice_ops import can_choose, choose_rows
 from engine.request.params import SamplingParams
 from engine.sampling.logprobs import begin_top_tokens
 from engine.sampling.noise_torch import vocabulary_noise
-from engine.sampling.state import SampledRequest, paths, rows_of
+from engine.sampling.state import SampledRequest, noise_positions, paths, rows_of, truncates
 from engine.transfer import read_now, upload
 
 Truncation: TypeAlias = SamplingParams | DraftSampling
@@ -46,7 +47,10 @@ _PIECE_NUMEL = 1 << 21
 
 
 def choose_tokens(
-    logits: Tensor, requests: Sequence[SampledRequest], likeliest: Tensor | None = None
+    logits: Tensor,
+    requests: Sequence[SampledRequest],
+    likeliest: Tensor | None = None,
+    known: Tensor | None = None,
 ) -> Tensor:
     """The target's token at every row of ``requests``; -1 at rows that belong to none. Int64
     ``[num_rows]``, where the logits are.
@@ -54,18 +58,25 @@ def choose_tokens(
     ``logits`` ``[num_rows, vocab_size]``, any float type, any device; left as they are. A row's
     token depends on its own logits, its request's parameters, its path, the request's key and the
     position, and on nothing else in the batch. ``likeliest`` ``[num_rows]``: what ``greedy_tokens``
-    makes of all the logits, if that is known already; rows of nobody keep theirs then.
+    makes of all the logits, if that is known already; rows of nobody keep theirs then. ``known``
+    ``[num_rows]``: the tokens of requests that are plain, where the forward has chosen them.
     """
     with torch.inference_mode():
+        if known is not None:
+            requests = [each for each in requests if not each.sampling.is_plain]
+            if not requests:
+                return known
         values = edited_logits(logits, requests)
         are_greedy = all(each.sampling.is_greedy for each in requests)
         if likeliest is not None and are_greedy and values is logits:
             return likeliest
         chosen = torch.full((len(values),), _NO_TOKEN, device=values.device)
-        for is_greedy in (True, False):
-            own = [each for each in requests if each.sampling.is_greedy == is_greedy]
+        if known is not None:
+            chosen.copy_(known)
+        for way in (greedy_tokens, sampled_tokens, free_tokens):
+            own = [each for each in requests if _way(each, values.device) == way]
             rows = [row for each in own for row in rows_of(each)]
-            choose = greedy_tokens if is_greedy else partial(_sampled, own)
+            choose = greedy_tokens if way == greedy_tokens else partial(_sampled, own, way)
             if rows == list(range(len(values))):
                 return choose(values.contiguous())
             if rows:
@@ -109,13 +120,34 @@ def edited_logits(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
     return values
 
 
-def _sampled(requests: Sequence[SampledRequest], values: Tensor) -> Tensor:
+def _way(request: SampledRequest, device: torch.device) -> Callable[..., Tensor]:
+    """A request's is the same in all of its steps, so that none of its tokens hangs on another's."""
+    if request.sampling.is_greedy:
+        return greedy_tokens
+    is_free = can_choose(device) and not truncates(request.sampling.params)
+    return free_tokens if is_free else sampled_tokens
+
+
+def _sampled(
+    requests: Sequence[SampledRequest], way: Callable[..., Tensor], values: Tensor
+) -> Tensor:
     """``values``: the requests' rows, one after another."""
-    rows = [(each.sampling, depth) for each in requests for depth in (0, *each.draft.depths())]
-    keys = np.array([state.key for state, _ in rows], np.int64)
-    ends = [state.num_tokens + state.num_unseen + depth for state, depth in rows]
-    positions = np.array(ends, np.int64)
-    return sampled_tokens(values, keys, positions, [state.params for state, _ in rows])
+    states = [each.sampling for each in requests for _ in rows_of(each)]
+    keys = np.array([state.key for state in states], np.int64)
+    ends = [position for each in requests for position in noise_positions(each)]
+    return way(values, keys, np.array(ends, np.int64), [state.params for state in states])
+
+
+def free_tokens(
+    logits: Tensor,
+    keys: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    params: Sequence[SamplingParams],
+) -> Tensor:
+    """As ``sampled_tokens``, of requests that leave out no token, on devices where programs choose."""
+    noise = upload(np.stack([keys, positions]), logits.device)
+    temperatures = _column([each.temperature for each in params], logits.device)
+    return choose_rows(logits, *noise, temperatures[:, 0])
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -236,4 +268,6 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
     params = [SamplingParams(temperature=1.0, top_p=0.5, top_k=1)]
     with torch.inference_mode():
         sampled_tokens(logits, zero, zero, params)
+        if can_choose(device):
+            free_tokens(logits, zero, zero, params)
         read_now(lambda readback: begin_top_tokens(logits, [0], 1, readback, True)[0])

@@ -65,6 +65,15 @@ class SamplingState:
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the token of a row hangs on its logits, the temperature and the noise alone."""
+        return (
+            self.verification == "match"
+            and (self.is_greedy or not truncates(self.params))
+            and not any(each.is_active() for each in self.processors)
+        )
+
+    @property
     def num_tokens(self) -> int:
         """Prompt plus output: the absolute position of the token that the anchor's row predicts."""
         return self.num_prompt_tokens + self.num_output_tokens
@@ -98,6 +107,11 @@ class SamplingState:
             processor.append(token_ids)
 
 
+def truncates(params: SamplingParams) -> bool:
+    """Whether some tokens are left out as too unlikely."""
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
 def _constraint(params: SamplingParams, constrain: Constrain | None) -> GrammarConstraint | None:
     if not params.grammar:
         return None
@@ -126,6 +140,13 @@ def rows_of(request: SampledRequest) -> range:
     """The request's rows among the step's logits."""
     first = request.anchor_logit
     return range(first, first + 1 + len(request.draft.token_ids))
+
+
+def noise_positions(request: SampledRequest) -> list[int]:
+    """Of the noise of the request's rows: where in its text the tokens lie that they predict."""
+    state = request.sampling
+    first = state.num_tokens + state.num_unseen
+    return [first, *(first + depth for depth in request.draft.depths())]
 
 
 def paths(draft: DraftTree) -> list[tuple[int, ...]]:
