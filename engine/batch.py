@@ -242,7 +242,7 @@ class InputBuffers:
             of_logits,
             keys,
             positions,
-            np.array(temperatures, np.float64).view(np.int64),
+            np.array(temperatures).view(np.int64).tolist(),
         )
         num_rows = max(batch.num_rows, 1)
         end = len(columns) * num_rows

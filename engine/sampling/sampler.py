@@ -19,7 +19,8 @@ whose bits the other rows of the batch cannot change (a float sum's can). Ties g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -33,7 +34,7 @@ from engine.kernels import host_kernel
 from engine.kernels.triton.choice_ops import can_choose, choose_rows
 from engine.request.params import SamplingParams
 from engine.sampling.logprobs import begin_top_tokens
-from engine.sampling.noise_torch import vocabulary_noise
+from engine.sampling.noise_torch import gumbel
 from engine.sampling.state import SampledRequest, noise_positions, paths, rows_of, truncates
 from engine.transfer import read_now, upload
 
@@ -70,13 +71,12 @@ def choose_tokens(
         are_greedy = all(each.sampling.is_greedy for each in requests)
         if likeliest is not None and are_greedy and values is logits:
             return likeliest
-        chosen = torch.full((len(values),), _NO_TOKEN, device=values.device)
-        if known is not None:
-            chosen.copy_(known)
-        for way in (greedy_tokens, sampled_tokens, free_tokens):
-            own = [each for each in requests if _way(each, values.device) == way]
+        nobody = torch.full((len(values),), _NO_TOKEN, device=values.device)
+        chosen = nobody if known is None else known.clone()
+        for is_greedy in (True, False):
+            own = [each for each in requests if each.sampling.is_greedy == is_greedy]
             rows = [row for each in own for row in rows_of(each)]
-            choose = greedy_tokens if way == greedy_tokens else partial(_sampled, own, way)
+            choose = greedy_tokens if is_greedy else partial(_sampled, own)
             if rows == list(range(len(values))):
                 return choose(values.contiguous())
             if rows:
@@ -120,34 +120,13 @@ def edited_logits(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
     return values
 
 
-def _way(request: SampledRequest, device: torch.device) -> Callable[..., Tensor]:
-    """A request's is the same in all of its steps, so that none of its tokens hangs on another's."""
-    if request.sampling.is_greedy:
-        return greedy_tokens
-    is_free = can_choose(device) and not truncates(request.sampling.params)
-    return free_tokens if is_free else sampled_tokens
-
-
-def _sampled(
-    requests: Sequence[SampledRequest], way: Callable[..., Tensor], values: Tensor
-) -> Tensor:
+def _sampled(requests: Sequence[SampledRequest], values: Tensor) -> Tensor:
     """``values``: the requests' rows, one after another."""
     states = [each.sampling for each in requests for _ in rows_of(each)]
     keys = np.array([state.key for state in states], np.int64)
     ends = [position for each in requests for position in noise_positions(each)]
-    return way(values, keys, np.array(ends, np.int64), [state.params for state in states])
-
-
-def free_tokens(
-    logits: Tensor,
-    keys: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    params: Sequence[SamplingParams],
-) -> Tensor:
-    """As ``sampled_tokens``, of requests that leave out no token, on devices where programs choose."""
-    noise = upload(np.stack([keys, positions]), logits.device)
-    temperatures = _column([each.temperature for each in params], logits.device)
-    return choose_rows(logits, *noise, temperatures[:, 0])
+    positions = np.array(ends, np.int64)
+    return sampled_tokens(values, keys, positions, [state.params for state in states])
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -181,11 +160,21 @@ def sampled_tokens(
         return tokens
     num_rows, vocab_size = logits.shape
     noise_keys, noise_positions = upload(np.stack([keys, positions]), logits.device)
+    temperatures = _column([each.temperature for each in params], logits.device)
+    if can_choose(logits.device) and not any(map(truncates, params)):
+        return choose_rows(logits, noise_keys, noise_positions, temperatures[:, 0])
     size = max(1, _PIECE_NUMEL // vocab_size)
     winners = []
     for part in (slice(first, first + size) for first in range(0, num_rows, size)):
-        noise = vocabulary_noise(noise_keys[part], noise_positions[part], vocab_size)
-        winners.append(_first_best(truncated(logits[part], params[part]).add_(noise)))
+        scaled, own = (
+            truncated(logits[part], params[part]),
+            (noise_keys[part], noise_positions[part]),
+        )
+        if can_choose(logits.device):
+            winners.append(choose_rows(scaled, *own, torch.ones_like(scaled[:, 0])))
+        else:
+            token_ids = torch.arange(vocab_size, device=logits.device)
+            winners.append(_first_best(scaled.add_(gumbel(*own, token_ids))))
     return torch.cat(winners)
 
 
@@ -265,9 +254,7 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
     reads a top token."""
     logits = torch.zeros(1, vocab_size, device=device)
     zero = np.zeros(1, np.int64)
-    params = [SamplingParams(temperature=1.0, top_p=0.5, top_k=1)]
     with torch.inference_mode():
-        sampled_tokens(logits, zero, zero, params)
-        if can_choose(device):
-            free_tokens(logits, zero, zero, params)
+        for params in (SamplingParams(), SamplingParams(top_p=0.5, top_k=1)):
+            sampled_tokens(logits, zero, zero, [replace(params, temperature=1.0)])
         read_now(lambda readback: begin_top_tokens(logits, [0], 1, readback, True)[0])

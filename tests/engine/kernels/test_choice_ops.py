@@ -10,7 +10,7 @@ import torch
 
 from engine.kernels.triton.choice_ops import choose_rows
 from engine.sampling.noise import gumbel_list, request_key
-from engine.sampling.noise_torch import vocabulary_noise
+from engine.sampling.noise_torch import gumbel
 from worlds.interpreted import DEVICE, ON_CPU, patching_once
 
 INF, NAN = float("inf"), float("nan")
@@ -40,7 +40,7 @@ def expected(
     rows = zip(logits.float(), *noise, temperatures, strict=True)
     for row, key, position, temperature in rows:
         if temperature > 0:
-            own = vocabulary_noise(key[None], position[None], len(row))[0]
+            own = gumbel(key[None], position[None], torch.arange(len(row), device=DEVICE))[0]
             row = row.double() / temperature + own
         best = row.max(-1)
         found.append(0 if best.values.isnan() else int(best.indices))
