@@ -245,7 +245,11 @@ class ModelRunner:
                 range(0, num_requests * num_blocks, num_blocks), drawn, strict=True
             )
         ]
-        return build_batch(requests, block_size)
+        batch = build_batch(requests, block_size)
+        if self._chooses:
+            asked = Choices.of_none(len(batch.logits_indices))
+            batch.choices = asked._replace(temperatures=[0.0] * len(asked.keys))
+        return batch
 
     def _sample_states(self, number: int) -> StateRows | None:
         """Returns a slot to begin from, whatever it holds, and to leave the state in."""
