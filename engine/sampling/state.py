@@ -52,6 +52,7 @@ class SamplingState:
         self.verification: VerificationName = (
             "match" if self.is_greedy else request.speculative.verification
         )
+        self._is_whole = self.verification == "match" and (self.is_greedy or not truncates(params))
         self.num_steps = 0
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         eos = () if params.ignore_eos else eos_token_ids
@@ -67,11 +68,8 @@ class SamplingState:
     @property
     def is_plain(self) -> bool:
         """Whether the token of a row hangs on its logits, the temperature and the noise alone."""
-        return (
-            self.verification == "match"
-            and (self.is_greedy or not truncates(self.params))
-            and not any(each.is_active() for each in self.processors)
-        )
+        processors = self.processors
+        return self._is_whole and not (processors and any(each.is_active() for each in processors))
 
     @property
     def num_tokens(self) -> int:
