@@ -233,7 +233,7 @@ def build_engine_for(
     if config.embeddings != "none":
         wanted.add(NORMED)
     hidden_layers = tuple(sorted(wanted))
-    runner.prepare(hidden_layers)
+    runner.prepare(hidden_layers, chooses=True)
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     offload = begin_offload(config, runner, drafters, weights, determinism, found)
     if slots is not None:

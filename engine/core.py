@@ -27,6 +27,7 @@ from engine.request.params import GenerationRequest
 from engine.request.stats import SpeculativeStats, StepClock, StepStats
 from engine.sampling.state import SamplingState
 from engine.schedule.ahead import going_on
+from engine.schedule.choices import row_choices
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.accounts import account
@@ -119,6 +120,7 @@ class EngineCore:
         self._clock = clock
         self.kv_events = kv_events
         self._hidden_layers = hidden_layers or speculation.hidden_layers
+        self._chooses = runs_ahead
         self.runs_ahead = runs_ahead and pool.states is None
         if self.runs_ahead:
             cost.observe_overhead(0.0, is_hidden=True)  # as long as none was seen to take longer
@@ -275,6 +277,8 @@ class EngineCore:
                     self.speculation.draft(plan, Readback())
             batch = self._build_batch(plan)
             batch.chosen = chosen
+            if self._chooses:
+                batch.choices = row_choices(plan.scheduled, len(batch.logits_indices))
             with clock.measure("forward"):
                 output = self.runner.forward(batch)
             return _Launched(plan, batch, output, self._begin_reading(plan, output, clock), clock)
@@ -286,7 +290,9 @@ class EngineCore:
         """None: that goes wrong for all requests at once."""
         before = clock.draft
         try:
-            return begin_reading(plan.scheduled, output.logits, clock, self.runs_ahead)
+            return begin_reading(
+                plan.scheduled, output.logits, clock, self.runs_ahead, output.tokens
+            )
         except BaseException as error:
             if is_interrupt(error):
                 raise

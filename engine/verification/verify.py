@@ -68,21 +68,24 @@ def begin_reading(
     logits: Tensor,
     clock: StepClock,
     waits: bool = False,
+    known: Tensor | None = None,
 ) -> Reading:
     """Begins all that is read of a step before any of it is, to be read in one go, with one wait for the
     device; only verification by rejection, and what follows from it, waits again. Where that is not
     needed and reading ``waits``, as it does for a device, the logits may be written over once this
-    returns.
+    returns. ``known`` as ``choose_tokens`` takes it.
     """
     readback = Readback()
-    if logits.numel() <= _FEW_LOGITS:
+    if known is None and logits.numel() <= _FEW_LOGITS:
         logits = logits.float()  # which all who read them would do by themselves
     sampling = [each for each in requests if each.samples]
     with clock.measure("verify"):
         for each in sampling:
             each.leave_out_late_drafts()
         finish_tops, likeliest = begin_top_rows(sampling, logits, readback)
-        finish_verification, tokens = begin_verification(logits, sampling, readback, likeliest)
+        finish_verification, tokens = begin_verification(
+            logits, sampling, readback, likeliest, known
+        )
     finish_logprobs = begin_logprobs(requests, logits, tokens, readback, waits)
     readback.send()
 
@@ -105,15 +108,17 @@ def begin_verification(
     requests: Sequence[SampledRequest],
     readback: Readback,
     likeliest: Tensor | None = None,
+    known: Tensor | None = None,
 ) -> tuple[Callable[[], None], Tensor | None]:
     """Begins each request's own verification of the step's ``logits`` ``[num_rows, vocab_size]``, which
-    are left as they are. States are read, not advanced. ``likeliest`` as ``choose_tokens`` takes it.
+    are left as they are. States are read, not advanced. ``likeliest`` and ``known`` as ``choose_tokens``
+    takes them.
 
     Returns what gives the requests their outcomes once the readback was fetched, and the target's own
     token at every row, where any request is matched: int64 ``[num_rows]``, where the logits are.
     """
     matched = [each for each in requests if each.sampling.verification == "match"]
-    tokens = choose_tokens(logits, matched, likeliest) if matched else None
+    tokens = choose_tokens(logits, matched, likeliest, known) if matched else None
     finishing = [] if tokens is None else [_begin_matching(tokens, matched, readback)]
     for name, rule in _RULES.items():
         own = [each for each in requests if each.sampling.verification == name]
