@@ -20,6 +20,7 @@ from engine.batch import (
     InputTensors,
     RequestRows,
     build_batch,
+    settle,
 )
 from engine.capture.replays import GraphSizes, make_replays
 from engine.kernels import Renews
@@ -83,6 +84,8 @@ class ModelRunner:
     def forward(self, batch: InputBatch) -> ForwardOutput:
         """Keys and values of all rows are in the store afterwards. On a GPU that is in the order of its
         work: the forward is launched, and nobody waits for it."""
+        if batch.moved is not None and not self.attention.can_move(batch):
+            batch = settle(batch, self.store.block_size)
         watch = Stopwatch(self.device) if self.device.type == "cuda" else None
         padded = self._replays.pad(batch)
         inputs, plan = self._plan(padded)

@@ -22,7 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import code_programs, joint_programs, row_programs
+from engine.kernels.copying import copying_variant
+from engine.kernels.triton import code_programs, copy_programs, joint_programs, row_programs
 from engine.kernels.triton import ragged_attention as programs
 from engine.kernels.triton.code_ops import code_tile
 from engine.kernels.triton.joint_ops import ACTIVATIONS, gate_variant, heads_variant
@@ -87,6 +88,7 @@ _NUMBER_TYPES = {
     torch.float32: "fp32",
 }  # fmt: skip
 _INTS = {"codes": "*i16", "slots": "*i64", "plan": "*i32", "joins": "*i32"}
+_INTS |= {"told": "*i32", "texts": "*i32", "tokens": "*i64", "drafted": "*i64"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
 _OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias", "chunks"}
@@ -164,6 +166,10 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
             gate = gate._replace(constants=gate.constants | joint)
             yield joint_programs.gate, gate, "bf16", ""
         return
+    if name == "copies":
+        for most_nodes in (4, 64):
+            yield copy_programs.copy_drafts, copying_variant(most_nodes), "i64", ""
+        return
     if name in CODES:
         scheme, dtype, num_rows, in_features = CODES[name]
         weight = drawn_weight(scheme if scheme != "e4m3" else "compressed-tensors", 1, 4096)
@@ -204,4 +210,4 @@ def main(capability: int, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES, "passes"])
+    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES, "passes", "copies"])
