@@ -32,6 +32,8 @@ class RequestRows:
     ``states``: what its rows have to do with states, where layers keep some; None: they begin anew, and
     leave nothing.
 
+    ``num_unsure``: so many slots before ``base`` the rows may turn out to lie (``InputBatch.moved``).
+
     ``first_row``, ``first_logit``: where its rows begin in the batch, and its logits among the batch's;
     ``build_batch`` says so.
     """
@@ -46,6 +48,7 @@ class RequestRows:
     first_key: int = 0
     adapter: Any = None
     states: StateRows | None = None
+    num_unsure: int = 0
     first_row: int = 0
     first_logit: int = 0
 
@@ -109,6 +112,9 @@ class InputBatch:
     """Flat rows, in the order of the requests. ``bucket``: what the rows were padded to; None: not at
     all. ``chosen``: the rows' tokens ``[num_rows]``, int64, where only the device knows them yet;
     ``token_ids`` are stand-ins then. ``choices``: None where the forward need not choose any token.
+    ``moved`` ``[3, num_rows]``, int64, where only the device knows how much of the drafts before was
+    accepted: positions, slots, and how many slots before their requests' ``base`` the rows lie; what is
+    said elsewhere is as far on as they can be.
 
     ``hidden_layers``: which hidden states leave the forward. ``k`` of N layers is the residual stream
     that enters decoder layer k, before any norm; N is what leaves the last layer; ``NORMED`` are those
@@ -119,6 +125,7 @@ class InputBatch:
     bucket: Bucket | None = None
     chosen: torch.Tensor | None = None
     choices: Choices | None = None
+    moved: torch.Tensor | None = None
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)
@@ -155,13 +162,27 @@ def build_batch(
             depths = request.depths()[request.num_stored :]
             positions += [end - 1 + depth for depth in depths]
         first, last = request.base + request.num_stored, end + len(request.parents)
-        slots += _slots(request.block_table, first, last, block_size)
+        slots += slots_of(request.block_table, first, last, block_size)
         logits_indices += range(num_rows - request.num_logits, num_rows)
     if any(request.adapter is not None for request in requests):
         for request in requests:
             address = 0 if request.adapter is None else request.adapter.address
             batch.adapters += [address] * request.num_rows
     return batch
+
+
+def settle(batch: InputBatch, block_size: int) -> InputBatch:
+    """Waits for what only the device knows of the batch, and returns it laid out by that."""
+    if batch.chosen is None:
+        return batch
+    token_ids = batch.chosen.tolist()
+    moved = [0] * len(token_ids) if batch.moved is None else batch.moved[2].tolist()
+    requests = []
+    for rows in batch.requests:
+        own = token_ids[rows.first_row : rows.first_row + rows.num_rows]
+        base = rows.base - moved[rows.first_row]
+        requests.append(replace(rows, token_ids=own, base=base))
+    return build_batch(requests, block_size, batch.hidden_layers)
 
 
 def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:
@@ -186,8 +207,8 @@ def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:
     return block_table[position // block_size] * block_size + position % block_size
 
 
-def _slots(block_table: Sequence[int], first: int, end: int, block_size: int) -> list[int]:
-    """Slots of the positions ``first`` .. ``end - 1``, block by block."""
+def slots_of(block_table: Sequence[int], first: int, end: int, block_size: int) -> list[int]:
+    """Returns the slots of the positions ``first`` .. ``end - 1``, block by block."""
     slots: list[int] = []
     while first < end:
         slot = slot_of(block_table, first, block_size)
@@ -262,6 +283,10 @@ class InputBuffers:
         tensors = tensors._replace(temperatures=tensors.temperatures.view(torch.float64))
         if batch.chosen is not None:
             tensors.token_ids[: len(batch.chosen)].copy_(batch.chosen)
+        if batch.moved is not None:
+            num_moved = batch.moved.shape[1]
+            tensors.positions[:num_moved].copy_(batch.moved[0])
+            tensors.slot_mapping[:num_moved].copy_(batch.moved[1])
         return tensors
 
     def _grow(self, num_rows: int) -> None:

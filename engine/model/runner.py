@@ -21,6 +21,7 @@ from engine.batch import (
     InputTensors,
     RequestRows,
     build_batch,
+    settle,
 )
 from engine.capture.replays import GraphSizes, make_replays
 from engine.kernels import Renews
@@ -86,6 +87,8 @@ class ModelRunner:
     def forward(self, batch: InputBatch) -> ForwardOutput:
         """Keys and values of all rows are in the store afterwards. On a GPU that is in the order of its
         work: the forward is launched, and nobody waits for it."""
+        if batch.moved is not None and not self.attention.can_move(batch):
+            batch = settle(batch, self.store.block_size)
         watch = Stopwatch(self.device) if self.device.type == "cuda" else None
         if self._chooses and batch.choices is None:  # a graph chooses in every step
             batch.choices = Choices.of_none(len(batch.logits_indices))

@@ -45,7 +45,7 @@ class SamplingState:
         self.key = request_key(params.seed, params.choice_index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_output_tokens = 0
-        # Tokens that the device has chosen and the host has not read, 0 or 1: the next step is planned.
+        # Tokens at most that the device has chosen and the host has not read: the next step is planned.
         self.num_unseen = 0
         self.is_greedy = params.temperature == 0
         # Greedy rows have one possible token: every verification then comes to equality.

@@ -22,7 +22,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import choice_programs, code_programs, joint_programs, row_programs
+from engine.kernels.copying import copying_variant
+from engine.kernels.triton import (
+    choice_programs,
+    code_programs,
+    copy_programs,
+    joint_programs,
+    row_programs,
+)
 from engine.kernels.triton import ragged_attention as programs
 from engine.kernels.triton.choice_ops import choose_variant, score_variant
 from engine.kernels.triton.code_ops import code_tile
@@ -87,8 +94,9 @@ _NUMBER_TYPES = {
     torch.uint8: "u8", torch.int8: "i8", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.float32: "fp32",
 }  # fmt: skip
-_INTS = {"codes": "*i16", "slots": "*i64", "plan": "*i32", "joins": "*i32", "tokens": "*i32"}
-_INTS |= dict.fromkeys(("noise_keys", "noise_positions", "chosen"), "*i64")
+_INTS = {"codes": "*i16", "slots": "*i64", "plan": "*i32", "joins": "*i32", "best_tokens": "*i32"}
+_INTS |= dict.fromkeys(("noise_keys", "noise_positions", "chosen", "tokens", "drafted"), "*i64")
+_INTS |= {"told": "*i32", "texts": "*i32"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
 _DOUBLES = dict.fromkeys(("scores", "temperatures"), "*fp64")
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
@@ -170,6 +178,10 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
             yield choice_programs.score, score_variant(), logits, ""
         yield choice_programs.choose, choose_variant(149), "bf16", ""
         return
+    if name == "copies":
+        for most_nodes in (4, 64):
+            yield copy_programs.copy_drafts, copying_variant(most_nodes), "i64", ""
+        return
     if name in CODES:
         scheme, dtype, num_rows, in_features = CODES[name]
         weight = drawn_weight(scheme if scheme != "e4m3" else "compressed-tensors", 1, 4096)
@@ -210,4 +222,4 @@ def main(capability: int, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES, "passes"])
+    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES, "passes", "copies"])

@@ -64,7 +64,7 @@ def score(
     noise_positions,  # [num_rows] int64
     temperatures,  # [num_rows] float64; 0: no noise; below: the row has no token
     scores,  # [num_rows, num_tiles] float64
-    tokens,  # [num_rows, num_tiles] int32
+    best_tokens,  # [num_rows, num_tiles] int32
     num_rows,
     vocab_size,
     row_stride,
@@ -94,13 +94,13 @@ def score(
     flat: tl.constexpr = [ROWS, _GROUP * _GROUP]
     best, best_token = _first_best(tl.reshape(score, flat), tl.reshape(token, flat))
     tl.store(scores + row * num_tiles + tile, best, is_row)
-    tl.store(tokens + row * num_tiles + tile, best_token, is_row)
+    tl.store(best_tokens + row * num_tiles + tile, best_token, is_row)
 
 
 @triton.jit
 def choose(
     scores,  # [num_rows, num_tiles] float64
-    tokens,  # [num_rows, num_tiles] int32
+    best_tokens,  # [num_rows, num_tiles] int32
     chosen,  # [num_rows] int64
     num_tiles,
     LANES: tl.constexpr,
@@ -109,6 +109,6 @@ def choose(
     lane = tl.arange(0, LANES)[None, :]
     is_tile = lane < num_tiles
     score = tl.load(scores + row * num_tiles + lane, mask=is_tile, other=float("-inf"))
-    token = tl.load(tokens + row * num_tiles + lane, mask=is_tile, other=_LAST)
+    token = tl.load(best_tokens + row * num_tiles + lane, mask=is_tile, other=_LAST)
     _, best = _first_best(score, token)
     tl.store(chosen + row + tl.arange(0, 1), tl.maximum(best, 0).to(tl.int64))
