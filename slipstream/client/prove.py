@@ -59,9 +59,11 @@ def run(arguments: Namespace) -> int:
             arguments.markdown.write_text(report + "\n", "utf-8")
     except OSError as error:
         raise FlagError(f"cannot write: {error}") from error
-    if not proof.compared:
-        raise FlagError("no request was answered, so that nothing is proven")
-    return int(bool(proof.broken))
+    if proof.broken:
+        return 1
+    if proof.ended or not proof.compared:
+        raise FlagError(proof.ended or "no request was answered, so that nothing is proven")
+    return 0
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ async def _prove(arguments: Namespace) -> Proof:
         catalogue = peer.service.catalogue if against.service.tells_drafts else None
         offer = Offer(catalogue, peer.card.get("has_chat_template", True))
         plan = make_plan(offer, arguments.requests, arguments.seed, run_id)
-        compared, drawn = await _run(plan, peer, against, arguments.concurrency, run_id)
+        compared, drawn, ended = await _run(plan, peer, against, arguments.concurrency, run_id)
     about = {
         "url": peer.connection.url,
         "reference": "itself, alone" if against is peer else against.connection.url,
@@ -113,13 +115,13 @@ async def _prove(arguments: Namespace) -> Proof:
     is_exact = against is peer and peer.card.get("determinism") == "exact"
     is_exact = is_exact and peer.card.get("exact_verified") is not False
     refused = peer.refused if against is peer else peer.refused + against.refused
-    return Proof(about, peer.card, is_exact, compared, judge_draws(drawn), refused)
+    return Proof(about, peer.card, is_exact, compared, judge_draws(drawn), refused, ended)
 
 
 async def _run(
     plan: Plan, peer: _Peer, against: _Peer, concurrency: int, run_id: str
-) -> tuple[list[Compared], list[tuple[str, int, Answer]]]:
-    """In the order of the plan. Raises ClientError."""
+) -> tuple[list[Compared], list[tuple[str, int, Answer]], str]:
+    """In the order of the plan, and what ended it early: what had come by then is not lost."""
     plain: dict[int, Answer] = {}
     compared: list[Compared] = []
     drawn: list[tuple[str, int, Answer]] = []
@@ -148,14 +150,18 @@ async def _run(
     others = [partial(compare, each) for each in plan.trials if not each.is_alone]
     others += [partial(draw, each) for each in plan.drawn]
     random.Random(len(others)).shuffle(others)
-    with progress(len(plan.cases) + len(alone) + len(others)) as bar:
-        for name, count, work in (
-            ("without drafts", 1, [partial(write, each) for each in plan.cases]),
-            ("alone", 1, alone),
-            ("in company", concurrency, others),
-        ):
-            bar.set_description(name)
-            await side_by_side(count, [partial(counted, each) for each in work])
+    ended = ""
+    try:
+        with progress(len(plan.cases) + len(alone) + len(others)) as bar:
+            for name, count, work in (
+                ("without drafts", 1, [partial(write, each) for each in plan.cases]),
+                ("alone", 1, alone),
+                ("in company", concurrency, others),
+            ):
+                bar.set_description(name)
+                await side_by_side(count, [partial(counted, each) for each in work])
+    except (ClientError, asyncio.CancelledError) as error:  # the latter by Ctrl-C
+        ended = str(error) or "interrupted"
     compared.sort(key=lambda each: each.trial.number)
     drawn.sort(key=lambda each: each[1])
-    return compared, drawn
+    return compared, drawn, ended

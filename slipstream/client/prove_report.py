@@ -34,7 +34,8 @@ class Compared(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Proof:
     """``about``: the run. ``card``: of the model, as the server tells it. ``is_exact``: whether equal
-    bits are promised. ``refused``: requests that were not answered, by reason."""
+    bits are promised. ``refused``: requests that were not answered, by reason. ``ended``: what
+    ended the run early, if anything did."""
 
     about: Mapping[str, Any]
     card: Mapping[str, Any]
@@ -42,6 +43,7 @@ class Proof:
     compared: Sequence[Compared]
     draws: Sequence[DrawTest]
     refused: Counter[str]
+    ended: str = ""
 
     @property
     def broken(self) -> list[str]:
@@ -75,6 +77,7 @@ def to_markdown(proof: Proof) -> str:
         f"{about['date']}, seed {about['seed']}, compared with {about['reference']}. "
         f"Promise of equal texts: {promise if proof.is_exact else 'none'}.\n",
         f"**{num_texts} of {count} texts equal**, {num_equal} with their log-probabilities.",
+        *([f"Ended early: {proof.ended}"] if proof.ended else []),
         *(f"Not kept: {each}" for each in proof.broken),
         f"\n{markdown_table([_HEADER, *rows], num_text_columns=2)}",
     ]
@@ -148,6 +151,7 @@ def to_json(proof: Proof) -> dict[str, Any]:
         "model": dict(proof.card),
         "is_exact": proof.is_exact,
         "not_kept": proof.broken,
+        "ended_early": proof.ended or None,
         **dict(zip(names, _figures(proof.compared), strict=True)),
         "draws": [asdict(each) for each in proof.draws],
         "not_answered": dict(proof.refused),

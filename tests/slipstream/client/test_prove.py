@@ -214,10 +214,16 @@ class WholeServer:
     further fields of its model's. A Slipstream server where ``catalogue`` is given."""
 
     def __init__(
-        self, catalogue: Any = None, slips: int = 0, refuses: str = "", **card: Any
+        self,
+        catalogue: Any = None,
+        slips: int = 0,
+        refuses: str = "",
+        most: int = 1000,
+        **card: Any,
     ) -> None:
+        """``most``: requests after which it breaks."""
         self.bodies: list[dict[str, Any]] = []
-        self._slips, self._refuses = slips, refuses
+        self._slips, self._refuses, self._most = slips, refuses, most
         self.app = FastAPI()
         models = {"data": [{"id": "m", "has_chat_template": True, **card}]}
         self.app.get("/v1/models")(lambda: models)
@@ -231,6 +237,8 @@ class WholeServer:
         self.bodies.append(body)
         if self._refuses in body:
             return JSONResponse({"error": {"message": f"no {self._refuses}"}}, 400)
+        if len(self.bodies) > self._most:
+            return JSONResponse({"error": {"message": "broken"}}, 500)
         slipped = self._slips and not len(self.bodies) % self._slips
         text = "one two" if slipped else "one too"
         told: Any = None
@@ -300,6 +308,16 @@ def test_what_is_not_answered_is_told(capsys: pytest.CaptureFixture[str]) -> Non
 def test_without_any_answer_nothing_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     assert prove(WholeServer(refuses="model")) == 2
     assert "nothing is proven" in capsys.readouterr().err
+
+
+def test_what_came_before_the_server_broke_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove(WholeServer(CATALOGUE, most=20, determinism="exact")) == 2
+    out, err = capsys.readouterr()
+    assert "Ended early: broken" in out
+    assert " texts equal**" in out
+    assert err.endswith("slipstream: broken\n")
+    broken = WholeServer(CATALOGUE, most=20, slips=7, determinism="exact")
+    assert prove(broken) == 1
 
 
 def test_no_server_is_not_a_broken_promise(capsys: pytest.CaptureFixture[str]) -> None:
