@@ -44,9 +44,9 @@ class Follower:
         drafts that are made for ``batch``, if any are, or may have been refused, as ``begin_reading``
         takes them."""
         if not any(each.draft for each in (*parts, *next_parts)):
-            rows = [each.anchor_logit for each in parts]
-            is_all = rows == list(range(len(tokens)))
-            batch.chosen = tokens if is_all else tokens[upload(rows, tokens.device)]
+            anchors = [each.anchor_logit for each in parts]
+            is_all = anchors == list(range(len(tokens)))
+            batch.chosen = tokens if is_all else tokens[upload(anchors, tokens.device)]
             return None
         drafted = _drafted_rows(parts, tokens) if copied is None else copied[0]
         records, rest = list[int](), list[int]()
