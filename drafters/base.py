@@ -400,6 +400,17 @@ class Drafter:
             raise TypeError(f"start returned {type(state).__name__}, which is no RequestState")
         self._states[request_id] = state
 
+    def copies(self, request_id: str, num_tokens: int) -> tuple[int, int] | None:  # noqa: ARG002
+        """Returns the shortest and longest match of a request whose chains copy, while its text has at
+        most ``num_tokens``, what followed the longest, then most recent, earlier occurrence of the text's
+        last tokens: a device can do so by itself. None: they are made otherwise."""
+        return None
+
+    def copied(self, token_ids: Sequence[int], match_length: int) -> DraftTree:
+        """Returns the chain that it would have proposed, where ``copies`` says how, of tokens that were
+        copied after a match of so many."""
+        raise NotImplementedError
+
     def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
         """Called once, right after ``open``, if the request comes with a text that the output is expected
         to repeat for the most part."""

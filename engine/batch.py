@@ -32,6 +32,8 @@ class RequestRows:
     ``states``: what its rows have to do with states, where layers keep some; None: they begin anew, and
     leave nothing.
 
+    ``num_unsure``: so many slots before ``base`` the rows may turn out to lie (``InputBatch.moved``).
+
     ``first_row``, ``first_logit``: where its rows begin in the batch, and its logits among the batch's;
     ``build_batch`` says so.
     """
@@ -46,6 +48,7 @@ class RequestRows:
     first_key: int = 0
     adapter: Any = None
     states: StateRows | None = None
+    num_unsure: int = 0
     first_row: int = 0
     first_logit: int = 0
 
@@ -82,11 +85,36 @@ class Bucket(NamedTuple):
     num_requests: int
 
 
+class Choices(NamedTuple):
+    """How the forward itself chooses tokens, of each row with logits: ``keys`` and ``positions`` of the
+    noise, and ``temperatures``; 0: the likeliest, below: no token of this row is asked for."""
+
+    keys: list[int]
+    positions: list[int]
+    temperatures: list[float]
+
+    @staticmethod
+    def of_none(num_rows: int) -> Choices:
+        return Choices([0] * num_rows, [0] * num_rows, [-1.0] * num_rows)
+
+    def padded(self, num_rows: int) -> Choices:
+        """Returns those of so many rows, of whose last ones no token is asked for."""
+        more = Choices.of_none(num_rows - len(self.keys))
+        return Choices(
+            self.keys + more.keys,
+            self.positions + more.positions,
+            self.temperatures + more.temperatures,
+        )
+
+
 @dataclass(slots=True)
 class InputBatch:
     """Flat rows, in the order of the requests. ``bucket``: what the rows were padded to; None: not at
     all. ``chosen``: the rows' tokens ``[num_rows]``, int64, where only the device knows them yet;
-    ``token_ids`` are stand-ins then.
+    ``token_ids`` are stand-ins then. ``choices``: None where the forward need not choose any token.
+    ``moved`` ``[3, num_rows]``, int64, where only the device knows how much of the drafts before was
+    accepted: positions, slots, and how many slots before their requests' ``base`` the rows lie; what is
+    said elsewhere is as far on as they can be.
 
     ``hidden_layers``: which hidden states leave the forward. ``k`` of N layers is the residual stream
     that enters decoder layer k, before any norm; N is what leaves the last layer; ``NORMED`` are those
@@ -96,6 +124,8 @@ class InputBatch:
     hidden_layers: tuple[int, ...] = ()
     bucket: Bucket | None = None
     chosen: torch.Tensor | None = None
+    choices: Choices | None = None
+    moved: torch.Tensor | None = None
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)
@@ -132,13 +162,27 @@ def build_batch(
             depths = request.depths()[request.num_stored :]
             positions += [end - 1 + depth for depth in depths]
         first, last = request.base + request.num_stored, end + len(request.parents)
-        slots += _slots(request.block_table, first, last, block_size)
+        slots += slots_of(request.block_table, first, last, block_size)
         logits_indices += range(num_rows - request.num_logits, num_rows)
     if any(request.adapter is not None for request in requests):
         for request in requests:
             address = 0 if request.adapter is None else request.adapter.address
             batch.adapters += [address] * request.num_rows
     return batch
+
+
+def settle(batch: InputBatch, block_size: int) -> InputBatch:
+    """Waits for what only the device knows of the batch, and returns it laid out by that."""
+    if batch.chosen is None:
+        return batch
+    token_ids = batch.chosen.tolist()
+    moved = [0] * len(token_ids) if batch.moved is None else batch.moved[2].tolist()
+    requests = []
+    for rows in batch.requests:
+        own = token_ids[rows.first_row : rows.first_row + rows.num_rows]
+        base = rows.base - moved[rows.first_row]
+        requests.append(replace(rows, token_ids=own, base=base))
+    return build_batch(requests, block_size, batch.hidden_layers)
 
 
 def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:
@@ -154,6 +198,7 @@ def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:
         positions=[*batch.positions, *[0] * count],
         slot_mapping=[*batch.slot_mapping, *[NO_SLOT] * count],
         logits_indices=[*batch.logits_indices, *[0] * missing],
+        choices=batch.choices and batch.choices.padded(bucket.num_rows),
         adapters=[*batch.adapters, *[0] * count] if batch.adapters else [],
     )
 
@@ -162,8 +207,8 @@ def slot_of(block_table: Sequence[int], position: int, block_size: int) -> int:
     return block_table[position // block_size] * block_size + position % block_size
 
 
-def _slots(block_table: Sequence[int], first: int, end: int, block_size: int) -> list[int]:
-    """Slots of the positions ``first`` .. ``end - 1``, block by block."""
+def slots_of(block_table: Sequence[int], first: int, end: int, block_size: int) -> list[int]:
+    """Returns the slots of the positions ``first`` .. ``end - 1``, block by block."""
     slots: list[int] = []
     while first < end:
         slot = slot_of(block_table, first, block_size)
@@ -175,7 +220,8 @@ def _slots(block_table: Sequence[int], first: int, end: int, block_size: int) ->
 
 class InputTensors(NamedTuple):
     """A batch on the device, each ``[num_rows]`` int64 but for ``logits_indices``, of at least one.
-    ``adapters`` and, of the rows with logits, ``logits_adapters`` are empty where no row has one."""
+    ``adapters`` and, of the rows with logits, ``logits_adapters`` are empty where no row has one; so are
+    ``Choices`` (``temperatures`` are float64), where there are none."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -183,6 +229,9 @@ class InputTensors(NamedTuple):
     logits_indices: torch.Tensor
     adapters: torch.Tensor
     logits_adapters: torch.Tensor
+    noise_keys: torch.Tensor
+    noise_positions: torch.Tensor
+    temperatures: torch.Tensor
 
 
 class InputBuffers:
@@ -204,6 +253,7 @@ class InputBuffers:
         # A step of prompt chunks alone needs no logits, but models want at least one row.
         logits_indices = batch.logits_indices or [0]
         of_logits = [batch.adapters[row] for row in logits_indices] if batch.adapters else []
+        keys, positions, temperatures = batch.choices or Choices.of_none(0)
         columns = (
             batch.token_ids,
             batch.positions,
@@ -211,6 +261,9 @@ class InputBuffers:
             logits_indices,
             batch.adapters,
             of_logits,
+            keys,
+            positions,
+            np.array(temperatures).view(np.int64).tolist(),
         )
         num_rows = max(batch.num_rows, 1)
         end = len(columns) * num_rows
@@ -227,8 +280,13 @@ class InputBuffers:
             memory[:end].copy_(host, non_blocking=True)
         views = zip(memory[:end].view(-1, num_rows), columns, strict=True)
         tensors = InputTensors(*(view[: len(values)] for view, values in views))
+        tensors = tensors._replace(temperatures=tensors.temperatures.view(torch.float64))
         if batch.chosen is not None:
             tensors.token_ids[: len(batch.chosen)].copy_(batch.chosen)
+        if batch.moved is not None:
+            num_moved = batch.moved.shape[1]
+            tensors.positions[:num_moved].copy_(batch.moved[0])
+            tensors.slot_mapping[:num_moved].copy_(batch.moved[1])
         return tensors
 
     def _grow(self, num_rows: int) -> None:
@@ -241,11 +299,14 @@ class ForwardOutput(NamedTuple):
     """``logits``: ``[num_logits, vocab_size]``, those of ``logits_indices``, in the model's type.
     ``hidden``: ``[num_rows, hidden_size]`` for each of the batch's ``hidden_layers``, in their order.
     Both are valid until the next forward, which may write its own to the same memory.
-    ``seconds``: of the device, once it is done; None: it was done when the forward returned."""
+    ``seconds``: of the device, once it is done; None: it was done when the forward returned.
+    ``tokens``: those that ``choices`` ask for, ``[num_logits]`` int64, in memory of their own; None: the
+    forward chose none."""
 
     logits: torch.Tensor
     hidden: tuple[torch.Tensor, ...] = ()
     seconds: Callable[[], float] | None = None
+    tokens: torch.Tensor | None = None
 
     def with_own_logits(self) -> ForwardOutput:
         """Returns it with logits in memory of their own. Whoever reads hidden states keeps some of their

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ from engine.speculation.cost import CostModel, measure
 from engine.speculation.manager import Speculation
 from engine.states.build import StateSizes, build_states, checked_states, size_states
 from engine.tokenizer import load_tokenizer
+from engine.verification import follow
 from kvpool.block_pool import BlockPool
 from kvpool.state_slots import StateSlots
 from kvpool.state_store import StateStore
@@ -233,7 +235,7 @@ def build_engine_for(
     if config.embeddings != "none":
         wanted.add(NORMED)
     hidden_layers = tuple(sorted(wanted))
-    runner.prepare(hidden_layers)
+    runner.prepare(hidden_layers, chooses=True)
     limits = ModelLimits(vocab_size, max_model_len, eos, constrain)
     offload = begin_offload(config, runner, drafters, weights, determinism, found)
     if slots is not None:
@@ -516,6 +518,10 @@ def _build_core(
     if runner.states is not None:
         runner.states.store.clear()
     warm_up(limits.vocab_size, runner.store.device)
+    is_alone = config.tensor_parallel_size == 1
+    runs_ahead = runner.device.type == "cuda" and is_alone and find_spec("triton") is not None
+    if runs_ahead:
+        follow.warm_up(runner.device)
     kv_events = begin_kv_events(config)
     listener = None if kv_events is None else kv_events.announcer
     pool = BlockPool(
@@ -554,5 +560,5 @@ def _build_core(
         config.check_integrity,
         kv_events=kv_events,
         hidden_layers=hidden_layers,
-        runs_ahead=runner.device.type == "cuda" and config.tensor_parallel_size == 1,
+        runs_ahead=runs_ahead,
     )

@@ -27,13 +27,15 @@ from engine.request.params import GenerationRequest
 from engine.request.stats import SpeculativeStats, StepClock, StepStats
 from engine.sampling.state import SamplingState
 from engine.schedule.ahead import going_on
+from engine.schedule.choices import row_choices
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.schedule.scheduler import Scheduler
 from engine.speculation.accounts import account
 from engine.speculation.baseline import EarlyFinishers, estimate_baseline
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
-from engine.transfer import Readback, upload
+from engine.transfer import Readback
+from engine.verification.follow import Follower
 from engine.verification.pooling import pool
 from engine.verification.verify import Reading, begin_reading, read_step
 from kvpool.block_pool import BlockPool
@@ -87,6 +89,7 @@ class _Launched(NamedTuple):
     output: ForwardOutput
     reading: Reading | None
     clock: StepClock
+    copied: torch.Tensor | None  # drafts that the device makes, as ``begin_reading`` takes them
 
 
 class EngineCore:
@@ -119,9 +122,11 @@ class EngineCore:
         self._clock = clock
         self.kv_events = kv_events
         self._hidden_layers = hidden_layers or speculation.hidden_layers
+        self._chooses = runs_ahead
         self.runs_ahead = runs_ahead and pool.states is None
         if self.runs_ahead:
             cost.observe_overhead(0.0, is_hidden=True)  # as long as none was seen to take longer
+        self._follower = Follower(pool.block_size)
         self._launched: _Launched | None = None
         """The step after the one that was read last, where it was launched ahead."""
         self._ended = 0.0
@@ -174,6 +179,7 @@ class EngineCore:
     def _remove(self, request: Request) -> None:
         del self._requests[request.request_id]
         self.scheduler.remove(request)
+        self._follower.forget(request)
         request.stats.num_failed_drafts = self.speculation.close(request)
         if not self._requests:
             self._launched = None  # nobody is left whose step it is
@@ -260,41 +266,46 @@ class EngineCore:
             self._result.events.append(ErrorEvent(request.request_id, error))
 
     def _begin(
-        self, plan: Plan, clock: StepClock, chosen: torch.Tensor | None = None
+        self, plan: Plan, clock: StepClock, before: _Launched | None = None
     ) -> _Launched | None:
-        """Launch a step. ``chosen``: the rows' tokens, where it is launched ahead. None: it has nothing
-        to do, or it broke."""
+        """Launch a step. ``before``: the step that is not read yet, where it is launched ahead. None: it
+        has nothing to do, or it broke."""
         self._share_mask_time()
         for _ in plan.admitted:
             self._early.start()
         if not plan.scheduled:
             return None
         try:
-            if chosen is None:
+            if before is None:
                 with clock.measure("draft"):
                     self.speculation.draft(plan, Readback())
             batch = self._build_batch(plan)
-            batch.chosen = chosen
+            copied = None if before is None else self._follow(before, plan, batch)
+            if self._chooses:
+                batch.choices = row_choices(plan.scheduled, len(batch.logits_indices))
             with clock.measure("forward"):
                 output = self.runner.forward(batch)
-            return _Launched(plan, batch, output, self._begin_reading(plan, output, clock), clock)
+            reading = self._begin_reading(plan, output, clock, copied)
+            return _Launched(plan, batch, output, reading, clock, copied)
         except BaseException as error:
             self._fail_step(plan, error)
             return None
 
-    def _begin_reading(self, plan: Plan, output: ForwardOutput, clock: StepClock) -> Reading | None:
-        """None: that goes wrong for all requests at once."""
+    def _begin_reading(
+        self, plan: Plan, output: ForwardOutput, clock: StepClock, copied: torch.Tensor | None
+    ) -> Reading | None:
+        """None: that goes wrong for all requests at once. Raises it where drafts are still to be read."""
         before = clock.draft
         try:
-            return begin_reading(plan.scheduled, output.logits, clock, self.runs_ahead)
+            waits, known = self.runs_ahead, output.tokens
+            return begin_reading(plan.scheduled, output.logits, clock, waits, known, copied)
         except BaseException as error:
-            if is_interrupt(error):
+            if is_interrupt(error) or copied is not None:
                 raise
             return None
         finally:
-            plan.speculation_seconds += (
-                clock.draft - before
-            )  # what drafters want to see of the step
+            # What drafters want to see of the step.
+            plan.speculation_seconds += clock.draft - before
 
     def _go_ahead(self, launched: _Launched) -> _Launched | None:
         """Launch the step after one that is not read yet, where the device can go on by itself."""
@@ -306,17 +317,24 @@ class EngineCore:
         if len(alive) < len(self.scheduler.running):
             return None
         clock, parts = StepClock(), going_on(alive)
-        plan = self.scheduler.plan_ahead([each.request for each in parts])
-        if plan is None:
-            return None
-        if not self.speculation.draft_none(plan):
-            for each in plan.scheduled:
-                each.sampling.num_unseen = 0
-            return None
-        rows = [each.anchor_logit for each in parts]
-        if rows != list(range(len(tokens))):
-            tokens = tokens.index_select(0, upload(rows, tokens.device))
-        return self._begin(plan, clock, tokens)
+        plan = self.scheduler.plan_ahead(parts)
+        with clock.measure("draft"):
+            goes_on = plan is not None and self.speculation.draft_ahead(plan)
+        if plan is not None and goes_on:
+            return self._begin(plan, clock, launched)
+        for each in parts:
+            each.sampling.num_unseen = 0
+        return None
+
+    def _follow(self, before: _Launched, plan: Plan, batch: InputBatch) -> torch.Tensor | None:
+        """Tell a batch that is launched ahead which tokens its rows have, and where they lie. Returns the
+        drafts that the device makes for it, if it makes any, or may have refused some."""
+        assert before.reading is not None
+        tokens = before.reading.tokens
+        assert tokens is not None
+        requests = {each.request for each in plan.scheduled}
+        parts = [each for each in before.plan.scheduled if each.request in requests]
+        return self._follower.follow(parts, plan.scheduled, batch, tokens, before.copied)
 
     def _alive(self, plan: Plan) -> list[ScheduledRequest]:
         """Returns the parts of a step whose requests are not over: they may have ended after it was
@@ -326,7 +344,7 @@ class EngineCore:
 
     def _finish(self, launched: _Launched) -> None:
         """Read a step, and take in what it says."""
-        plan, batch, output, _, clock = launched
+        plan, batch, output, _, clock, _ = launched
         clock.start = max(clock.start, self._ended)  # ahead: it began when the one before was over
         if output.seconds is not None:
             with clock.measure("verify"):
@@ -373,6 +391,7 @@ class EngineCore:
                 draft.parents,
                 self.pool.block_table(request.request_id),
                 num_logits,
+                num_unsure=each.num_unsure,
                 adapter=request.adapter,
                 states=self._state_rows(each) if has_states else None,
             )
@@ -399,7 +418,7 @@ class EngineCore:
                 launched.reading.finish()
                 return alive
         except BaseException as error:
-            if is_interrupt(error) or self._launched is not None:
+            if is_interrupt(error) or self._launched is not None or launched.copied is not None:
                 raise
         return self._each(alive, lambda each: read_step([each], logits, clock))
 
@@ -424,9 +443,8 @@ class EngineCore:
     def _commit_one(self, each: ScheduledRequest, moves: list[tuple[int, int]]) -> None:
         """Adds to ``moves`` from which slots to which rows have to move."""
         request, accepted = each.request, each.accepted_rows
-        if accepted and accepted[-1] != len(
-            accepted
-        ):  # they ascend: else all lie where they belong
+        # They ascend: else all lie where they belong.
+        if accepted and accepted[-1] != len(accepted):
             table, size = self.pool.block_table(request.request_id), self.pool.block_size
             anchor = each.base + each.num_known - 1
             moves += (
@@ -440,7 +458,8 @@ class EngineCore:
             nodes = [row - 1 for row in accepted]
             self.pool.states.commit(request.request_id, each.num_known, nodes)
         self.pool.promote(request.request_id, request.token_ids, request.num_computed_tokens)
-        self.pool.free_draft(request.request_id)
+        if self._launched is None:  # else its drafts lie there
+            self.pool.free_draft(request.request_id)
 
     def _tell_cache(self) -> None:
         """Send what the step published and evicted."""

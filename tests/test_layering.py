@@ -58,7 +58,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "transfer",
         },
         "speculation": {"config", "grammar", "request", "schedule", "transfer"},
-        "verification": {"kernels", "request", "sampling", "schedule", "transfer"},
+        "verification": {"batch", "kernels", "request", "sampling", "schedule", "transfer"},
         "core": {
             "batch",
             "grammar",
@@ -125,6 +125,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
             "speculation",
             "states",
             "tokenizer",
+            "verification",
         },
     },
     "drafters": {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import dashboard as model
 
 from deploy.dashboards.fleet import fleet
 from deploy.dashboards.serving import serving
@@ -22,9 +23,17 @@ def as_json(dashboard: Dashboard) -> str:
     """Returns the JSON for Grafana's file provider, in an order that does not vary."""
     built = dashboard.build()
     # Grafana numbers panels itself where it has to, but links and alerts need lasting numbers.
-    for number, panel in enumerate(built.panels or [], start=1):
+    for number, panel in enumerate(_all_panels(built), start=1):
         panel.id_val = number
     return JSONEncoder(sort_keys=True, indent=2).encode(built) + "\n"
+
+
+def _all_panels(built: model.Dashboard) -> Iterator[model.Panel | model.RowPanel]:
+    """Rows come before what is folded into them."""
+    for panel in built.panels or []:
+        yield panel
+        if isinstance(panel, model.RowPanel):
+            yield from panel.panels
 
 
 def stale_files(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 from deploy.dashboards.panels import (
     HERE,
     choice,
+    folded,
     lines,
     new_dashboard,
     number,
@@ -44,7 +45,7 @@ def fleet() -> Dashboard:
         "Slipstream / Fleet",
         "What each replica does, whether requests go where their prompts are cached, and whose they are.",
     ).with_variable(choice("tenant", "Tenant", f"label_values({_TENANT_TOKENS}{{{HERE}}}, tenant)"))
-    for add in (_now, _replicas, _affinity, _gateway, _tenants, _drain):
+    for add in (_now, _replicas, _affinity, _drain, _gateway, _tenants):
         add(dashboard)
     return dashboard
 
@@ -176,9 +177,9 @@ def _affinity(dashboard: Dashboard) -> None:
 
 def _gateway(dashboard: Dashboard) -> None:
     """Adds the figures that only the ingress knows."""
-    dashboard.with_row(Row("Ingress under Ray Serve"))
+    at_replica = _now_at("slipstream_gateway_requests_open", _REPLICA)
     keyed = f'{HERE}, route=~"home|spilled"'
-    for panel in (
+    panels = (
         lines(
             "Requests at home",
             "Share of the requests with a key that went to the replica that the key belongs to. The rest "
@@ -234,17 +235,24 @@ def _gateway(dashboard: Dashboard) -> None:
             "s",
             [(quantile(0.95, "slipstream_gateway_queue_seconds", "ingress"), "{{ingress}}")],
         ),
-    ):
-        dashboard.with_panel(panel)
+        lines(
+            "Replicas that Serve ends, and what they have left",
+            "1 while a replica leaves, and the requests that are open there meanwhile.",
+            "none",
+            [
+                (_LEAVING, "{{replica}} leaves"),
+                (f"{at_replica} * {_LEAVING}", "open at {{replica}}"),
+            ],
+        ),
+    )
+    dashboard.with_row(folded("Ingress under Ray Serve", "an ingress of deploy/ray", *panels))
 
 
 def _tenants(dashboard: Dashboard) -> None:
-    dashboard.with_row(Row("By tenant"))
-    for panel in (
+    panels = (
         lines(
             "Tokens, by tenant",
-            "Prompts and outputs of choices that were done, per second. Only servers with a file of keys "
-            "know tenants.",
+            "Prompts and outputs of choices that were done, per second.",
             "cps",
             [(total(_TENANT_TOKENS, "tenant, kind", _TENANT), "{{tenant}}, {{kind}}")],
             stacked=True,
@@ -277,28 +285,27 @@ def _tenants(dashboard: Dashboard) -> None:
             ],
             stacked=True,
         ),
-    ):
-        dashboard.with_panel(panel)
+    )
+    dashboard.with_row(folded("By tenant", "a file of keys (--api-keys-file)", *panels))
 
 
 def _drain(dashboard: Dashboard) -> None:
     dashboard.with_row(Row("Drain"))
     draining = _now_at("slipstream_draining", _REPLICA)
     running = _now_at("slipstream_requests_running", _REPLICA)
-    at_ingress = _now_at("slipstream_gateway_requests_open", _REPLICA)
     for panel in (
         lines(
             "Draining, by replica",
             "1 from the signal to end until the last byte.",
             "none",
-            [*_each(draining), *_each(_LEAVING)],
+            _each(draining),
             stacked=True,
         ),
         lines(
             "Requests left at replicas that drain",
             "What is open there; it has drain_seconds to finish.",
             "none",
-            [*_each(f"{running} * {draining}"), *_each(f"{at_ingress} * {_LEAVING}")],
+            _each(f"{running} * {draining}"),
             stacked=True,
         ),
         lines(

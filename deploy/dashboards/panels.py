@@ -127,6 +127,15 @@ def _steps(*levels: tuple[float | None, str]) -> board.ThresholdsConfig:
     return board.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps)
 
 
+def folded(title: str, needs: str, *panels: Builder[model.Panel]) -> board.Row:
+    """A row that is closed until somebody opens it: servers without what it ``needs`` have no data for
+    its panels, and its title says so."""
+    row = board.Row(f"{title}: needs {needs}").collapsed(True)
+    for panel in panels:
+        row.with_panel(panel)
+    return row
+
+
 def number(
     title: str, description: str, unit: str, expr: str, floor: float | None = None
 ) -> stat.Panel:

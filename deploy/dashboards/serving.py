@@ -6,6 +6,7 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 
 from deploy.dashboards.panels import (
     HERE,
+    folded,
     heat,
     lines,
     new_dashboard,
@@ -39,7 +40,7 @@ def serving() -> Dashboard:
         "Slipstream / Serving",
         "How fast answers come, how much is served, and what is in the way.",
     )
-    for add in (_now, _latency, _work, _memory, _trouble):
+    for add in (_now, _latency, _work, _memory, _trouble, _device, _states):
         add(dashboard)
     return dashboard
 
@@ -191,7 +192,6 @@ def _work(dashboard: Dashboard) -> None:
 def _memory(dashboard: Dashboard) -> None:
     dashboard.with_row(Row("Memory"))
     resident = f"sum by (instance) (process_resident_memory_bytes{{{HERE}}})"
-    device = f"sum by (kind) (slipstream_gpu_memory_bytes{{{HERE}}})"
     for panel in (
         lines(
             "KV blocks by state",
@@ -222,24 +222,10 @@ def _memory(dashboard: Dashboard) -> None:
             [(resident, "{{instance}}")],
         ),
         lines(
-            "Memory of the device",
-            "Memory of the GPUs, by kind. Servers on a CPU report none.",
-            "bytes",
-            [(device, "{{kind}}")],
-        ),
-        lines(
             "CPU",
             "Cores in use by each server.",
             "none",
             [(f"sum by (instance) ({rate('process_cpu_seconds_total')})", "{{instance}}")],
-        ),
-        lines(
-            "State slots by what they hold",
-            "seat: a running request's. snapshot: kept for prompts that begin alike. Models whose layers "
-            "keep no state report none.",
-            "none",
-            [(f"sum by (state) (slipstream_state_slots{{{HERE}}})", "{{state}}")],
-            stacked=True,
         ),
     ):
         dashboard.with_panel(panel)
@@ -284,3 +270,24 @@ def _trouble(dashboard: Dashboard) -> None:
         ),
     ):
         dashboard.with_panel(panel.span(6))
+
+
+def _device(dashboard: Dashboard) -> None:
+    panel = lines(
+        "Memory of the device",
+        "Memory of the GPUs, by kind.",
+        "bytes",
+        [(f"sum by (kind) (slipstream_gpu_memory_bytes{{{HERE}}})", "{{kind}}")],
+    )
+    dashboard.with_row(folded("GPU", "a server on a CUDA device", panel))
+
+
+def _states(dashboard: Dashboard) -> None:
+    panel = lines(
+        "State slots by what they hold",
+        "seat: a running request's. snapshot: kept for prompts that begin alike.",
+        "none",
+        [(f"sum by (state) (slipstream_state_slots{{{HERE}}})", "{{state}}")],
+        stacked=True,
+    )
+    dashboard.with_row(folded("Recurrent layers", "a model whose layers keep a state", panel))

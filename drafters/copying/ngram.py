@@ -83,12 +83,22 @@ class NgramDrafter(Drafter):
     def start(self, request: NewRequest) -> NgramState:
         return NgramState(request.token_ids, request.options)
 
+    def copies(self, request_id: str, num_tokens: int) -> tuple[int, int] | None:
+        """See ``Drafter``."""
+        state: NgramState = self._states[request_id]
+        return state.orders if num_tokens <= MAX_INDEXED_TOKENS else None
+
+    def copied(self, token_ids: Sequence[int], match_length: int) -> DraftTree:
+        """See ``Drafter``."""
+        return chain(token_ids, run_features(_RUN_FEATURES, match_length, len(token_ids)))
+
 
 class NgramState(ReadingState):
     """One request: its index, and how to turn matches into chains and trees."""
 
     def __init__(self, token_ids: Sequence[int], options: Options) -> None:
-        self._index = NgramIndex(int(options["ngram_min"]), int(options["ngram_max"]))
+        self.orders = int(options["ngram_min"]), int(options["ngram_max"])
+        self._index = NgramIndex(*self.orders)
         self._token_ids = token_ids
 
     def read_prompt(self, num_tokens: int) -> int:

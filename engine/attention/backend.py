@@ -228,6 +228,12 @@ class AttentionBackend(ABC):
         """Plans a step. ``inputs`` is the batch on the device, valid until the step's end. Rows past
         those of the requests are padding: nothing is stored for them, and their outputs are finite."""
 
+    def can_move(self, batch: InputBatch) -> bool:
+        """Whether plans take ``batch.moved``, and its rows get the bits of rows that are known to lie
+        there."""
+        del batch
+        return False
+
     def reserve(self, bucket: Bucket, most_keys: int, most_nodes: int) -> None:
         """Keeps memory for steps of ``bucket`` whose requests have at most ``most_keys`` tokens, drafts
         included, and ``most_nodes`` draft nodes: what plans of such steps tell the device lies there

@@ -111,7 +111,18 @@ class TritonAttention(AttentionBackend):
         if work.num_partials > len(self._sums):
             self._sums, self._stats = self._memory_for_sums(work.num_partials)
         launch = work.num_items, work.num_joins, work.joins_at, work.tile_rows
-        return Told(self._ints[sees_block].written(work), self._sums, self._stats, launch)
+        ints = self._ints[sees_block].written(work)
+        if batch.moved is not None:
+            work.row_ends(ints).sub_(batch.moved[2])
+        return Told(ints, self._sums, self._stats, launch)
+
+    def can_move(self, batch: InputBatch) -> bool:
+        """See ``AttentionBackend``. Rows whose chunks may turn out to be longer or shorter wait."""
+        chunk_for = self.cut.chunk_for
+        return self._kinds == [False] and all(
+            chunk_for(rows.base - rows.num_unsure + 1) == chunk_for(rows.end)
+            for rows in batch.requests
+        )
 
     def reserve(self, bucket: Bucket, most_keys: int, most_nodes: int) -> None:
         """See ``AttentionBackend``."""

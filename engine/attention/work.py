@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from engine.attention.branches import branches_of
 from engine.batch import RequestRows, slot_of
@@ -159,6 +160,11 @@ class Work:
             or self.num_ints > self._rest_at + room.num_ints
         ):
             raise ValueError("the step does not fit into the room of its captured launch")
+
+    def row_ends(self, ints: torch.Tensor) -> torch.Tensor:
+        """Returns a view of the ends of what rows see, among the ints of chains, in the batch's order."""
+        records = ints[self._rest_at : self._rest_at + self._rows.size]
+        return records.view(-1, ROW_INTS)[:, 1]
 
     def write(self, ints: Ints) -> None:
         """Writes to the first ``num_ints`` of ``ints``."""

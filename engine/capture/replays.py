@@ -195,7 +195,10 @@ class DeviceGraphs(Replays):
         graph.replay()
         places = map(self._hidden_layers.index, batch.hidden_layers)
         hidden = tuple(graph.output.hidden[place] for place in places)
-        return graph.output._replace(hidden=hidden).with_own_logits()
+        output = graph.output._replace(hidden=hidden)
+        if output.tokens is None:  # who reads the logits may want to see them later
+            return output.with_own_logits()
+        return output._replace(tokens=output.tokens.clone())
 
     def prepare(
         self, planned: Callable[[InputBatch], Run], hidden_layers: tuple[int, ...] = ()

@@ -14,15 +14,18 @@ from transformers import PreTrainedModel
 
 from engine.attention.backend import AttentionBackend, AttentionPlan, attending
 from engine.batch import (
+    Choices,
     ForwardOutput,
     InputBatch,
     InputBuffers,
     InputTensors,
     RequestRows,
     build_batch,
+    settle,
 )
 from engine.capture.replays import GraphSizes, make_replays
 from engine.kernels import Renews
+from engine.kernels.triton.choice_ops import can_choose, choose_rows
 from engine.model.adapted import AdaptedLayers
 from engine.model.decoder import kept_states
 from engine.request.errors import UnsupportedModelError
@@ -76,6 +79,7 @@ class ModelRunner:
         self._buffers = InputBuffers(self.device, max_num_rows)
         can_capture = can_capture and (states is None or states.can_capture)
         self._replays = make_replays(attention, graphs, can_capture, states)
+        self._chooses = False
         self.adapted: AdaptedLayers | None = None
         """What gives rows their adapters; None: no batch may have any."""
 
@@ -83,7 +87,11 @@ class ModelRunner:
     def forward(self, batch: InputBatch) -> ForwardOutput:
         """Keys and values of all rows are in the store afterwards. On a GPU that is in the order of its
         work: the forward is launched, and nobody waits for it."""
+        if batch.moved is not None and not self.attention.can_move(batch):
+            batch = settle(batch, self.store.block_size)
         watch = Stopwatch(self.device) if self.device.type == "cuda" else None
+        if self._chooses and batch.choices is None:  # a graph chooses in every step
+            batch.choices = Choices.of_none(len(batch.logits_indices))
         padded = self._replays.pad(batch)
         inputs, plan = self._plan(padded)
         run = partial(self._run, inputs, plan, batch.hidden_layers)
@@ -91,21 +99,26 @@ class ModelRunner:
             assert self.adapted is not None, "nothing gives rows their adapters"
             run = partial(self.adapted.run, padded, inputs, run)
         output = self._replays.forward(padded, inputs, plan, run)
+        num_logits = len(batch.logits_indices)
         output = output._replace(
-            logits=output.logits[: len(batch.logits_indices)],
+            logits=output.logits[:num_logits],
+            tokens=None if output.tokens is None else output.tokens[:num_logits],
             hidden=tuple(each[: batch.num_rows] for each in output.hidden),
         )
         return output if watch is None else output._replace(seconds=watch.stop())
 
     @torch.inference_mode()
-    def prepare(self, hidden_layers: tuple[int, ...] = ()) -> None:
+    def prepare(self, hidden_layers: tuple[int, ...] = (), chooses: bool = False) -> None:
         """Captures what is captured at start. Once, while the store is unused. ``hidden_layers``: whose
-        hidden states steps will ask for, where they ask for any. Raises UnsupportedModelError where the
-        model has no such states."""
+        hidden states steps will ask for, where they ask for any. ``chooses``: steps will have choices.
+        Raises UnsupportedModelError where the model has no such states."""
+        self._chooses = chooses and can_choose(self.device)
         if hidden_layers:
             self._check_hidden(hidden_layers)
 
         def planned(batch: InputBatch) -> Callable[[], ForwardOutput]:
+            if self._chooses:
+                batch.choices = Choices.of_none(batch.num_rows)
             return partial(self._run, *self._plan(batch), batch.hidden_layers)
 
         self._replays.prepare(planned, hidden_layers)
@@ -170,7 +183,12 @@ class ModelRunner:
                 use_cache=False,
                 logits_to_keep=inputs.logits_indices,
             )
-        return ForwardOutput(output.logits[0], tuple(kept[layer] for layer in hidden_layers))
+        logits, tokens = output.logits[0], None
+        if len(inputs.temperatures) and can_choose(self.device):
+            how = inputs.noise_keys, inputs.noise_positions, inputs.temperatures
+            tokens = choose_rows(logits[: len(how[0])], *how)
+        hidden = tuple(kept[layer] for layer in hidden_layers)
+        return ForwardOutput(logits, hidden, tokens=tokens)
 
     def move(self, source_slots: Sequence[int], target_slots: Sequence[int]) -> None:
         """Copies accepted rows to their committed slots, all layers at once."""
@@ -230,7 +248,11 @@ class ModelRunner:
                 range(0, num_requests * num_blocks, num_blocks), drawn, strict=True
             )
         ]
-        return build_batch(requests, block_size)
+        batch = build_batch(requests, block_size)
+        if self._chooses:
+            asked = Choices.of_none(len(batch.logits_indices))
+            batch.choices = asked._replace(temperatures=[0.0] * len(asked.keys))
+        return batch
 
     def _sample_states(self, number: int) -> StateRows | None:
         """Returns a slot to begin from, whatever it holds, and to leave the state in."""

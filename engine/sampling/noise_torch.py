@@ -3,7 +3,6 @@ floats."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from engine.noise_numbers import (
@@ -35,21 +34,6 @@ def gumbel(keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     later = (bits & (GROUP_TOKENS - 1)) != members
     arrivals = _exponential(bits) / GROUP_TOKENS
     return (arrivals + _exponential(_hash(states, token_ids)) * later).log_().neg_().float()
-
-
-def vocabulary_noise(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """``gumbel`` of all tokens, ``[num_rows, vocab_size]``: a group is hashed once for its 32 tokens."""
-    num_tiles = -(-vocab_size // TILE_TOKENS)
-    states = _hash(keys, positions)[:, None]
-    groups = torch.arange(num_tiles * GROUP_TOKENS, device=keys.device)
-    token_ids = torch.arange(num_tiles * TILE_TOKENS, device=keys.device)
-    # Tiles of members of groups: [num_rows, num_tiles, 32, 32].
-    bits = _hash(states, groups + GROUP_COUNTER).view(-1, num_tiles, 1, GROUP_TOKENS)
-    members = torch.arange(GROUP_TOKENS, device=keys.device)[:, None]
-    later = (bits & (GROUP_TOKENS - 1)) != members
-    arrivals = _exponential(_hash(states, token_ids)).view_as(later)
-    arrivals.mul_(later).add_(_exponential(bits) / GROUP_TOKENS)
-    return arrivals.log_().neg_().float().flatten(1)[:, :vocab_size]
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -30,10 +31,11 @@ from torch import Tensor
 
 from drafters.base import DraftSampling
 from engine.kernels import host_kernel
+from engine.kernels.triton.choice_ops import can_choose, choose_rows
 from engine.request.params import SamplingParams
 from engine.sampling.logprobs import begin_top_tokens
-from engine.sampling.noise_torch import vocabulary_noise
-from engine.sampling.state import SampledRequest, paths, rows_of
+from engine.sampling.noise_torch import gumbel
+from engine.sampling.state import SampledRequest, noise_positions, paths, rows_of, truncates
 from engine.transfer import read_now, upload
 
 Truncation: TypeAlias = SamplingParams | DraftSampling
@@ -46,7 +48,10 @@ _PIECE_NUMEL = 1 << 21
 
 
 def choose_tokens(
-    logits: Tensor, requests: Sequence[SampledRequest], likeliest: Tensor | None = None
+    logits: Tensor,
+    requests: Sequence[SampledRequest],
+    likeliest: Tensor | None = None,
+    known: Tensor | None = None,
 ) -> Tensor:
     """The target's token at every row of ``requests``; -1 at rows that belong to none. Int64
     ``[num_rows]``, where the logits are.
@@ -54,14 +59,20 @@ def choose_tokens(
     ``logits`` ``[num_rows, vocab_size]``, any float type, any device; left as they are. A row's
     token depends on its own logits, its request's parameters, its path, the request's key and the
     position, and on nothing else in the batch. ``likeliest`` ``[num_rows]``: what ``greedy_tokens``
-    makes of all the logits, if that is known already; rows of nobody keep theirs then.
+    makes of all the logits, if that is known already; rows of nobody keep theirs then. ``known``
+    ``[num_rows]``: the tokens of requests that are plain, where the forward has chosen them.
     """
     with torch.inference_mode():
+        if known is not None:
+            requests = [each for each in requests if not each.sampling.is_plain]
+            if not requests:
+                return known
         values = edited_logits(logits, requests)
         are_greedy = all(each.sampling.is_greedy for each in requests)
         if likeliest is not None and are_greedy and values is logits:
             return likeliest
-        chosen = torch.full((len(values),), _NO_TOKEN, device=values.device)
+        nobody = torch.full((len(values),), _NO_TOKEN, device=values.device)
+        chosen = nobody if known is None else known.clone()
         for is_greedy in (True, False):
             own = [each for each in requests if each.sampling.is_greedy == is_greedy]
             rows = [row for each in own for row in rows_of(each)]
@@ -111,11 +122,11 @@ def edited_logits(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
 
 def _sampled(requests: Sequence[SampledRequest], values: Tensor) -> Tensor:
     """``values``: the requests' rows, one after another."""
-    rows = [(each.sampling, depth) for each in requests for depth in (0, *each.draft.depths())]
-    keys = np.array([state.key for state, _ in rows], np.int64)
-    ends = [state.num_tokens + state.num_unseen + depth for state, depth in rows]
+    states = [each.sampling for each in requests for _ in rows_of(each)]
+    keys = np.array([state.key for state in states], np.int64)
+    ends = [position for each in requests for position in noise_positions(each)]
     positions = np.array(ends, np.int64)
-    return sampled_tokens(values, keys, positions, [state.params for state, _ in rows])
+    return sampled_tokens(values, keys, positions, [state.params for state in states])
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -149,11 +160,21 @@ def sampled_tokens(
         return tokens
     num_rows, vocab_size = logits.shape
     noise_keys, noise_positions = upload(np.stack([keys, positions]), logits.device)
+    temperatures = _column([each.temperature for each in params], logits.device)
+    if can_choose(logits.device) and not any(map(truncates, params)):
+        return choose_rows(logits, noise_keys, noise_positions, temperatures[:, 0])
     size = max(1, _PIECE_NUMEL // vocab_size)
     winners = []
     for part in (slice(first, first + size) for first in range(0, num_rows, size)):
-        noise = vocabulary_noise(noise_keys[part], noise_positions[part], vocab_size)
-        winners.append(_first_best(truncated(logits[part], params[part]).add_(noise)))
+        scaled, own = (
+            truncated(logits[part], params[part]),
+            (noise_keys[part], noise_positions[part]),
+        )
+        if can_choose(logits.device):
+            winners.append(choose_rows(scaled, *own, torch.ones_like(scaled[:, 0])))
+        else:
+            token_ids = torch.arange(vocab_size, device=logits.device)
+            winners.append(_first_best(scaled.add_(gumbel(*own, token_ids))))
     return torch.cat(winners)
 
 
@@ -233,7 +254,7 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
     reads a top token."""
     logits = torch.zeros(1, vocab_size, device=device)
     zero = np.zeros(1, np.int64)
-    params = [SamplingParams(temperature=1.0, top_p=0.5, top_k=1)]
     with torch.inference_mode():
-        sampled_tokens(logits, zero, zero, params)
+        for params in (SamplingParams(), SamplingParams(top_p=0.5, top_k=1)):
+            sampled_tokens(logits, zero, zero, [replace(params, temperature=1.0)])
         read_now(lambda readback: begin_top_tokens(logits, [0], 1, readback, True)[0])

@@ -45,13 +45,14 @@ class SamplingState:
         self.key = request_key(params.seed, params.choice_index)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_output_tokens = 0
-        # Tokens that the device has chosen and the host has not read, 0 or 1: the next step is planned.
+        # Tokens at most that the device has chosen and the host has not read: the next step is planned.
         self.num_unseen = 0
         self.is_greedy = params.temperature == 0
         # Greedy rows have one possible token: every verification then comes to equality.
         self.verification: VerificationName = (
             "match" if self.is_greedy else request.speculative.verification
         )
+        self._is_whole = self.verification == "match" and (self.is_greedy or not truncates(params))
         self.num_steps = 0
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         eos = () if params.ignore_eos else eos_token_ids
@@ -63,6 +64,12 @@ class SamplingState:
         self.processors = new_processors(
             Facts(params, request.prompt_token_ids, self.stop_token_ids, vocab_size, self.grammar)
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the token of a row hangs on its logits, the temperature and the noise alone."""
+        processors = self.processors
+        return self._is_whole and not (processors and any(each.is_active() for each in processors))
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +105,11 @@ class SamplingState:
             processor.append(token_ids)
 
 
+def truncates(params: SamplingParams) -> bool:
+    """Whether some tokens are left out as too unlikely."""
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
 def _constraint(params: SamplingParams, constrain: Constrain | None) -> GrammarConstraint | None:
     if not params.grammar:
         return None
@@ -126,6 +138,13 @@ def rows_of(request: SampledRequest) -> range:
     """The request's rows among the step's logits."""
     first = request.anchor_logit
     return range(first, first + 1 + len(request.draft.token_ids))
+
+
+def noise_positions(request: SampledRequest) -> list[int]:
+    """Of the noise of the request's rows: where in its text the tokens lie that they predict."""
+    state = request.sampling
+    first = state.num_tokens + state.num_unseen
+    return [first, *(first + depth for depth in request.draft.depths())]
 
 
 def paths(draft: DraftTree) -> list[tuple[int, ...]]:

@@ -25,7 +25,7 @@ def _needs_host(each: ScheduledRequest) -> bool:
     sampling = each.sampling
     return (
         not each.samples
-        or bool(each.draft.token_ids)
+        or not _is_followed(each)
         or sampling.verification != "match"
         or sampling.grammar is not None
         or bool(sampling.processors)
@@ -34,3 +34,9 @@ def _needs_host(each: ScheduledRequest) -> bool:
         or each.is_pooled
         or each.request.wants_prompt_logprobs
     )
+
+
+def _is_followed(each: ScheduledRequest) -> bool:
+    """Whether the device can tell by itself which row of its draft comes to be the anchor. The noise of
+    sampled rows hangs on where they lie, which the host tells."""
+    return not each.draft or (each.sampling.is_greedy and each.draft.is_chain())

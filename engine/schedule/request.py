@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from drafters.tree import EMPTY, DraftTree
+from drafters.tree import EMPTY, DraftTree, chain
 from engine.request.events import FinishInfo, FinishReason, TokenLogprobs
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest
@@ -190,6 +190,12 @@ class ScheduledRequest:
     probabilities where ``wants_top_probs``."""
     wants_top_probs: bool = False
 
+    copies: tuple[int, int] | None = None
+    """The shortest and longest match of a draft that the device makes; ``draft`` is as long, and of other
+    tokens, until the step is read."""
+    num_matched: int = 0
+    """Tokens that agree before what the device has copied."""
+
     rows: RequestRows = field(init=False, repr=False)
     """Its rows, and where they lie in the batch."""
     outcome: Outcome | None = None
@@ -207,10 +213,16 @@ class ScheduledRequest:
     def __post_init__(self) -> None:
         request = self.request
         if self.sampling.num_unseen:  # all that is known is under way
-            self.base, self.samples = len(request.token_ids), True
+            self.base = len(request.token_ids) + self.num_unsure
+            self.samples = True
         else:
             self.base = request.num_computed_tokens
             self.samples = self.num_known == request.num_new_tokens
+
+    @property
+    def num_unsure(self) -> int:
+        """Nodes before the step that are not read yet; ``base`` takes all of them for accepted."""
+        return max(0, self.sampling.num_unseen - 1)
 
     @property
     def is_pooled(self) -> bool:
@@ -232,6 +244,12 @@ class ScheduledRequest:
         for name in ("top_token_ids", "top_logits", "top_probs"):
             rows = getattr(self, name)
             setattr(self, name, rows and [row[:num] for row in rows])
+
+    def read_draft(self, token_ids: Sequence[int], num_matched: int) -> None:
+        """The device has made the draft: of these tokens, or none where none agree before it."""
+        self.num_matched = num_matched
+        self.draft = chain(token_ids) if num_matched else EMPTY
+        self.rows.num_logits -= len(token_ids) - len(self.draft)
 
     def leave_out_late_drafts(self) -> None:
         """Mask the rows, and leave out nodes for which the step has no time.
@@ -280,6 +298,8 @@ class Plan:
     """Started for the first time; they may have been preempted at once."""
     num_waiting: int = 0
     """Requests for which there was no place."""
+    is_ahead: bool = False
+    """The step is launched before the one before is read."""
     draft_seconds: dict[str, float] = field(default_factory=dict)
     """Spent on drafting, by drafter."""
     speculation_seconds: float = 0.0

@@ -123,25 +123,27 @@ class Scheduler:
         plan.num_waiting = len(self.waiting)
         return plan
 
-    def plan_ahead(self, requests: Sequence[Request]) -> Plan | None:
-        """Rows for a step that is launched before the tokens of the one before are read: one for each of
-        these requests, all that run and go on. None: it has to wait, since somebody may start or blocks
-        are short."""
+    def plan_ahead(self, parts: Sequence[ScheduledRequest]) -> Plan | None:
+        """Rows for a step that is launched before the tokens of the one before are read: one for the
+        request of each of its ``parts``, all that run and go on. None: it has to wait, since somebody may
+        start or blocks are short."""
         first = self.waiting.first()
         if first is not None:
             is_full = len(self.running) >= self.max_num_seqs
             if not is_full or first.params.priority < self.running[-1].params.priority:
                 return None
-        if not requests or self.pool.num_available < len(requests):
+        if not parts:
             return None
-        plan = Plan(num_rows=len(requests), num_waiting=len(self.waiting))
+        plan = Plan(num_rows=len(parts), num_waiting=len(self.waiting), is_ahead=True)
         plan.spare_rows = self.max_num_batched_tokens - plan.num_rows
-        for request in requests:
-            self.waiting.charge(request)
-            request.sampling.num_unseen = 1
+        for request, draft in ((each.request, each.draft) for each in parts):
+            request.sampling.num_unseen = 1 + len(draft)
             each = ScheduledRequest(request, 1)
-            self.pool.allocate(request.request_id, each.base + 1)
+            if not self.pool.allocate(request.request_id, each.base + 1):
+                return None
             plan.scheduled.append(each)
+        for each in plan.scheduled:
+            self.waiting.charge(each.request)
         return plan
 
     def _resting(self) -> set[Request]:

@@ -10,14 +10,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from drafters.base import Drafter, DraftRequest, DraftShape, Observation
 from drafters.checks import count_of, is_interrupt
 from drafters.ledger import Gain
-from drafters.tree import DraftTree
+from drafters.tree import EMPTY, DraftTree
 from engine.request.params import SpeculativeParams, VerificationName
-from engine.schedule.request import Plan
+from engine.schedule.request import Plan, ScheduledRequest
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
 
@@ -45,6 +46,8 @@ class Drafting:
     """The tokens that the engine did not write while it verified the rows of the last draft."""
     num_whole: int = 0
     """The rows of the last draft, where such are granted whole or not at all."""
+    seen: DraftTree = EMPTY
+    """What was proposed when it was asked last; tokens may be stand-ins."""
     has_rested: bool = True
     """It was not asked in the step before, and has to take in what has come since."""
     has_verified: bool = False
@@ -83,6 +86,29 @@ class Drafting:
         """Returns whether the drafter hears of this step at once, not when it is asked again: it was
         asked, or keeps the target's states or a window of its own."""
         return num_asked > 0 or self.keeps_more
+
+    def is_copied(self, each: ScheduledRequest) -> bool:
+        """Whether a device can make its draft, and there was one before."""
+        if not self.is_asked:
+            return True
+        each.copies = self.drafter.copies(each.request.request_id, each.base + 1)
+        is_alike = self.shape.width == 1 and each.sampling.is_greedy
+        return is_alike and bool(self.seen) and each.copies is not None
+
+    def foresee(self, each: ScheduledRequest) -> None:
+        """Proposes what the device may make: all that is known of it is the match before the last."""
+        num_nodes = min(len(self.seen), each.num_asked, each.max_depth)
+        each.proposal = self.seen.subtree(range(num_nodes))
+
+    def see(self, each: ScheduledRequest) -> None:
+        """A step was read."""
+        if each.copies is not None and each.num_asked > 0:
+            copied = partial(self.drafter.copied, match_length=each.num_matched)
+            each.proposal = each.draft = copied(each.draft.token_ids)
+            self.seen = copied([0] * each.num_asked) if each.draft else EMPTY
+            each.reason = each.reason if each.draft else "no_match"
+        elif each.num_asked > 0:
+            self.seen = each.proposal
 
     def catch_up(self, request_id: str, text: Sequence[int]) -> None:
         """Tells the drafter what it has missed, as one long draft that was accepted."""

@@ -142,7 +142,7 @@ class CostModel:
     def observe_overhead(self, seconds: float, is_hidden: bool = False) -> None:
         """Learn from a step: ``seconds`` of all that does not grow with rows. ``is_hidden``: it was
         launched before the one before was read, so that the device did not wait for the host. Steps
-        without drafts are believed to be so once one was; steps with drafts never are."""
+        without drafts are believed to be so once one was; of others it is known when they are planned."""
         if is_hidden:
             known = seconds if self._hidden_seconds is None else self._hidden_seconds
             self._hidden_seconds = _moved(known, seconds)

@@ -94,9 +94,11 @@ class Ledgers:
         return self._rate
 
     def _seconds(self, plan: Plan, num_drafts: int) -> float:
-        return self._cost.step_seconds(
+        seconds = self._cost.step_seconds(
             plan.num_rows + num_drafts, plan.num_context_tokens, len(plan.scheduled), num_drafts > 0
         )
+        # Drafts that the device makes do not wait for the host.
+        return seconds - self._cost.waiting_seconds * (plan.is_ahead and num_drafts > 0)
 
     def _tokens(self, plan: Plan, num_drafts: int) -> float:
         """Returns the tokens that are not written while so many drafts are verified."""
@@ -133,7 +135,7 @@ class Ledgers:
         self._waiting_tokens = 0.0
         if num_drafts:
             self._row_tokens = self._tokens(plan, num_drafts) / num_drafts
-        elif waiting := self._cost.waiting_seconds:
+        elif (waiting := self._cost.waiting_seconds) and not plan.is_ahead:
             num_asked = sum(each.num_asked > 0 for each in plan.scheduled)
             self._waiting_tokens = self._rate * waiting / max(1, num_asked)
 

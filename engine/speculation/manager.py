@@ -204,12 +204,25 @@ class Speculation:
 
     # --- before the forward ---
 
-    def draft_none(self, plan: Plan) -> bool:
-        """Says for a step that is launched before the one before was read whether every request goes
-        without a draft, since its drafter rests; the step has to wait elsewhere."""
+    def draft_ahead(self, plan: Plan) -> bool:
+        """Says for a step that is launched before the one before was read how long its drafts are, which
+        the device makes. False: it has to wait, since the host makes one."""
         if self._unread:
             self._read_prompts(_TOKENS_READ_PER_STEP)
-        return not self._drafting or not self._awake(plan)
+        awake = self._awake(plan) if self._drafting else []
+        if not all(self._drafting[each.request.request_id].is_copied(each) for each in awake):
+            return False
+        with weighed(plan):
+            drafting = [each for each in awake if self._bound(each, plan.num_waiting)]
+            if drafting:
+                self._ledgers.begin_step(plan)
+                self._chosen(drafting, plan)
+                drafting = [each for each in drafting if each.num_asked > 0]
+                for each in drafting:
+                    self._drafting[each.request.request_id].foresee(each)
+                self._grant(drafting, plan)
+                self._ledgers.granted(plan)
+        return all(each.draft for each in drafting)
 
     def draft(self, plan: Plan, readback: Readback) -> None:
         """Give every request that samples in this step its draft, as far as the policies grant it and
@@ -288,7 +301,9 @@ class Speculation:
                 each.reason = "masks"
             if most <= 0:
                 return False
-        each.max_depth = min(drafting.shape.depth, request.num_tokens_left - 1)
+        each.max_depth = min(
+            drafting.shape.depth, request.num_tokens_left - request.sampling.num_unseen - 1
+        )
         if each.max_depth <= 0:
             each.reason = each.reason or "client_cap"
             return False
@@ -483,7 +498,7 @@ class Speculation:
         a state; returns for how many there is room."""
         if not num_nodes:
             return 0
-        num_known = len(request.token_ids)
+        num_known = len(request.token_ids) + request.sampling.num_unseen
         covered = self._pool.allocate_draft(request.request_id, num_known + num_nodes)
         room, states = max(0, min(num_nodes, covered - num_known)), self._pool.states
         return room if states is None else len(states.lend(request.request_id, room))
@@ -513,6 +528,7 @@ class Speculation:
         of it at once, if anything."""
         request, outcome = each.request, each.outcome
         assert outcome is not None
+        drafting.see(each)
         num_verified, num_accepted = counts(each)
         drafting.policy.observe(request.request_id, num_verified, num_accepted)
         self._ledgers.learn(each, drafting, num_verified, num_accepted)

@@ -68,27 +68,34 @@ def begin_reading(
     logits: Tensor,
     clock: StepClock,
     waits: bool = False,
+    known: Tensor | None = None,
+    copied: Tensor | None = None,
 ) -> Reading:
     """Begins all that is read of a step before any of it is, to be read in one go, with one wait for the
     device; only verification by rejection, and what follows from it, waits again. Where that is not
     needed and reading ``waits``, as it does for a device, the logits may be written over once this
-    returns.
+    returns. ``known`` as ``choose_tokens`` takes it. ``copied`` ``[2, num_rows]``: tokens of drafts that
+    the device has made, and how many agree before them.
     """
     readback = Readback()
-    if logits.numel() <= _FEW_LOGITS:
+    if known is None and logits.numel() <= _FEW_LOGITS:
         logits = logits.float()  # which all who read them would do by themselves
     sampling = [each for each in requests if each.samples]
     with clock.measure("verify"):
         for each in sampling:
             each.leave_out_late_drafts()
         finish_tops, likeliest = begin_top_rows(sampling, logits, readback)
-        finish_verification, tokens = begin_verification(logits, sampling, readback, likeliest)
+        finish_verification, tokens = begin_verification(
+            logits, sampling, readback, likeliest, known
+        )
     finish_logprobs = begin_logprobs(requests, logits, tokens, readback, waits)
+    finish_drafts = _begin_drafts(sampling, copied, readback)
     readback.send()
 
     def finish() -> None:
         with clock.measure("verify"):
             readback.fetch()
+            finish_drafts()
             finish_verification()
         with clock.measure("draft"):
             finish_tops()
@@ -100,20 +107,40 @@ def begin_reading(
 # --- which drafts stand ---
 
 
+def _begin_drafts(
+    requests: Sequence[ScheduledRequest], copied: Tensor | None, readback: Readback
+) -> Callable[[], None]:
+    """The tokens of drafts that the device has made."""
+    if copied is None:
+        return lambda: None
+    arrived = readback.add(copied)
+
+    def finish() -> None:
+        token_ids, matched = arrived.tolist()
+        for each in requests:
+            rows = rows_of(each)
+            if each.copies is not None:
+                each.read_draft(token_ids[rows.start + 1 : rows.stop], matched[rows.start])
+
+    return finish
+
+
 def begin_verification(
     logits: Tensor,
     requests: Sequence[SampledRequest],
     readback: Readback,
     likeliest: Tensor | None = None,
+    known: Tensor | None = None,
 ) -> tuple[Callable[[], None], Tensor | None]:
     """Begins each request's own verification of the step's ``logits`` ``[num_rows, vocab_size]``, which
-    are left as they are. States are read, not advanced. ``likeliest`` as ``choose_tokens`` takes it.
+    are left as they are. States are read, not advanced. ``likeliest`` and ``known`` as ``choose_tokens``
+    takes them.
 
     Returns what gives the requests their outcomes once the readback was fetched, and the target's own
     token at every row, where any request is matched: int64 ``[num_rows]``, where the logits are.
     """
     matched = [each for each in requests if each.sampling.verification == "match"]
-    tokens = choose_tokens(logits, matched, likeliest) if matched else None
+    tokens = choose_tokens(logits, matched, likeliest, known) if matched else None
     finishing = [] if tokens is None else [_begin_matching(tokens, matched, readback)]
     for name, rule in _RULES.items():
         own = [each for each in requests if each.sampling.verification == name]
@@ -240,23 +267,26 @@ def begin_logprobs(
     there. Elsewhere, and for other verifications, emitted tokens are scored once they are known.
     """
     prompts = [(each, at) for each in requests for at in _prompt_positions(each)]
-    early: list[ScheduledRequest] = []
+    early: list[tuple[ScheduledRequest, range]] = []
     late: list[ScheduledRequest] = []
     for each in requests:
         if each.samples and each.sampling.params.logprobs is not None:
             is_early = waits or not is_host(logits.device)
             is_matched = each.sampling.verification == "match"
-            (early if is_early and is_matched else late).append(each)
+            if is_early and is_matched:
+                early.append((each, rows_of(each)))
+            else:
+                late.append(each)
     asked = [_scored_prompt(each, at) for each, at in prompts]
-    asked += [_scored(each, row, None) for each in early for row in rows_of(each)]
+    asked += [_scored(each, row, None) for each, rows in early for row in rows]
     found = begin_scoring(logits, asked, readback, tokens)
 
     def finish() -> None:
         read = iter(found())
         for each, at in prompts:
             each.request.prompt_logprobs[at + 1] = next(read)
-        for each in early:
-            own = list(islice(read, 1 + len(each.draft)))
+        for each, rows in early:
+            own = list(islice(read, len(rows)))
             each.logprobs = tuple(own[row] for row, _ in _emitted_rows(each))
         _score_emitted(late, logits)
 

@@ -15,6 +15,8 @@ export function setKey(key) {
   sessionStorage.setItem(KEY_NAME, key);
 }
 
+export const hasKey = () => sessionStorage.getItem(KEY_NAME) !== null;
+
 function headers() {
   const key = sessionStorage.getItem(KEY_NAME);
   // No header can hold other characters, so no server has such a key.

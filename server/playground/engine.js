@@ -31,10 +31,23 @@ export class EnginePanel {
         return [state, { part, number }];
       }),
     );
-    this.busy = false;
+    // Small until something runs; after that it is the reader's.
+    this._hasRun = false;
+    this._isBusy = false;
     this.model = "";
     document.addEventListener("visibilitychange", () => this.watch());
     this.watch();
+  }
+
+  // Whether this page waits for an answer: then there is more to see, and more often.
+  set busy(busy) {
+    this._isBusy = busy;
+    if (busy) this._unfold();
+    this.watch();
+  }
+
+  _unfold() {
+    if (!this._hasRun) byId("engine").open = this._hasRun = true;
   }
 
   // Look now, and from then on.
@@ -44,14 +57,13 @@ export class EnginePanel {
     const turn = (this._turn = (this._turn ?? 0) + 1);
     try {
       this._draw(await getMetrics());
-      byId("engine-state").textContent = "";
     } catch {
-      byId("engine-state").textContent = "no figures: the server cannot be reached";
+      tell("no figures: the server cannot be reached");
       this._before = null;
     }
     // A later call has taken over where the number has moved on.
     if (turn === this._turn) {
-      this._timer = setTimeout(() => this.watch(), this.busy ? BUSY_MS : IDLE_MS);
+      this._timer = setTimeout(() => this.watch(), this._isBusy ? BUSY_MS : IDLE_MS);
     }
   }
 
@@ -73,8 +85,11 @@ export class EnginePanel {
     this._before = now;
     const steps = now.steps - before.steps;
     const passed = (now.time - before.time) / 1000;
-    this._show("running", String(read("requests_running")));
-    this._show("waiting", String(read("requests_waiting")));
+    const [running, waiting] = [read("requests_running"), read("requests_waiting")];
+    this._show("running", String(running));
+    this._show("waiting", String(waiting));
+    tell(running ? `${running} running, ${waiting} waiting` : "idle");
+    if (running) this._unfold();
     this._show("rate", passed > 0 ? fixed((now.tokens - before.tokens) / passed, 0) : "–");
     this._show("gamma", steps > 0 ? fixed((now.gammas - before.gammas) / steps, 1) : "–");
     this._show("hits", percent(read("prefix_cache_hits_total"), read("prefix_cache_queries_total")));
@@ -94,6 +109,10 @@ export class EnginePanel {
       part.hidden = blocks === 0;
     }
   }
+}
+
+function tell(state) {
+  if (byId("engine-state").textContent !== state) byId("engine-state").textContent = state;
 }
 
 // Of several models this one's series, called as those of a server of one model.

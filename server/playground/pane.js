@@ -1,22 +1,23 @@
 // One of the two streams: its text, its figures, its steps. Data comes in by `accept` as fast as it
 // likes; what is shown changes once per frame, in boxes whose sizes do not.
 
-import { byId, element, figures, fixed, percent, seconds } from "./dom.js";
+import { byId, element, figures, fixed, percent, seconds, speed } from "./dom.js";
 
 const NUM_BARS = 48;
 const BAR_WIDTH = 256 / NUM_BARS;
 const BAR_HEIGHT = 32;
 const SVG = "http://www.w3.org/2000/svg";
 
-const FIGURES = [
-  ["speedup", "Speed-up", "Rate of writing over that of the pane without drafts"],
-  ["perStep", "Tokens/step", "The token that ends the text counts here"],
-  ["accepted", "Acceptance", "Accepted over checked draft tokens"],
-  ["gamma", "Gamma", "Draft tokens checked in the last step; in brackets the mean"],
-  ["tokens", "Tokens"],
-  ["steps", "Steps", "Forward passes of the model that wrote for this request"],
-  ["rate", "Tokens/s", "After the first ones"],
-  ["first", "First token"],
+// Name, label, and what it means.
+export const FIGURES = [
+  ["speedup", "Speed-up", "Tokens/s with drafts over tokens/s without, each with the engine to itself."],
+  ["perStep", "Tokens/step", "How many tokens a step of the model wrote, the one that ends the text included."],
+  ["accepted", "Acceptance", "The share of the checked draft tokens that the model confirmed."],
+  ["gamma", "Gamma", "Draft tokens that were checked in the last step; in brackets the mean of all steps."],
+  ["tokens", "Tokens", "What was written so far."],
+  ["steps", "Steps", "Forward passes of the model that wrote for this request."],
+  ["rate", "Tokens/s", "How fast the text came, after its first tokens."],
+  ["first", "First token", "How long the prompt took, the wait for a place in the batch included."],
 ];
 
 const STATUSES = { stop: "complete", length: "done: max tokens" };
@@ -127,15 +128,9 @@ export class Pane {
     this._draw();
   }
 
-  // Milliseconds from the first chunk to the last.
-  get writingMs() {
-    return this.first === null ? 0 : this.last - this.first;
-  }
-
   // Tokens per second after the first chunk; null while there is nothing to go by.
   get rate() {
-    const number = this.tokens.length - this.numFirst;
-    return number > 0 && this.writingMs > 0 ? (1000 * number) / this.writingMs : null;
+    return this.first === null ? null : speed(this.tokens.length - this.numFirst, this.last - this.first);
   }
 
   speedup(text) {

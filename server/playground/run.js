@@ -3,19 +3,12 @@
 import { stream } from "./api.js";
 import { byId, count, fixed, times } from "./dom.js";
 
-const SHORTEST_TIMED_MS = 5;
 
-// What both panes send; `speculative` and `prediction` are the drafted one's.
-export function bodies(request, speculative, prediction) {
-  const shared = {
-    ...request,
-    stream: true,
-    stream_options: { include_usage: true },
-  };
-  const drafted = { ...shared, speculative: { ...speculative, return_drafted: true } };
-  if (prediction !== null) drafted.prediction = { type: "content", content: prediction };
+// What both panes send, and the drafted one's guesses: its `speculative` and `prediction`.
+export function bodies(request, guesses) {
+  const shared = { ...request, stream: true, stream_options: { include_usage: true } };
   const plain = { ...shared, speculative: { draft_strategy: "none", return_drafted: true } };
-  return { drafted, plain };
+  return { drafted: { ...shared, ...guesses }, plain };
 }
 
 export class Race {
@@ -77,20 +70,20 @@ export class Race {
     }
   }
 
-  // The one speed-up that the page shows: of the rates that stand in the panes; null before there are any.
+  // The one speed-up of the page, in words: tokens per second after the first ones with drafts, over those
+  // without, where each had the engine to itself; null where it cannot be told.
   get _speedup() {
     const [fast, slow] = [this._drafted.rate, this._plain.rate];
-    return fast === null || slow === null ? null : times(fast / slow);
+    return this._sharesSteps || fast === null || slow === null ? null : times(fast / slow);
   }
 
   _tell() {
-    if (this._speedup === null) return;
-    this._drafted.speedup(this._speedup);
-    this._plain.speedup(times(1));
-    const [ahead, behind] = [this._drafted.tokens.length, this._plain.tokens.length];
-    byId("verdict").textContent =
-      `So far ${count(ahead, "token")} with drafts and ${behind} without; ` +
-      `drafts write ${this._speedup} as fast.`;
+    const [ahead, behind] = [this._drafted, this._plain];
+    if (!ahead.tokens.length && !behind.tokens.length) return;
+    if (this._speedup !== null) ahead.speedup(this._speedup);
+    byId("verdict").textContent = this._sharesSteps
+      ? `So far ${count(ahead.tokens.length, "token")} with drafts and ${behind.tokens.length} without.`
+      : `So far ${count(behind.tokens.length, "token")} without drafts, and ${ahead.tokens.length} with them.`;
   }
 
   _conclude() {
@@ -145,12 +138,13 @@ export class Race {
 
   _timing() {
     const [fast, slow] = [this._drafted, this._plain];
-    const isShort = Math.min(fast.writingMs, slow.writingMs) < SHORTEST_TIMED_MS;
-    if (isShort || this._speedup === null) return "It was too short to be timed.";
+    if (this._sharesSteps) {
+      const [few, many] = [count(fast.numSteps, "step"), slow.numSteps];
+      return `With drafts it took ${few}, without them ${many}.`;
+    }
+    if (this._speedup === null) return "It was too short to be timed.";
     const rates = `${fixed(fast.rate, 0)} tokens per second with drafts and ${fixed(slow.rate, 0)} without`;
-    if (this._outcome !== "equal") return `${rates}.`;
-    const shared = this._sharesSteps ? ", in shared steps" : "";
-    return `${rates}: ${this._speedup} as fast${shared}.`;
+    return this._outcome === "equal" ? `${rates}: ${this._speedup} as fast.` : `${rates}.`;
   }
 }
 

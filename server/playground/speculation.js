@@ -17,7 +17,8 @@ export class SpeculationForm {
     // What was entered, by path ("tree_width", "options.n"), kept while its field is not shown.
     this._entered = new Map();
     this._build();
-    form.addEventListener("input", (event) => this._note(event.target));
+    // Another model's form, made later, takes the place of this one.
+    form.oninput = (event) => this._note(event.target);
   }
 
   get drafter() {

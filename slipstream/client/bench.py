@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,11 @@ from slipstream.client.bench_report import (
     table,
     to_json,
 )
-from slipstream.client.connection import Connection
+from slipstream.client.connection import Connection, side_by_side
 from slipstream.client.energy import EnergyMeter
 from slipstream.client.errors import ClientError, FlagError
 from slipstream.client.flags import speculative_object, with_fields
-from slipstream.client.session import NOT_SLIPSTREAM, Service, connect, discover
+from slipstream.client.session import NOT_SLIPSTREAM, Service, connect, discover, model_card
 from slipstream.client.spec_bench import Questions
 from slipstream.client.stream import Reply
 
@@ -166,17 +167,17 @@ class Load:
 
 def run(arguments: Namespace) -> int:
     """Returns the exit status. Raises ClientError and FlagError."""
-    _check_outputs(arguments)
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
+    check_outputs(arguments.json, arguments.plot)
     card, arms = asyncio.run(_measure(arguments, _load(arguments)))
     _write(arguments, card, arms)
     return 0
 
 
-def _check_outputs(arguments: Namespace) -> None:
-    """Before the bench, not after. Raises FlagError."""
-    if arguments.plot is not None:
-        check_plot(arguments.plot)
-    for path in (arguments.json, arguments.plot):
+def check_outputs(*paths: Path | None) -> None:
+    """Before the work, not after. Raises FlagError."""
+    for path in paths:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise FlagError(f"cannot write {path}: no such folder, or it is one itself")
 
@@ -205,14 +206,14 @@ def _prompts(arguments: Namespace) -> list[BenchPrompt]:
     return builtin_prompts() if arguments.prompts is None else read_prompts(arguments.prompts)
 
 
-async def _measure(arguments: Namespace, load: Load) -> tuple[dict[str, Any] | None, list[Arm]]:
+async def _measure(arguments: Namespace, load: Load) -> tuple[Mapping[str, Any] | None, list[Arm]]:
     """The served model's card, and the arms with all their replies, ``none`` first."""
     async with connect(arguments) as connection:
         service = await discover(connection, arguments.model)
-        card = await _card(connection) if service.tells_drafts else None
+        card = await model_card(connection) if service.tells_drafts else None
         arms = _arms(arguments, service)
         await _run_arms(Sender(connection, service, load), arms, arguments.rounds)
-        if card is not None and await _card(connection) != card:
+        if card is not None and await model_card(connection) != card:
             raise ClientError(
                 "the server was restarted during the bench: its figures do not compare"
             )
@@ -221,7 +222,7 @@ async def _measure(arguments: Namespace, load: Load) -> tuple[dict[str, Any] | N
 
 async def _run_arms(sender: Sender, arms: Sequence[Arm], num_rounds: int) -> None:
     run_id = uuid.uuid4().hex
-    with _progress(len(arms) * (num_rounds * len(sender.load.prompts) + 1)) as bar:
+    with progress(len(arms) * (num_rounds * len(sender.load.prompts) + 1)) as bar:
         for arm in arms:
             # The first request of a kind pays for what is set up once; it counts nowhere.
             bar.set_description(f"warm-up {arm.name}")
@@ -262,15 +263,6 @@ def _arms(arguments: Namespace, service: Service) -> list[Arm]:
     ]
 
 
-async def _card(connection: Connection) -> dict[str, Any]:
-    """Returns the served model's card; ``created`` is when the server started."""
-    try:
-        card: dict[str, Any] = (await connection.get("/v1/models"))["data"][0]
-    except (KeyError, IndexError, TypeError) as error:
-        raise ClientError(f"{connection.url} does not say which model it serves") from error
-    return card
-
-
 @dataclass(frozen=True, slots=True)
 class Sender:
     """Sends a load's requests to a server."""
@@ -302,29 +294,25 @@ class Sender:
 
 async def _run_round(sender: Sender, arm: Arm, cache_salt: str, advance: Callable[[], Any]) -> None:
     """All prompts, so many at a time; a failure ends all of them."""
-    load, meter = sender.load, EnergyMeter()
-    waiting = iter(range(len(load.prompts)))
+    count, meter = len(sender.load.prompts), EnergyMeter()
     replies: dict[int, list[Reply]] = {}
 
-    async def work() -> None:
-        for index in waiting:
-            replies[index] = await sender.send(arm, index, cache_salt)
-            meter.read()
-            advance()
+    async def work(index: int) -> None:
+        replies[index] = await sender.send(arm, index, cache_salt)
+        meter.read()
+        advance()
 
     start = time.perf_counter()
     try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(load.concurrency, len(load.prompts))):
-                group.create_task(work())
-    except* ClientError as errors:
-        raise ClientError(f"{arm.name}: {errors.exceptions[0]}") from errors
+        await side_by_side(sender.load.concurrency, (partial(work, each) for each in range(count)))
+    except ClientError as error:
+        raise ClientError(f"{arm.name}: {error}") from error
     arm.seconds.append(time.perf_counter() - start)
     arm.joules.append(meter.read() if sender.connection.is_local else None)
-    arm.rounds.append([each for index in range(len(load.prompts)) for each in replies[index]])
+    arm.rounds.append([each for index in range(count) for each in replies[index]])
 
 
-def _progress(total: int) -> Any:
+def progress(total: int) -> Any:
     """A bar on standard error, where someone watches."""
     tqdm = import_module("tqdm").tqdm
     return tqdm(total=total, unit="request", disable=not sys.stderr.isatty())

@@ -1,5 +1,5 @@
-"""The parsers of ``slipstream complete``, ``chat`` and ``bench``. What does the work, and the
-libraries that it needs, are imported when a command runs.
+"""The parsers of ``slipstream complete``, ``chat``, ``bench``, ``prove`` and ``warm``. What does the
+work, and the libraries that it needs, are imported when a command runs.
 """
 
 from __future__ import annotations
@@ -61,6 +61,23 @@ _BENCH_EXAMPLES = """examples:
 
 requests.jsonl has one object per line: {"prompt": "..."} or {"messages": [...]}."""
 
+_PROVE = """Prove that a server writes the same texts whatever is drafted and whoever else is there.
+
+Texts are written once without drafts and alone, then again: by every drafter that the server offers, in
+chains, trees and under every policy, alone and in company, with prompts cached and not; greedy and
+sampled with seeds; free, under a schema, with stop strings, penalties and biases, with
+log-probabilities. Texts drawn by rejection are tested by chi-squared against the log-probabilities that
+the server reports, falsely accused once in a million runs.
+
+Another server of OpenAI's API is compared with itself, alone and in company, or with --against.
+
+Exit status: 0; 1 if a promise of /v1/models (determinism: exact, exact_verified) or a distribution was
+not kept; 2 if nothing could be proven."""
+_PROVE_EXAMPLES = """examples:
+  slipstream prove
+  slipstream prove http://127.0.0.1:8000 --requests 10000 --json proof.json --markdown proof.md
+  slipstream prove http://127.0.0.1:8080 --against http://127.0.0.1:8081"""
+
 _WARM = """Teach a fresh server, or replica, what was written before: the lines of a log are sent as
 prompts that already have their completions. The server caches the texts and, where the drafter is
 `suffix`, drafts from them for later requests with the same API key and cache salt. No text changes
@@ -105,6 +122,10 @@ def add_client_commands(commands: Any) -> None:
         metavar="NAME",
         help="arms beside none, apart by spaces or commas (default: the server's default)",
     )
+
+    prove = _add(commands, "prove", "prove that drafts change no text", _PROVE, _PROVE_EXAMPLES)
+    _add_prove(prove)
+    add_connection(prove)
 
     warm = _add(commands, "warm", "teach a server from a log", _WARM, _WARM_EXAMPLES)
     warm.add_argument("log", metavar="LOG", type=Path, help="JSON lines")
@@ -177,6 +198,28 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw them (.png; needs matplotlib)"
     )
+
+
+def _add_prove(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", nargs="?", metavar="URL", help="goes before --url")
+    parser.add_argument(
+        "--against", metavar="URL2", help="a server that writes the texts to compare with"
+    )
+    parser.add_argument(
+        "--requests",
+        type=_count,
+        default=200,
+        metavar="N",
+        help="texts that are compared or tested, beside those to compare with (default: 200)",
+    )
+    parser.add_argument(
+        "--concurrency", type=_count, default=8, metavar="N", help="the company (default: 8)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the choice of requests (default: 0)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write each request there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report there")
 
 
 def _count(text: str) -> int:

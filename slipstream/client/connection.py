@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -14,6 +23,8 @@ from slipstream.client.errors import ClientError, RefusedError
 from slipstream.client.stream import DONE, Piece, explain, parse_event
 
 CONNECT_SECONDS = 10.0
+_ATTEMPTS = 5
+_Found = TypeVar("_Found")
 _DATA = "data:"
 
 
@@ -63,6 +74,13 @@ class Connection:
             _check(response)
             return _json(response)
 
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON of a whole reply. Raises RefusedError for a status other than 200."""
+        with _in_words(self.url):
+            async with self._post(path, body) as response:
+                await response.aread()
+                return _json(response)
+
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Piece, None]:
         """The pieces of a reply; the last one carries the usage. Closing the iterator aborts the
         request. Raises RefusedError for a status other than 200."""
@@ -88,6 +106,34 @@ class Connection:
                 await response.aread()
             _check(response)
             yield response
+
+
+async def patiently(ask: Callable[[], Awaitable[_Found]]) -> _Found:
+    """What ``ask`` gives, asked again where the server is busy. Raises as ``ask`` does."""
+    for attempt in range(1, _ATTEMPTS):
+        try:
+            return await ask()
+        except RefusedError as error:
+            if not error.is_busy:
+                raise
+        await asyncio.sleep(attempt)
+    return await ask()
+
+
+async def side_by_side(count: int, work: Iterable[Callable[[], Awaitable[Any]]]) -> None:
+    """Does all of it in its order, ``count`` pieces at a time. A failure ends all: raises ClientError."""
+    waiting = iter(work)
+
+    async def go_on() -> None:
+        for each in waiting:
+            await each()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(go_on())
+    except* ClientError as errors:
+        raise errors.exceptions[0] from errors
 
 
 def base_url(url: str) -> str:

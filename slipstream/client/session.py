@@ -112,13 +112,20 @@ async def _usual_sampling(connection: Connection) -> Mapping[str, Any]:
 
 
 async def _first_model(connection: Connection) -> str:
+    return str((await model_card(connection))["id"])
+
+
+async def model_card(connection: Connection, model: str | None = None) -> Mapping[str, Any]:
+    """The card of that model, or of the first that is listed; Slipstream's say by ``created`` when the
+    server started. Raises ClientError."""
     try:
-        name = (await connection.get("/v1/models"))["data"][0]["id"]
+        cards = (await connection.get("/v1/models"))["data"]
+        found: Mapping[str, Any] = next((each for each in cards if each["id"] == model), cards[0])
     except (RefusedError, KeyError, IndexError, TypeError) as error:
         raise ClientError(
             f"{connection.url} does not list its models: name one by --model, or check --url"
         ) from error
-    return str(name)
+    return found
 
 
 def connect(arguments: Namespace) -> Connection:

@@ -12,18 +12,18 @@ import json
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.client.connection import Connection
+from slipstream.client.connection import Connection, patiently, side_by_side
 from slipstream.client.errors import FlagError, RefusedError
-from slipstream.client.session import NOT_SLIPSTREAM, Service, connect, discover
+from slipstream.client.session import NOT_SLIPSTREAM, connect, discover
 
 FIELDS = ("prompt", "messages", "completion", "cache_salt")
-_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,41 +101,23 @@ async def _teach(arguments: Namespace, lessons: Sequence[Lesson]) -> Counter[str
         service = await discover(connection, arguments.model)
         if not service.tells_drafts:
             raise FlagError(NOT_SLIPSTREAM)
-        # Each takes the next line, so that the newest text is learnt last.
-        waiting = iter(lessons)
         options = {"draft_strategy": arguments.drafter}
-        work = [
-            _work(connection, service, waiting, options, refused)
-            for _ in range(arguments.concurrency)
-        ]
-        await asyncio.gather(*work)
+
+        async def teach(lesson: Lesson) -> None:
+            fields = {"max_tokens": 1, "temperature": 0, "speculative": options, **lesson.fields}
+            send = partial(_send, connection, lesson.path, service.body(fields))
+            try:
+                await patiently(send)
+            except RefusedError as error:
+                refused[f"line {lesson.number}: {error}" if not error.is_busy else str(error)] += 1
+
+        # Each takes the next line, so that the newest text is learnt last.
+        await side_by_side(arguments.concurrency, (partial(teach, each) for each in lessons))
     return refused
-
-
-async def _work(
-    connection: Connection,
-    service: Service,
-    waiting: Iterator[Lesson],
-    options: Mapping[str, Any],
-    refused: Counter[str],
-) -> None:
-    for lesson in waiting:
-        fields = {"max_tokens": 1, "temperature": 0, "speculative": options, **lesson.fields}
-        try:
-            await _send(connection, lesson.path, service.body(fields))
-        except RefusedError as error:
-            refused[f"line {lesson.number}: {error}" if not error.is_busy else str(error)] += 1
 
 
 async def _send(connection: Connection, path: str, body: Mapping[str, Any]) -> None:
     """Raises ClientError: RefusedError where the server does not take it."""
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            async with aclosing(connection.stream(path, body)) as pieces:
-                async for _ in pieces:
-                    pass
-            return
-        except RefusedError as error:
-            if not error.is_busy or attempt == _ATTEMPTS:
-                raise
-            await asyncio.sleep(attempt)
+    async with aclosing(connection.stream(path, body)) as pieces:
+        async for _ in pieces:
+            pass

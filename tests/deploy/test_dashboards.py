@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deploy.dashboards.__main__ import TARGET, main, stale_files
 from worlds.deploy_tools import DEPLOY
-from worlds.expressions import DASHBOARDS, panels, variable_queries
+from worlds.expressions import DASHBOARDS, folded_panels, panels, variable_queries
 
 
 def test_the_committed_json_is_current() -> None:
@@ -37,7 +38,8 @@ def test_grafanas_own_model_reads_the_json(name: str) -> None:
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_every_panel_says_what_it_shows_and_in_which_unit(name: str) -> None:
-    ids = [panel["id"] for panel in DASHBOARDS[name]["panels"]]
+    rows = [panel for panel in DASHBOARDS[name]["panels"] if panel["type"] == "row"]
+    ids = [panel["id"] for panel in [*rows, *panels(DASHBOARDS[name])]]
     assert len(set(ids)) == len(ids)
     for panel in panels(DASHBOARDS[name]):
         assert panel["title"]
@@ -48,7 +50,8 @@ def test_every_panel_says_what_it_shows_and_in_which_unit(name: str) -> None:
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_panels_lie_side_by_side(name: str) -> None:
     cells: set[tuple[int, int]] = set()
-    for panel in DASHBOARDS[name]["panels"]:
+    rows = [panel for panel in DASHBOARDS[name]["panels"] if panel["type"] == "row"]
+    for panel in [*rows, *panels(DASHBOARDS[name])]:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
         own = {
@@ -58,6 +61,31 @@ def test_panels_lie_side_by_side(name: str) -> None:
         }
         assert not own & cells, panel["title"]
         cells |= own
+
+
+def test_what_not_every_server_has_is_folded_into_rows_that_say_what_they_need() -> None:
+    """A gateway, tenants, a GPU, layers with states: all the queries of theirs, and no others."""
+    special = re.compile("slipstream_(gateway|tenant|gpu|state)_")
+    for dashboard in DASHBOARDS.values():
+        folded = folded_panels(dashboard)
+        for panel in panels(dashboard):
+            for target in panel["targets"]:
+                expr = target["expr"]
+                # A sum that takes a gateway's part where there is one.
+                needs = bool(special.search(expr)) and "slipstream_draining" not in expr
+                assert needs == (panel in folded), panel["title"]
+    titles = {
+        row["title"]
+        for dashboard in DASHBOARDS.values()
+        for row in dashboard["panels"]
+        if row["type"] == "row" and row["collapsed"]
+    }
+    assert titles == {
+        "Ingress under Ray Serve: needs an ingress of deploy/ray",
+        "By tenant: needs a file of keys (--api-keys-file)",
+        "GPU: needs a server on a CUDA device",
+        "Recurrent layers: needs a model whose layers keep a state",
+    }
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)

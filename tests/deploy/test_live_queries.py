@@ -79,6 +79,21 @@ def test_every_panel_shows_something(watched: Watched) -> None:
     assert empty == []
 
 
+def test_one_server_alone_fills_every_row_that_is_open(watched: Watched) -> None:
+    """No gateway before it, and what its keys and its device add is folded too (test_dashboards.py)."""
+    address = watched.server.address.replace(".", r"\\.")
+    empty = [
+        f"{where}: {expression}"
+        for where, expression in dashboard_queries(only_open=True)
+        if not any(
+            math.isfinite(value)
+            for course in watched.prometheus.course(filled(expression, instance=address))
+            for value in course
+        )
+    ]
+    assert empty == []
+
+
 def test_shares_are_shares_and_gains_are_gains(watched: Watched) -> None:
     """Figures whose bounds are known lie within them: an expression that divides wrongly does not."""
     bounds = {

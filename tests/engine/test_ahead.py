@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from drafters.registry import build_drafters
-from engine.batch import ForwardOutput, InputBatch
+from engine.attention import triton
+from engine.attention.backend import AttentionNeeds, build_attention
+from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch
+from engine.capture.replays import DeviceGraphs, GraphSizes
 from engine.core import EngineCore, Runner
+from engine.model.runner import ModelRunner
 from engine.request.events import ErrorEvent, TokenEvent, TokenLogprobs
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from worlds.device_world import WatchedDriver
 from worlds.engine_harness import (
     DictatedCost,
     Driver,
@@ -23,9 +28,19 @@ from worlds.engine_harness import (
     request,
     traces_of,
 )
+from worlds.graph_maker import ReplayingMaker
+from worlds.interpreted import ON_CPU, patching_once
 
 AHEAD = Setup(runs_ahead=True, check_integrity=True)
 USUAL = SamplingParams(20, temperature=0.0, ignore_eos=True)
+
+
+class TritonTarget(TinyTarget):
+    """On attention that takes rows of which only the device knows where they lie."""
+
+    def _runner(self, setup: Setup) -> ModelRunner:
+        needs = AttentionNeeds.of(self._model, self._shapes, "exact", setup.block_size)
+        return ModelRunner(self._model, build_attention(needs, setup.num_blocks, "triton"))
 
 
 class Watched:
@@ -212,14 +227,14 @@ def test_a_step_is_told_while_the_next_one_is_under_way(target: TinyTarget) -> N
 
 
 def test_what_drafts_waits_and_what_rests_runs_ahead(target: TinyTarget) -> None:
-    always = drafting("ngram", "fixed", 3, ngram_min=1)
-    weighed = drafting("ngram", "goodput", 3, ngram_min=1)
+    always = drafting("suffix", "fixed", 3)
+    weighed = drafting("suffix", "goodput", 3)
     for speculative, cost, is_ahead in (
         (always, 0.0, False),
         (weighed, 1000.0, True),  # its asking is dear: it rests after the first steps
     ):
         drafters = {**build_drafters()}
-        setup = AHEAD.but(cost=DictatedCost(0.05, {"ngram": cost}), drafters=drafters)
+        setup = AHEAD.but(cost=DictatedCost(0.05, {"suffix": cost}), drafters=drafters)
         core, runner = watched(target, setup)
         long = replace(USUAL, max_tokens=60)
         driver = run(core, asked(0, long, speculative))
@@ -227,13 +242,140 @@ def test_what_drafts_waits_and_what_rests_runs_ahead(target: TinyTarget) -> None
         assert texts(driver) == texts(run(target.core(Setup()), asked(0, long)))
 
 
+@pytest.mark.parametrize("policy", ["fixed", "target_rate", "goodput"])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_texts_drafted_by_ngram_run_ahead(target: TinyTarget, policy: str, block_size: int) -> None:
+    copied = drafting("ngram", policy, 5, ngram_min=1)
+    long = replace(USUAL, max_tokens=70)
+    requests = [
+        asked(0, replace(long, stop_token_ids=(11,)), copied),
+        asked(1, replace(long, logprobs=1, max_tokens=41), copied),
+        asked(2, replace(long, temperature=0.8, seed=1)),
+        asked(3, long, drafting("ngram", policy, 2)),
+    ]
+    setup = Setup(block_size=block_size)
+    expected = texts(
+        run(target.core(setup), *[replace(each, speculative=PLAIN) for each in requests])
+    )
+    core, runner = watched(target, AHEAD.but(block_size=block_size))
+    driver = run(core, *requests)
+    assert texts(driver) == expected
+    accounts = [each.speculative for each in driver.finishes.values()]
+    assert sum(each.num_accepted_tokens for each in accounts) > 0
+    sizes = [
+        size for size, is_ahead in zip(runner.sizes, runner.are_ahead, strict=True) if is_ahead
+    ]
+    if policy != "goodput":  # which grants few
+        assert max(sizes) > len(requests)
+
+
+def test_a_draft_that_the_device_makes_is_accounted_as_the_hosts(target: TinyTarget) -> None:
+    copied = drafting("ngram", "fixed", 4)
+    one = asked(1, replace(USUAL, max_tokens=80), copied)
+    waiting = run(target.core(Setup()), one)
+    core, runner = watched(target, AHEAD)
+    driver = run(core, one)
+    assert sum(runner.are_ahead) > 2
+    assert texts(driver) == texts(waiting)
+    assert driver.drafted == waiting.drafted
+    found, expected = (
+        (each.num_draft_tokens, each.num_accepted_tokens, each.num_steps)
+        for each in (driver.finishes["r1"].speculative, waiting.finishes["r1"].speculative)
+    )
+    assert found == expected
+
+
+@ON_CPU
+def test_a_device_is_waited_for_once_a_step_though_it_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = TritonTarget()
+    copied = drafting("ngram", "fixed", 4, ngram_min=1)
+    short = replace(USUAL, max_tokens=24)
+    requests = [
+        request("copies", circle_prompt(1), replace(short, logprobs=0), copied),
+        asked(3, short),
+    ]
+    with patching_once():
+        driver = WatchedDriver(target.core(AHEAD))
+        # On a CPU, work is written to where it is read.
+        writing = driver.looks._flagged("_is_transfer", triton._Ints.written)
+        monkeypatch.setattr(triton._Ints, "written", writing)
+        runner = driver.core.runner = Watched(driver.core.runner)
+        driver.run(*requests)
+        expected = run(target.core(Setup()), *requests)
+    assert driver.looks.looks == {}
+    assert set(driver.waits) <= {0, 1}
+    assert sum(runner.are_ahead) > 2
+    assert driver.token_ids == expected.token_ids
+    accounts = [each.speculative for each in driver.finishes.values()]
+    assert any(each.num_accepted_tokens for each in accounts)
+    assert any(each.num_accepted_tokens < each.num_draft_tokens for each in accounts)
+
+
+@ON_CPU
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_rows_get_the_bits_that_they_get_where_they_are_known_to_lie(
+    is_padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a captured step, too; a row that may have chunks of another length waits."""
+    monkeypatch.setattr(triton.TritonAttention, "chunk", 16)
+    monkeypatch.setattr(triton.TritonAttention, "most_chunks", 4)
+    target = TritonTarget()
+    runners = [target._runner(AHEAD) for _ in range(2)]
+    for each in runners if is_padded else ():
+        each._replays = DeviceGraphs(each.attention, ReplayingMaker(), GraphSizes(4, 1, 100, 4))
+    with patching_once():
+        for each in runners:
+            each.prepare()
+        for base, refused, can_move in ((9, 0, True), (30, 3, True), (61, 2, True), (62, 2, False)):
+            moved_rows(runners, base, refused, can_move)
+
+
+def moved_rows(runners: Sequence[ModelRunner], base: int, refused: int, can_move: bool) -> None:
+    for runner in runners:
+        for plane in (*runner.store.key, *runner.store.value):
+            plane.normal_(generator=torch.Generator().manual_seed(base))
+    known = RequestRows([5, 6, 7], 1, base - refused, range(-1, 1), range(100, 200), 3)
+    settled = build_batch([known], 4)
+    batch = build_batch([replace(known, token_ids=[0] * 3, base=base, num_unsure=3)], 4)
+    batch.chosen = torch.tensor([5, 6, 7])
+    columns = settled.positions, settled.slot_mapping, [refused] * 3
+    batch.moved = torch.tensor(columns)
+    assert runners[0].attention.can_move(batch) == can_move
+    found, expected = (
+        runner.forward(each).logits for runner, each in zip(runners, (batch, settled), strict=True)
+    )
+    assert torch.equal(found, expected)
+    for mine, other in zip(runners[0].store.key, runners[1].store.key, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_aborted_drafts_that_are_under_way_reach_nobody(target: TinyTarget) -> None:
+    copied = drafting("ngram", "fixed", 6, ngram_min=1)
+    for num_steps in range(2, 9):
+        core, runner = watched(target, AHEAD.but(num_blocks=26))
+        driver = Driver(core)
+        driver.submit(asked(0, USUAL, copied), asked(1, USUAL, copied))
+        for _ in range(num_steps):
+            driver.step()
+        core.abort("r0")
+        driver.submit(asked(3, USUAL, copied))
+        driver.run()
+        assert any(runner.are_ahead)
+        expected = texts(run(target.core(Setup()), asked(1), asked(3)))
+        assert {name: each for name, each in texts(driver).items() if name != "r0"} == expected
+        assert traces_of(core, driver.finishes) == []
+
+
+@pytest.mark.parametrize("speculative", [PLAIN, drafting("ngram", "fixed", 4, ngram_min=1)])
 @pytest.mark.parametrize("broken", [2, 3])
 def test_a_step_that_breaks_when_it_is_launched_ahead_ends_its_requests_once(
-    target: TinyTarget, broken: int
+    target: TinyTarget, broken: int, speculative: SpeculativeParams
 ) -> None:
     core, _ = watched(target, AHEAD, broken)
-    core.submit(core.prepare(asked(0)))
-    core.submit(core.prepare(asked(1)))
+    core.submit(core.prepare(asked(0, USUAL, speculative)))
+    core.submit(core.prepare(asked(1, USUAL, speculative)))
     events = [event for _ in range(6) for event in core.step().events]
     ends = [event.request_id for event in events if isinstance(event, ErrorEvent)]
     assert sorted(ends) == ["r0", "r1"]

@@ -30,7 +30,9 @@ def test_inputs_of_steps_of_equal_size_lie_at_the_same_addresses() -> None:
         assert inputs.slot_mapping.tolist() == batch.slot_mapping
         # A model is asked for one row's logits at least.
         assert inputs.logits_indices.tolist() == (batch.logits_indices or [0])
-        assert all(each.is_contiguous() and each.dtype == torch.long for each in inputs)
+        assert all(each.is_contiguous() and each.element_size() == 8 for each in inputs)
+        assert {each.dtype for each in inputs[:-1]} == {torch.long}
+        assert inputs.temperatures.dtype == torch.float64
         addresses[len(step.token_ids)].add(tuple(each.data_ptr() for each in inputs))
     assert [len(found) for found in addresses.values()] == [1, 1, 1]
     more = build_batch([RequestRows(list(range(20)), 20, 0, (), range(5), 20)], SIZE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,6 +60,7 @@ def metrics(line: Line) -> dict[str, float]:
 
 def run_in_two(page: Visit, server: LiveServer) -> list[str]:
     """What the panes show, drafted one first, before the rest comes. Returns when both have ended."""
+    page.at_once()
     with server.held():
         page.page.locator("#run").click()
         server.step_both(3)
@@ -96,8 +98,19 @@ def test_both_panes_stream_the_same_text_and_drafts_are_marked(
     assert f"{reply['usage']['completion_tokens']} tokens" in page.verdict()
 
 
+def test_it_says_in_which_bits_the_model_is_held(page: Visit, line: Line) -> None:
+    (card,) = httpx.get(line.url + "/v1/models", timeout=HANG).json()["data"]
+    held = card["quantization"]
+    share = int(100 * held["num_quantized"] / held["num_parameters"])
+    told = (
+        f"{held['method']}: {held['bits']:g} bits per weight, {held['activation_bits']} per input"
+    )
+    told += f" for {share} % of the weights, {card['dtype']} for the others"
+    expect(page.page.locator("#model")).to_contain_text(f" · {told} · ")
+
+
 def test_figures_are_the_servers_account(page: Visit, server: LiveServer) -> None:
-    """Gamma, acceptance, tokens per step and speed-up, of the reply's own usage."""
+    """Gamma, acceptance, tokens per step, of the reply's own usage."""
 
     def is_first_reply(response: Response) -> bool:
         return [response.request.post_data_json] == page.bodies()[:1]
@@ -117,14 +130,15 @@ def test_figures_are_the_servers_account(page: Visit, server: LiveServer) -> Non
     assert gamma
     mean = account["num_draft_tokens"] / account["num_steps"]
     assert float(gamma[1]) == pytest.approx(mean, abs=0.06)
-    assert re.fullmatch(r"\d+(\.\d)?×", page.figure("drafted", "Speed-up"))
-    # There is one speed-up on the page, wherever it stands.
-    elsewhere = page.verdict() + page.page.locator("#engine-figures").inner_text()
-    shown = re.findall(r"\d+(?:\.\d)?×", elsewhere)
-    assert set(shown) <= {page.figure("drafted", "Speed-up")}
     # What drafts are for: fewer steps for the same tokens.
     assert page.figure("drafted", "Tokens/step") > page.figure("plain", "Tokens/step") == "1.00"
     assert int(page.figure("drafted", "Steps")) < int(page.figure("plain", "Steps"))
+    # Requests that share steps have no speed to be compared.
+    assert page.figure("drafted", "Speed-up") == "–"
+    steps = [page.figure(pane, "Steps") for pane in ("drafted", "plain")]
+    assert page.verdict().endswith(
+        f"With drafts it took {steps[0]} steps, without them {steps[1]}."
+    )
     # One bar per chunk with steps in it, the last 48 of them: how many there are is the drafter's choice.
     choices = [choice for chunk in chunks[:-1] for choice in json.loads(chunk)["choices"]]
     num_chunks = sum(1 for choice in choices if choice.get("num_steps"))
@@ -132,10 +146,33 @@ def test_figures_are_the_servers_account(page: Visit, server: LiveServer) -> Non
     assert page.page.locator("#drafted rect.granted").count() == min(num_chunks, 48)
 
 
+def test_there_is_one_speed_up_of_requests_that_had_the_engine_to_themselves(
+    page: Visit, server: LiveServer
+) -> None:
+    page.ask(ENDLESS, 40)
+    with server.held():
+        page.page.locator("#run").click()
+        for pane in ("plain", "drafted"):
+            server.step_one(1)
+            page.wait_for_text(1, pane)
+            # What is too short is not timed.
+            time.sleep(0.05)
+            server.step_one(39)
+            expect(page.page.locator(f"#{pane} .status")).to_have_text("done: max tokens")
+        page.wait()
+    rates = [float(page.figure(pane, "Tokens/s")) for pane in ("drafted", "plain")]
+    shown = page.figure("drafted", "Speed-up")
+    assert float(shown[:-1]) == pytest.approx(rates[0] / rates[1], rel=0.15, abs=0.1)
+    assert page.verdict().endswith(f": {shown} as fast.")
+    everywhere = re.findall(r"[\d.]+×", page.page.locator("main").inner_text())
+    assert len(everywhere) > 1
+    assert set(everywhere) == {shown}
+    assert page.figure("plain", "Speed-up") == "–"
+
+
 def test_sampled_texts_are_equal_for_the_seed_they_share(page: Visit) -> None:
     page.ask("def add(a, b):\n", 48, temperature=0.7)
     page.page.locator("#seed").fill("")
-    page.page.get_by_label("One after the other").check()
     page.run()
     first = page.text("drafted")
     assert first
@@ -169,6 +206,7 @@ def test_nothing_moves(browser: Browser, line: Line, viewport: dict[str, int]) -
 
 def test_a_refusal_is_told_in_words_beside_its_field(page: Visit) -> None:
     page.expects_failed_requests = True
+    page.at_once()
     page.ask("x", 8, temperature=9)
     page.run()
     for pane in ("drafted", "plain"):
@@ -199,6 +237,7 @@ def test_a_lost_connection_is_told_and_can_come_back(
 ) -> None:
     page.expects_failed_requests = True
     page.ask(ENDLESS, 1500)
+    page.at_once()
     with server.held():
         page.page.locator("#run").click()
         server.step_both(SOME_STEPS)
@@ -222,7 +261,7 @@ def test_a_lost_connection_is_told_and_can_come_back(
     page.ask("x = 1\n", 8)
     page.run()
     assert page.verdict().startswith("The two texts are equal")
-    expect(page.page.locator("#engine-state")).to_have_text("")
+    expect(page.page.locator("#engine-state")).to_have_text("idle")
 
 
 def test_the_key_is_asked_for_and_kept_for_the_session_only(browser: Browser) -> None:
@@ -285,6 +324,7 @@ def test_every_drafter_offers_the_options_it_reports(page: Visit, line: Line) ->
 def test_what_is_entered_is_what_is_shown_and_sent(page: Visit) -> None:
     """Defaults are left out, and so are fields that a later choice has removed."""
     page.ask("x = 1\n" * 8, 16)
+    page.at_once()
     for name, value in (
         ("draft_strategy", "nasd"),
         ("tree_strategy", "tree"),
@@ -297,8 +337,7 @@ def test_what_is_entered_is_what_is_shown_and_sent(page: Visit) -> None:
     ):
         page.set_speculation(name, value)
     page.page.locator('[data-name="options.stop_if_unknown"]').uncheck()
-    page.page.locator("#wire summary").click()
-    shown = json.loads(page.page.locator("#json").inner_text())
+    shown = json.loads(page.code("JSON"))["speculative"]
     assert shown == {
         "draft_strategy": "nasd",
         "adaptive_depth": "fixed",
@@ -313,7 +352,7 @@ def test_what_is_entered_is_what_is_shown_and_sent(page: Visit) -> None:
     assert page.verdict().startswith("The two texts are equal")
     expect(page.page.locator("#drafted h2")).to_have_text("With drafts by nasd")
     page.page.get_by_role("button", name="Back to the server's defaults").click()
-    assert json.loads(page.page.locator("#json").inner_text()) == {"return_drafted": True}
+    assert json.loads(page.code("JSON"))["speculative"] == {"return_drafted": True}
     # A prediction goes with the drafter that takes it.
     page.set_speculation("draft_strategy", "prediction")
     page.set_speculation("prediction", "def load_numbers(path, separator")
@@ -331,10 +370,15 @@ def test_the_engine_is_shown_as_its_metrics_tell(
     page: Visit, line: Line, server: LiveServer
 ) -> None:
     page.ask(ENDLESS, 1500)
+    page.at_once()
+    # Small until something runs.
+    expect(page.page.locator("#engine-figures")).to_be_hidden()
+    expect(page.page.locator("#engine-state")).to_have_text("idle")
     blocks = page.page.locator("#kv-states li")
     with server.held():
         page.page.locator("#run").click()
         server.step_both(SOME_STEPS)
+        expect(page.page.locator("#engine-state")).to_have_text("2 running, 0 waiting")
         expected = {"In the batch": "2", "In the queue": "0"}
         for label, value in expected.items():
             row = page.page.locator("#engine-figures > div", has_text=label)
@@ -381,13 +425,14 @@ def test_the_page_works_from_the_keyboard(page: Visit, server: LiveServer) -> No
     assert reached == wanted
     page.page.locator(".skip").focus()
     keyboard.press("Enter")
-    expect(page.page.locator("#output")).to_be_focused()
+    expect(page.page.locator("#show")).to_be_focused()
     page.page.locator('[data-name="draft_strategy"]').focus()
     keyboard.type("suffix")
     expect(page.page.locator("#speculation-summary")).to_contain_text("suffix")
     # A choice rebuilds its form and keeps the focus.
     expect(page.page.locator('[data-name="draft_strategy"]')).to_be_focused()
     page.ask(ENDLESS, 1500)
+    page.at_once()
     page.page.locator("#run").focus()
     with server.held():
         keyboard.press("Enter")
@@ -442,6 +487,8 @@ def test_colours_can_be_read_in_every_drafters_hue(
             ("--on-accent", "--accent"),
             ("--error", "--error-back"),
             ("--error", "--page"),
+            ("--accent", "--page"),
+            ("--accent", "--surface"),
         ]
         for index in range(page.page.locator('[data-name="draft_strategy"] option').count()):
             page.page.locator('[data-name="draft_strategy"]').select_option(index=index)
@@ -449,9 +496,21 @@ def test_colours_can_be_read_in_every_drafters_hue(
             assert {tuple(p): c for p, c in zip(pairs, contrasts, strict=True) if c < 4.5} == {}
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_nothing_is_in_anybodys_way(
+    browser: Browser, line: Line, viewport: dict[str, int], scheme: Any
+) -> None:
+    with visit(browser, line.url, viewport=viewport, color_scheme=scheme) as page:
+        page.load()
+        page.run()
+        page.page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        assert page.barriers() == []
+
+
 _CONTRASTS = """(pairs) => {
   const context = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const probe = document.querySelector("#legend");
+  const probe = document.querySelector("[data-legend]");
   const luminance = (name) => {
     probe.style.setProperty("color", `var(${name})`);
     context.fillStyle = getComputedStyle(probe).color;

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, expect
 
 # The browser's own services call home; without a GPU it need not look for one. Tests run as root
@@ -76,6 +77,31 @@ class Visit:
         page.locator("#max-tokens").fill(str(max_tokens))
         page.locator("#temperature").fill(str(temperature))
 
+    def at_once(self) -> None:
+        """The two requests of a race run together from now on."""
+        self.page.get_by_label("At once").check()
+
+    def code(self, language: str) -> str:
+        """The request as the page writes it in this language."""
+        if not self.page.locator("#code").evaluate("details => details.open"):
+            self.page.locator("#code > summary").click()
+        self.page.locator("#language").select_option(language)
+        return self.page.locator("#snippet").inner_text()
+
+    def converse(self) -> None:
+        """From the race to the conversation."""
+        self.page.get_by_role("link", name="Conversation").click()
+        expect(self.page.locator("#talk")).to_be_visible()
+
+    def say(self, text: str) -> None:
+        """Returns when it is answered."""
+        self.page.locator("#message").fill(text)
+        self.page.locator("#message").press("Enter")
+        self.wait_for_answer()
+
+    def wait_for_answer(self) -> None:
+        expect(self.page.locator("#log")).to_have_attribute("aria-busy", "false")
+
     def set_speculation(self, name: str, value: str) -> None:
         """Of a field of the speculative object, ``options.n`` say."""
         field = self.page.locator(f'[data-name="{name}"]')
@@ -101,11 +127,16 @@ class Visit:
         return self.page.locator(f"#{pane} .text").text_content() or ""
 
     def figure(self, pane: str, label: str) -> str:
-        terms = self.page.locator(f"#{pane} .figures > div", has=self.page.locator("dt"))
-        return terms.filter(has_text=label).locator("dd").inner_text()
+        term = self.page.get_by_text(label, exact=True)
+        return self.page.locator(f"#{pane} .figures > div", has=term).locator("dd").inner_text()
 
     def verdict(self) -> str:
         return self.page.locator("#verdict").inner_text()
+
+    def barriers(self) -> list[str]:
+        """What axe finds to be in somebody's way: rules, and where."""
+        found = Axe().run(self.page).response["violations"]
+        return [f"{each['id']}: {node['target']}" for each in found for node in each["nodes"]]
 
     def shifts(self) -> float:
         """Layout shifts so far: shares of the window, times how far they moved in it."""

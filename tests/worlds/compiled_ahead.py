@@ -22,8 +22,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import code_programs, joint_programs, row_programs
+from engine.kernels.copying import copying_variant
+from engine.kernels.triton import (
+    choice_programs,
+    code_programs,
+    copy_programs,
+    joint_programs,
+    row_programs,
+)
 from engine.kernels.triton import ragged_attention as programs
+from engine.kernels.triton.choice_ops import choose_variant, score_variant
 from engine.kernels.triton.code_ops import code_tile
 from engine.kernels.triton.joint_ops import ACTIVATIONS, gate_variant, heads_variant
 from engine.kernels.triton.ops import attend_variant, join_variant, store_variant
@@ -86,11 +94,14 @@ _NUMBER_TYPES = {
     torch.uint8: "u8", torch.int8: "i8", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.float32: "fp32",
 }  # fmt: skip
-_INTS = {"codes": "*i16", "slots": "*i64", "plan": "*i32", "joins": "*i32"}
+_INTS = {"codes": "*i16", "slots": "*i64", "plan": "*i32", "joins": "*i32", "best_tokens": "*i32"}
+_INTS |= dict.fromkeys(("noise_keys", "noise_positions", "chosen", "tokens", "drafted"), "*i64")
+_INTS |= {"told": "*i32", "texts": "*i32"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
+_DOUBLES = dict.fromkeys(("scores", "temperatures"), "*fp64")
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
 _OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias", "chunks"}
-_OF_ROWS |= {"residual", "hidden", "cosines", "sines"}
+_OF_ROWS |= {"residual", "hidden", "cosines", "sines", "logits"}
 SPILLING = {(80, "8 B, prompts"): 656, (80, "8 B, exact"): 656} | {
     (80, f"8 B, {name}"): 8 for name in ("one row each", "drafts", "8-bit floats")
 }
@@ -132,7 +143,7 @@ def _type_of(name: str, constants: Mapping[str, Any], dtype: str, stored: str) -
         return "*fp32"
     if name in _OF_ROWS:
         return f"*{dtype}"
-    return {**_INTS, **_FLOATS}.get(name, "fp32" if name in _NUMBERS else "i32")
+    return {**_INTS, **_FLOATS, **_DOUBLES}.get(name, "fp32" if name in _NUMBERS else "i32")
 
 
 def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
@@ -163,6 +174,13 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
             gate = gate_variant(activation)
             gate = gate._replace(constants=gate.constants | joint)
             yield joint_programs.gate, gate, "bf16", ""
+        for logits in (*TYPES.values(), "fp64"):
+            yield choice_programs.score, score_variant(), logits, ""
+        yield choice_programs.choose, choose_variant(149), "bf16", ""
+        return
+    if name == "copies":
+        for most_nodes in (4, 64):
+            yield copy_programs.copy_drafts, copying_variant(most_nodes), "i64", ""
         return
     if name in CODES:
         scheme, dtype, num_rows, in_features = CODES[name]
@@ -204,4 +222,4 @@ def main(capability: int, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES, "passes"])
+    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES, "passes", "copies"])

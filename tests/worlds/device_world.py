@@ -20,7 +20,10 @@ from engine.capture import captures
 from engine.core import EngineCore
 from engine.drafting.block_model import BlockHead
 from engine.drafting.head_model import ChainHead
+from engine.kernels.triton.choice_ops import choose_rows
+from engine.model import runner
 from engine.model.runner import ModelRunner
+from engine.sampling import sampler
 from engine.transfer import Arrival, Readback, upload
 from worlds.engine_harness import Driver
 
@@ -83,6 +86,9 @@ class Looks:
             for module in [each for each in sys.modules.values() if hasattr(each, "upload")]:
                 if module.upload is upload:
                     patch.setattr(module, "upload", self._flagged("_is_transfer", upload))
+            for module in (runner, sampler):  # programs are interpreted here, as numpy
+                chosen = self._flagged("_is_transfer", choose_rows)
+                patch.setattr(module, "choose_rows", chosen)
             patch.setattr(Arrival, "tolist", self._flagged("_is_transfer", Arrival.tolist))
             patch.setattr(Readback, "fetch", counted)
             patch.setattr(captures, "_MOST_ROWS", 0)

@@ -26,21 +26,28 @@ def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from panel.get("panels", [])
 
 
-def filled(text: str) -> str:
-    """``text`` with the dashboard's variables replaced."""
-    for name, value in VALUES.items():
+def folded_panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of which Grafana shows the row's heading only, until somebody opens it."""
+    rows = [panel for panel in dashboard["panels"] if panel["type"] == "row" and panel["collapsed"]]
+    return [panel for row in rows for panel in row["panels"]]
+
+
+def filled(text: str, **chosen: str) -> str:
+    """``text`` with the dashboard's variables replaced: by what is ``chosen``, else by "All"."""
+    for name, value in (VALUES | {f"${name}": value for name, value in chosen.items()}).items():
         text = text.replace(name, value)
     # What is left are groups of a regular expression, which Grafana leaves alone.
     assert not re.search(r"\$(?!\d)", text), text
     return text
 
 
-def dashboard_queries() -> list[tuple[str, str]]:
-    """(where, expression) of every query."""
+def dashboard_queries(*, only_open: bool = False) -> list[tuple[str, str]]:
+    """(where, expression) of every query, or of those that show unasked."""
     return [
         (f"{name}: {panel['title']} ({target['refId']})", target["expr"])
         for name, dashboard in DASHBOARDS.items()
         for panel in panels(dashboard)
+        if not (only_open and panel in folded_panels(dashboard))
         for target in panel["targets"]
     ]
 

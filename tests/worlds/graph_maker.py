@@ -128,10 +128,14 @@ class _Replayed:
             output = self._run()
         for now, then in zip(log.calls, self._calls, strict=True):
             assert now == then, (now, then)
-        places = self.output.logits, *self.output.hidden
-        for place, value in zip(places, (output.logits, *output.hidden), strict=True):
+        for place, value in zip(_results(self.output), _results(output), strict=True):
             place.copy_(value)
         self.num_replays += 1
+
+
+def _results(output: ForwardOutput) -> list[torch.Tensor]:
+    tokens = [] if output.tokens is None else [output.tokens]
+    return [output.logits, *output.hidden, *tokens]
 
 
 class ReplayingMaker:

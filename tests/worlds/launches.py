@@ -25,6 +25,7 @@ _FREE = {
         "alias",
     ),
     *("narrow", "split", "split_with_sizes", "permute", "as_strided", "unbind", "lift_fresh"),
+    *("resolve_conj", "resolve_neg", "view_as"),
 }
 
 

@@ -70,6 +70,11 @@ class LiveServer:
         wait_for(lambda: self._engine.num_open == 2)
         self._runner.allow(num_steps)
 
+    def step_one(self, num_steps: int) -> None:
+        """Allow so many steps of a request, once there is one and no other."""
+        wait_for(lambda: self._engine.num_open == 1)
+        self._runner.allow(num_steps)
+
 
 @contextmanager
 def live_server(api_key: str | None = None) -> Iterator[LiveServer]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from engine.batch import ForwardOutput, InputBatch, RequestRows, slot_of
+from engine.batch import ForwardOutput, InputBatch, RequestRows, settle, slot_of
 from engine.core import EngineCore
 from engine.request.params import GenerationRequest
 from engine.sampling.state import SamplingState
@@ -125,8 +125,7 @@ class ScriptedRunner:
         self._slots: list[_Entry | None] = [None] * (num_blocks * block_size)
 
     def forward(self, batch: InputBatch) -> ForwardOutput:
-        if batch.chosen is not None:
-            batch.token_ids = batch.chosen.tolist()
+        batch = settle(batch, self._block_size)
         written = set(batch.slot_mapping)
         assert len(written) == len(batch.slot_mapping), "two rows of a step share a slot"
         bank_rows, values = [-1] * batch.num_rows, [0] * batch.num_rows

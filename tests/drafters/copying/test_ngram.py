@@ -139,3 +139,10 @@ def test_match_length_is_measured_beyond_ngram_max():
     token_ids = [*range(50), 99, *range(50)]
     tree = propose_once(NgramDrafter(), token_ids, 1, options={"ngram_max": 3})
     assert tree.features[0] == match_feature(MAX_MATCH_LENGTH, 0)
+
+
+def test_a_device_is_told_what_it_may_copy_as_long_as_no_text_is_forgotten():
+    drafter = NgramDrafter()
+    drafter.open("r", [1, 2, 1], {"ngram_min": 3, "ngram_max": 5}, "")
+    assert drafter.copies("r", MAX_INDEXED_TOKENS) == (3, 5)
+    assert drafter.copies("r", MAX_INDEXED_TOKENS + 1) is None

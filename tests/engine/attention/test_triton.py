@@ -120,7 +120,7 @@ def test_steps_planned_into_a_room_differ_in_nothing_but_what_the_buffer_holds(
             plane.copy_(held)
         before = backend.store.key[0].clone()
         slots.copy_(torch.tensor(batch.slot_mapping + [-1] * (padded - batch.num_rows)))
-        inputs = InputTensors(slots, slots, slots, slots, slots[:0], slots[:0])
+        inputs = InputTensors(*[slots] * 4, *[slots[:0]] * 5)
         plan = backend.plan(replace(batch, bucket=bucket), inputs)
         captured = captured or plan
         filled = [

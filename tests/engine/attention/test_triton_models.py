@@ -143,7 +143,7 @@ def test_a_forward_over_fake_tensors_is_traced_with_one_call_per_layer() -> None
         (
             90,
             ["8 B, drafts", "8 B, exact", "8 B, 8-bit floats", "gpt-oss", "gemma 2"]
-            + ["products, divided", "products, few outputs", "products, fp32", "passes"],
+            + ["products, divided", "products, few outputs", "products, fp32", "passes", "copies"],
         ),
         (100, ["8 B, prompts", "8 B, 8-bit floats", "products, bf16"]),
     ],
@@ -163,8 +163,9 @@ def test_programs_are_compiled_for_devices_that_are_not_here(
     )
     assert result.returncode == 0, result.stdout + result.stderr
     num_products = sum(each.startswith("products") for each in variants)
-    num_attending = len(variants) - num_products - variants.count("passes")
+    num_attending = len(variants) - num_products - len({"passes", "copies"}.intersection(variants))
     assert result.stdout.count("compiled attend") == num_attending
+    assert result.stdout.count("compiled copy_drafts") == 2 * variants.count("copies")
     assert result.stdout.count("compiled rotate_and_store") == 4 * variants.count("passes")
     assert result.stdout.count("compiled multiply") == num_products
     assert result.stdout.count("compiled join") == result.stdout.count("compiled store_rows") == 1

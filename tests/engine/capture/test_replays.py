@@ -18,6 +18,7 @@ from engine.batch import (
     NO_SLOT,
     NORMED,
     Bucket,
+    Choices,
     ForwardOutput,
     InputBatch,
     RequestRows,
@@ -32,6 +33,7 @@ from engine.capture.replays import (
     make_buckets,
 )
 from engine.config import EngineConfig
+from engine.kernels.triton.choice_ops import choose_rows
 from engine.model.decoder import kept_states
 from engine.model.loader import attach_attention, state_shapes
 from engine.model.runner import ModelRunner
@@ -39,6 +41,7 @@ from engine.states.plan import PlainStates
 from engine.states.triton import TritonStates
 from kvpool.state_store import StateStore
 from kvpool.store import KVStore
+from worlds.device_world import no_host
 from worlds.graph_maker import ReplayingMaker
 from worlds.interpreted import ON_CPU, patching_once
 from worlds.lanes import examples
@@ -69,6 +72,7 @@ def graph_runner(
     backend: str | None = None,
     sizes: GraphSizes = SIZES,
     hidden_layers: tuple[int, ...] = (),
+    chooses: bool = False,
 ) -> ModelRunner:
     """Over ``StaticAttention``, or the ``backend`` of that name; without a maker nothing is captured."""
     is_shared = dtype == torch.float32
@@ -85,7 +89,7 @@ def graph_runner(
     runner = ModelRunner(model, attention, states=states)
     if maker is not None:
         runner._replays = DeviceGraphs(runner.attention, maker, sizes, states)
-        runner.prepare(hidden_layers)
+        runner.prepare(hidden_layers, chooses)
     return runner
 
 
@@ -317,3 +321,43 @@ def test_padding_leaves_the_batch_as_it_is_and_is_stored_nowhere(
     assert set(padded.slot_mapping[batch.num_rows :]) <= {NO_SLOT}
     assert padded.requests is batch.requests
     assert padded.bucket == bucket
+
+
+# --- choices ---
+
+
+@ON_CPU
+def test_tokens_are_chosen_within_a_graph() -> None:
+    """Of rows that ask for one, from the logits that the graph leaves; padding asks for none."""
+    maker = ReplayingMaker()
+    with no_host(), patching_once():
+        sizes = SIZES._replace(most_rows=8, most_requests=2)
+        runner = graph_runner("llama", maker, sizes=sizes, chooses=True)
+        found = []
+        for base, temperatures in ((0, [0.0, 0.9, -1.0]), (3, [1.4]), (4, None), (5, [0.0] * 9)):
+            count = 1 if temperatures is None else len(temperatures)
+            rows = chunk(random_ids(1, 20), base, count, scattered_table(0, 12))
+            batch = build_batch([rows], BLOCK_SIZE)
+            asked = Choices.of_none(count)
+            if temperatures is not None:
+                keys, positions = [*range(5, 5 + count)], [*range(base, base + count)]
+                batch.choices = asked = Choices(keys, positions, temperatures)
+            output = runner.forward(batch)
+            assert output.tokens is not None
+            column = torch.tensor(asked.temperatures, dtype=torch.float64)
+            noise = torch.tensor(asked.keys), torch.tensor(asked.positions)
+            expected = choose_rows(output.logits, *noise, column)
+            assert torch.equal(output.tokens, expected)
+            found.append((output.tokens, expected))
+    assert maker.num_replays == 3  # nine rows fit no graph
+    assert all(torch.equal(*each) for each in found)  # and later forwards leave them alone
+
+
+@ON_CPU
+def test_who_asks_for_no_tokens_has_no_launch_for_them() -> None:
+    with no_host():
+        maker = ReplayingMaker()
+        runner = graph_runner("llama", maker)
+        rows = chunk(random_ids(1, 20), 0, 3, scattered_table(0, 12))
+        assert runner.forward(build_batch([rows], BLOCK_SIZE)).tokens is None
+    assert not {"score", "choose"} & {call[0] for graph in maker.graphs for call in graph._calls}

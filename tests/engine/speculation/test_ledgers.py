@@ -222,3 +222,11 @@ def test_the_rows_of_a_draft_are_taken_off_what_it_brings() -> None:
     story_of(world, [request], 300, accepted=3)
     gain = world.speculation._drafting["r"].gain
     assert gain.expect() == pytest.approx(3 - 4 * 0.1, abs=0.15)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_rows_that_a_device_drafts_by_itself_are_not_charged_its_waiting(is_ahead: bool) -> None:
+    cost = CostModel([(1, 0, 1.0), (2, 0, 1.5)], overhead_seconds=0.5)
+    cost.observe_overhead(0.1, is_hidden=True)
+    seconds = Ledgers(cost)._seconds(Plan(num_rows=1, is_ahead=is_ahead), 1)
+    assert seconds == pytest.approx(1.6 if is_ahead else 2.0)
