@@ -347,7 +347,7 @@ def figures_of(name: str, rate: float, decoding: float) -> Figures:
     drafts, over_http = "plain" not in name, "HTTP" in name
     return Figures(
         *(name, drafts, over_http, rate, 100.0, 1.0, decoding),
-        *[None] * 6,
+        *[None] * 7,
     )
 
 
