@@ -18,7 +18,9 @@ from bench.peers.report import plain_of
 from slipstream.client.markdown import markdown_table
 
 KEPT = Path(__file__).resolve().parents[1] / "docs" / "scoreboard"
-_OF_RESULTS = ("taken_at", "commit", "settings", "machine", "workers", "unavailable")
+_OF_RESULTS = ("taken_at", "commit", "machine", "unavailable")
+_TELLING = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+"""Instructions that products are fast by."""
 _OF_CELLS = ("workload", "batch_size", "sampling", "num_new_tokens", "num_rounds")
 _OF_ARMS = ("name", "speculates", "over_http", "tokens_per_second", "same_as_plain")
 
@@ -41,7 +43,11 @@ def keep(results: Path, name: str, title: str, folder: Path = KEPT) -> None:
         | {"arms": [{key: arm[key] for key in _OF_ARMS} for arm in cell["arms"]]}
         for cell in found["cells"]
     ]
-    entry = {"title": title} | {key: found[key] for key in _OF_RESULTS} | {"cells": cells}
+    entry = {"title": title} | {key: found[key] for key in _OF_RESULTS}
+    entry |= {key: found["settings"][key] for key in ("command", "reference")}
+    told = (fact for facts in found["workers"].values() for fact in facts.items())
+    entry["versions"] = {name: value for name, value in told if _is_version(value)}
+    entry["cells"] = cells
     folder.mkdir(exist_ok=True)
     text = json.dumps(entry, indent=1) + "\n"
     (folder / f"{name}.json").write_text(text, encoding="utf-8")
@@ -70,15 +76,15 @@ def newest_tables(folder: Path = KEPT) -> str:
 
 
 def _section(entry: dict[str, Any]) -> str:
-    told = {name: value for facts in entry["workers"].values() for name, value in facts.items()}
-    versions = ", ".join(f"{name} {value}" for name, value in told.items() if _is_version(value))
+    versions = ", ".join(f"{name} {value}" for name, value in entry["versions"].items())
+    instructions = [name for name in entry["machine"]["isa"].split() if name in _TELLING]
     cell = entry["cells"][0]
     parts = [
         f"## {entry['title']}, {entry['machine']['processor']}, {entry['taken_at'][:10]}",
         f"{_where(entry)}; {cell['num_new_tokens']} new tokens a request, medians of "
         f"{cell['num_rounds']} rounds; commit `{entry['commit']}`, {versions}. Instructions: "
-        f"{entry['machine']['isa']}.",
-        f"```sh\n{entry['settings']['command']}\n```",
+        f"{', '.join(instructions)}.",
+        f"```sh\n{entry['command']}\n```",
         entry_table(entry),
     ]
     parts += [f"Not measured: {name}: {why}" for name, why in entry["unavailable"].items()]
@@ -107,7 +113,7 @@ def entry_table(entry: dict[str, Any]) -> str:
     for name in names:
         alone = [_named(name, arms) for arms in cells]
         best = [_best_of(name, arms) for arms in cells]
-        against = [_named(entry["settings"]["reference"], arms) for arms in cells]
+        against = [_named(entry["reference"], arms) for arms in cells]
         rows.append([name, *map(_said, alone, against), ""])
         if any(best):
             equal = [arm.same_as_plain for arm in best if arm and arm.same_as_plain is not None]

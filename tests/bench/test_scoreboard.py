@@ -39,8 +39,8 @@ def results(path: Path, taken_at: str = "2026-11-27T10:00:00+00:00", speed: floa
         "taken_at": taken_at,
         "commit": "0abc123",
         "settings": {"command": "python -m bench.peers --model smollm2", "reference": PLAIN},
-        "machine": {"processor": "A Processor", "num_threads": 2, "isa": "avx2 fma"},
-        "workers": {"ours q4": {"torch": "2.13.0", "model": "a name"}},
+        "machine": {"processor": "A Processor", "num_threads": 2, "isa": "avx avx2 fma"},
+        "workers": {"ours q4": {"torch": "2.13.0", "model": "a name", "command": "/a/path"}},
         "unavailable": {"vllm": "no wheel"},
         "cells": [
             {**cell, "batch_size": 1, "sampling": greedy, "arms": arms},
@@ -68,8 +68,9 @@ def test_each_arm_has_a_row_and_its_best_speculation_another(tmp_path: Path) -> 
     ]
     assert "## A model, Q4_0, A Processor, 2026-11-27" in text
     assert "python -m bench.peers --model smollm2" in text
-    assert "commit `0abc123`, torch 2.13.0. Instructions: avx2 fma." in text
+    assert "commit `0abc123`, torch 2.13.0. Instructions: avx2." in text
     assert "Not measured: vllm: no wheel" in text
+    assert "/a/path" not in (tmp_path / "zen.json").read_text()
 
 
 def test_the_newest_of_a_title_is_shown_without_its_command(tmp_path: Path) -> None:
