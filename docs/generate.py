@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Metric
 from pydantic.fields import FieldInfo
 
+from bench import scoreboard
 from deploy.ray.figures import Figures
 from drafters.options import SpeculativeParams
 from drafters.registry import drafter_settings
@@ -324,6 +325,8 @@ TABLES = {
     "without_effect": without_effect_table,
     "recommended": recommended_table,
     "recommended_drafts": recommended_drafts_table,
+    "scoreboard": scoreboard.page,
+    "scoreboard_newest": scoreboard.newest_tables,
 }
 
 
@@ -335,7 +338,7 @@ def refreshed(text: str) -> str:
 
 
 def main() -> None:
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if refreshed(text) != text:
             page.write_text(refreshed(text), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Results:
         return {
             "schema": SCHEMA_VERSION,
             "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": _commit(),
             "machine": machine(self.options.num_threads),
             "settings": self.options.to_json(),
             "workers": self.facts,
@@ -203,6 +205,15 @@ def machine(num_threads: int) -> dict[str, Any]:
 
 def machine_markdown(num_threads: int) -> str:
     return "\n".join(f"- {key}: {value}" for key, value in machine(num_threads).items()) + "\n"
+
+
+def _commit() -> str:
+    """What this code is; empty outside git."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _free_bytes() -> int | None:

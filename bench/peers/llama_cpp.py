@@ -111,7 +111,10 @@ class LlamaCpp(Peer):
             name=title,
             python=Path(sys.executable),
             module="bench.peers.http_worker",
-            load={"command": command, "ready": "/health", "dialect": "llama"},
+            load={
+                **{"command": command, "ready": "/health", "dialect": "llama"},
+                "facts": {"llama-cpp-python": _version(place)},
+            },
             arms=(Arm(f"{title} (HTTP)", speculates=mode != "plain", over_http=True),),
         )
 
@@ -167,6 +170,13 @@ def _build(place: Place) -> None:
     flags = [*_CMAKE, *(_CMAKE_X86 if platform.machine() == "x86_64" else ())]
     call([*cmake, "-S", str(source), "-B", build, "-G", "Ninja", *flags])
     call([str(bin_ / "ninja"), "-C", build, "-j", str(place.num_threads), *_TARGETS])
+
+
+def _version(place: Place) -> str:
+    """Of the sources that were built."""
+    return "".join(
+        path.name.partition("-")[2] for path in (place.folder(NAME) / "source").glob("llama_cpp*-*")
+    )
 
 
 def _fetch(place: Place, folder: Path) -> None:

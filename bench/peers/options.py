@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +49,7 @@ class Options:
     questions: Questions | None
     data: Path
     output: Path | None
+    command: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The settings that shape the figures."""
@@ -88,6 +91,7 @@ def parse_options(arguments: Sequence[str] | None, peers: Sequence[str], about: 
         questions=questions,
         data=args.data,
         output=args.output,
+        command=shlex.join(["python", "-m", "bench.peers", *(arguments or sys.argv[1:])]),
     )
 
 

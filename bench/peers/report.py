@@ -7,11 +7,11 @@ prompt part ends when every request has its first tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from bench.contenders import Run
 from bench.peers.place import Arm
@@ -29,7 +29,8 @@ class Figures:
     ``round_ratios``: the rounds' lowest and highest ``ratio``. ``prompt_tokens_per_second`` and
     ``first_token_seconds`` (all requests have begun) are of the prompt part. ``joules_per_token``: where
     the machine tells it. ``equal_prefix``: greedy only, mean share of the tokens before the first that
-    is not the reference's.
+    is not the reference's. ``same_as_plain``: the share of texts that are those of the same arm without
+    drafts.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Figures:
     prompt_ratio: float | None
     decode_ratio: float | None
     equal_prefix: float | None
+    same_as_plain: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ def cell_figures(measured: Measured, arms: Mapping[str, Arm], reference: str) ->
     """``reference`` is the arm that ratios are against; they are None where it has no runs."""
     prompts = [prompt for job in measured.jobs for prompt in job.prompts]
     runs = measured.runs
+    plain = {name: plain_of(arms[name], [arms[other] for other in runs]) for name in runs}
     greedy = measured.cell.sampling.temperature == 0
     return CellFigures(
         cell=measured.cell,
@@ -72,8 +75,13 @@ def cell_figures(measured: Measured, arms: Mapping[str, Arm], reference: str) ->
         num_new_tokens=measured.jobs[0].num_new_tokens,
         num_rounds=max((len(rounds) for rounds in runs.values()), default=0),
         arms=[
-            _figures(arms[name], own, runs.get(reference), sum(map(len, prompts)), greedy)
-            for name, own in runs.items()
+            replace(
+                _figures(arms[name], own, runs.get(reference), sum(map(len, prompts)), greedy),
+                same_as_plain=None
+                if beside is None
+                else _share_equal(own[0], runs[beside.name][0]),
+            )
+            for (name, own), beside in zip(runs.items(), plain.values(), strict=True)
         ],
         failed=measured.failed,
     )
@@ -100,7 +108,14 @@ def _figures(
     }
     if reference is None:
         nothing: dict[str, Any] = dict.fromkeys(
-            ("ratio", "round_ratios", "prompt_ratio", "decode_ratio", "equal_prefix")
+            (
+                "ratio",
+                "round_ratios",
+                "prompt_ratio",
+                "decode_ratio",
+                "equal_prefix",
+                "same_as_plain",
+            )
         )
         return Figures(**shared, **nothing)
     their_decoding = decode_rate(reference)
@@ -115,6 +130,7 @@ def _figures(
         prompt_ratio=_prompt_seconds(reference) / first,
         decode_ratio=decoding / their_decoding if their_decoding else None,
         equal_prefix=_mean_equal_prefix(runs[0], reference[0]) if greedy else None,
+        same_as_plain=None,
     )
 
 
@@ -210,7 +226,7 @@ def gains_markdown(cells: Sequence[CellFigures]) -> str:
 
 def _gain(name: str, arms: Sequence[Figures]) -> str:
     own = next((arm for arm in arms if arm.name == name), None)
-    plain = None if own is None else _plain_of(own, arms)
+    plain = None if own is None else plain_of(own, arms)
     if own is None or plain is None or not plain.decode_tokens_per_second:
         return "-"
     whole = own.tokens_per_second / plain.tokens_per_second
@@ -218,7 +234,30 @@ def _gain(name: str, arms: Sequence[Figures]) -> str:
     return f"{whole:.2f}x ({decoding:.2f}x)"
 
 
-def _plain_of(own: Figures, arms: Sequence[Figures]) -> Figures | None:
+def _share_equal(runs: Sequence[Run], others: Sequence[Run]) -> float:
+    pairs = [
+        (own, other)
+        for run, their_run in zip(runs, others, strict=True)
+        for own, other in zip(run.output_token_ids, their_run.output_token_ids, strict=True)
+    ]
+    return mean(own == other for own, other in pairs)
+
+
+class Named(Protocol):
+    """Whatever stands for an arm."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def speculates(self) -> bool: ...
+    @property
+    def over_http(self) -> bool: ...
+
+
+_Named = TypeVar("_Named", bound=Named)
+
+
+def plain_of(own: _Named, arms: Sequence[_Named]) -> _Named | None:
     """The arm that is called alike but for how it drafts."""
     for arm in arms:
         before, _, after = arm.name.partition(" plain")

@@ -71,7 +71,8 @@ class Slipstream(Peer):
             )
             for name in _drafters(place)
         )
-        return served_plan(f"{NAME} {weights} (HTTP)", str(model), settings, arms)
+        # Salted: what drafters have learned of a prompt in one round is not theirs in the next.
+        return served_plan(f"{NAME} {weights} (HTTP)", str(model), settings, arms, salted=True)
 
 
 def served_plan(

@@ -91,6 +91,7 @@ def test_every_arm_that_works_is_measured_in_every_cell_against_the_reference(
         assert arms["steady two"]["speculates"]
         assert arms["served plain (HTTP)"]["over_http"]
     assert written["machine"]["num_threads"] == written["settings"]["num_threads"]
+    assert written["settings"]["command"].startswith("python -m bench.peers --model ")
     assert written["workers"]["steady"] == {"fake": "1.0"}
     assert "worlds.fake_peer" in written["workers"]["served"]["command"]
 
@@ -346,7 +347,7 @@ def figures_of(name: str, rate: float, decoding: float) -> Figures:
     drafts, over_http = "plain" not in name, "HTTP" in name
     return Figures(
         *(name, drafts, over_http, rate, 100.0, 1.0, decoding),
-        *[None] * 6,
+        *[None] * 7,
     )
 
 
