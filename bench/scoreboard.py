@@ -1,6 +1,6 @@
 """The scoreboard: ``python -m bench.scoreboard RESULTS.json --name NAME --title TITLE``.
 
-Keeps what ``bench.peers --output`` wrote, as far as the page shows it, in ``docs/scoreboard/NAME.json``,
+Keeps what ``bench.peers --output`` wrote, as far as the page shows it, under NAME in ``docs/scoreboard``,
 and writes the page and README's table anew; without RESULTS only that. ``docs.generate`` writes the same.
 """
 
