@@ -7,7 +7,7 @@ prompt part ends when every request has its first tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import mean, median
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from bench.contenders import Run
 from bench.peers.place import Arm
-from bench.report import decode_rate, equal_prefix, run_seconds
+from bench.report import decode_rate, equal_prefix, run_seconds, same_text
 from bench.runner import Cell, Measured
 from slipstream.client.markdown import markdown_table
 
@@ -66,7 +66,6 @@ def cell_figures(measured: Measured, arms: Mapping[str, Arm], reference: str) ->
     """``reference`` is the arm that ratios are against; they are None where it has no runs."""
     prompts = [prompt for job in measured.jobs for prompt in job.prompts]
     runs = measured.runs
-    plain = {name: plain_of(arms[name], [arms[other] for other in runs]) for name in runs}
     greedy = measured.cell.sampling.temperature == 0
     return CellFigures(
         cell=measured.cell,
@@ -75,13 +74,15 @@ def cell_figures(measured: Measured, arms: Mapping[str, Arm], reference: str) ->
         num_new_tokens=measured.jobs[0].num_new_tokens,
         num_rounds=max((len(rounds) for rounds in runs.values()), default=0),
         arms=[
-            replace(
-                _figures(arms[name], own, runs.get(reference), sum(map(len, prompts)), greedy),
-                same_as_plain=None
-                if beside is None
-                else _share_equal(own[0], runs[beside.name][0]),
+            _figures(
+                arms[name],
+                own,
+                runs.get(reference),
+                _plain_runs(arms[name], arms, runs),
+                sum(map(len, prompts)),
+                greedy,
             )
-            for (name, own), beside in zip(runs.items(), plain.values(), strict=True)
+            for name, own in runs.items()
         ],
         failed=measured.failed,
     )
@@ -91,6 +92,7 @@ def _figures(
     arm: Arm,
     runs: Sequence[Sequence[Run]],
     reference: Sequence[Sequence[Run]] | None,
+    plain: Sequence[Sequence[Run]] | None,
     num_prompt_tokens: int,
     greedy: bool,
 ) -> Figures:
@@ -105,17 +107,11 @@ def _figures(
         "first_token_seconds": first / len(runs[0]),
         "decode_tokens_per_second": decoding,
         "joules_per_token": _joules(runs),
+        "same_as_plain": None if plain is None else same_text(runs[:1], plain),
     }
     if reference is None:
         nothing: dict[str, Any] = dict.fromkeys(
-            (
-                "ratio",
-                "round_ratios",
-                "prompt_ratio",
-                "decode_ratio",
-                "equal_prefix",
-                "same_as_plain",
-            )
+            ("ratio", "round_ratios", "prompt_ratio", "decode_ratio", "equal_prefix")
         )
         return Figures(**shared, **nothing)
     their_decoding = decode_rate(reference)
@@ -130,8 +126,14 @@ def _figures(
         prompt_ratio=_prompt_seconds(reference) / first,
         decode_ratio=decoding / their_decoding if their_decoding else None,
         equal_prefix=_mean_equal_prefix(runs[0], reference[0]) if greedy else None,
-        same_as_plain=None,
     )
+
+
+def _plain_runs(
+    arm: Arm, arms: Mapping[str, Arm], runs: Mapping[str, Sequence[Sequence[Run]]]
+) -> Sequence[Sequence[Run]] | None:
+    plain = plain_of(arm, [arms[name] for name in runs])
+    return None if plain is None else runs[plain.name]
 
 
 def _joules(runs: Sequence[Sequence[Run]]) -> float | None:
@@ -232,15 +234,6 @@ def _gain(name: str, arms: Sequence[Figures]) -> str:
     whole = own.tokens_per_second / plain.tokens_per_second
     decoding = own.decode_tokens_per_second / plain.decode_tokens_per_second
     return f"{whole:.2f}x ({decoding:.2f}x)"
-
-
-def _share_equal(runs: Sequence[Run], others: Sequence[Run]) -> float:
-    pairs = [
-        (own, other)
-        for run, their_run in zip(runs, others, strict=True)
-        for own, other in zip(run.output_token_ids, their_run.output_token_ids, strict=True)
-    ]
-    return mean(own == other for own, other in pairs)
 
 
 class Named(Protocol):
