@@ -4,12 +4,17 @@ tests by turns. And what has to be said before a library is imported."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from worlds.turns import has_turn
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # Triton reads this once, when it is first imported, by whomever: where there is no GPU, its programs
 # run under its interpreter.
@@ -30,6 +35,14 @@ settings.load_profile("pinned")
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from worlds.browser_visit import opened_browser  # for few tests: its libraries take a while
+
+    with opened_browser() as opened:
+        yield opened
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,12 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
-from worlds.browser_visit import Visit, launch, visit
+from worlds.browser_visit import Visit, visit
 from worlds.client_servers import slipstream
 from worlds.scripted_engine import ScriptedEngine, engine_info
 
@@ -20,14 +19,6 @@ pytestmark = pytest.mark.slow
 
 KEY = "s3cret-key"
 PROMPT = 'It\'s "quoted" $HOME `ls` \\n\n\tünï 🙂 </script>'
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        opened = launch(playwright)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, expect
 
 from engine.request.info import AdapterInfo
 from engine.request.params import GenerationRequest
-from worlds.browser_visit import PHONE, WIDE, Visit, launch, visit
+from worlds.browser_visit import PHONE, WIDE, Visit, visit
 from worlds.client_servers import slipstream, wait_for
 from worlds.scripted_engine import EOS, ScriptedEngine, engine_info
 
@@ -22,14 +22,6 @@ pytestmark = pytest.mark.slow
 
 LIST = "# Tips\n\n1. **Sleep** early\n2. Read `books`\n\n```python\nprint(1)\n```"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        opened = launch(playwright)
-        yield opened
-        opened.close()
 
 
 def answering(*texts: str) -> ScriptedEngine:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
-from worlds.browser_visit import launch
 from worlds.client_servers import slipstream
 from worlds.scripted_engine import ScriptedEngine
 
@@ -26,15 +25,13 @@ _LOAD = """async () => {
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
+def page(browser: Browser) -> Iterator[Page]:
     """Has a function ``rendered`` from text to HTML."""
-    with sync_playwright() as playwright, slipstream(ScriptedEngine()) as url:
-        browser: Browser = launch(playwright)
+    with slipstream(ScriptedEngine()) as url:
         made = browser.new_page()
         made.goto(url)
         made.evaluate(_LOAD)
         yield made
-        browser.close()
 
 
 @pytest.mark.parametrize(

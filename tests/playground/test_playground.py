@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Response, expect, sync_playwright
+from playwright.sync_api import Browser, Response, expect
 
-from worlds.browser_visit import ENDLESS, PHONE, WIDE, Visit, launch, visit
+from worlds.browser_visit import ENDLESS, PHONE, WIDE, Visit, visit
 from worlds.client_servers import wait_for
 from worlds.playground_server import HANG, Line, LiveServer, live_server
 
@@ -21,14 +21,6 @@ pytestmark = pytest.mark.slow
 KEY = "s3cret-key"
 SOME_STEPS = 20
 """That write some text without drafts, and with them, 17 tokens in each at most, less than 1,500."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        opened = launch(playwright)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 from engine.tokenizer import load_tokenizer
-from worlds.browser_visit import launch, visit
+from worlds.browser_visit import visit
 from worlds.real_model import REAL
 from worlds.served_command import HANG, Server
 from worlds.terminal import UNDERLINED, terminal
@@ -160,14 +160,6 @@ def test_results_of_calls_go_back_to_it(smollm2: Server) -> None:
 
 
 # --- in front of a screen ---
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        opened = launch(playwright)
-        yield opened
-        opened.close()
 
 
 def test_the_playground_shows_a_sensible_reply_with_its_drafts_marked(

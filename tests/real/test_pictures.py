@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, expect
 
-from worlds.browser_visit import Visit, launch, visit
+from worlds.browser_visit import Visit, visit
 from worlds.deploy_tools import ROOT
 from worlds.real_model import REAL
 from worlds.served_command import Server
@@ -24,14 +24,6 @@ WIDTH, HEIGHT, MARGIN = 1280, 720, 24
 MAX_BYTES = 250_000
 TIPS = "Give me three tips for a good night's sleep."
 FUNCTION = "Write a Python function that checks whether a word is a palindrome, with a docstring."
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        opened = launch(playwright)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, expect
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
 # The browser's own services call home; without a GPU it need not look for one. Tests run as root
 # in containers, where the sandbox cannot be set up.
@@ -36,13 +36,17 @@ new PerformanceObserver((list) => {
 """
 
 
-def launch(playwright: Playwright) -> Browser:
+@contextmanager
+def opened_browser() -> Iterator[Browser]:
     """Debian's Chromium; without it the test is skipped."""
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("no chromium here: apt-get install --no-install-recommends chromium")
     expect.set_options(timeout=_PATIENCE)
-    return playwright.chromium.launch(executable_path=program, args=_FLAGS)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=_FLAGS)
+        yield browser
+        browser.close()
 
 
 class Visit:
