@@ -90,6 +90,7 @@ class AutoDrafter(Drafter):
     settings = AutoSettings
     auto_width = 8
     row_worth = 0.015
+    most_recomputed = 64
 
     def __init__(
         self,
@@ -317,9 +318,10 @@ class AutoDrafter(Drafter):
     def leave_blocks(
         self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int]
     ) -> None:
-        """Raises KeyError for a request that is not open."""
+        """A head that rested all the time computes nothing for others to find. Raises KeyError for a
+        request that is not open."""
         head = self._head_in(request_id)
-        if head is not None:
+        if head is not None and head.has_drafted:
             tried((head,), head.drafter.leave_blocks, request_id, token_ids, block_ids)
 
     def settle(self) -> None:
@@ -335,9 +337,8 @@ class AutoDrafter(Drafter):
             if not state.is_reading:
                 state.core.observe(seen)
             if state.guests:
-                num_right = len(state.tree.follow(seen.emitted_token_ids))
                 for guest in state.guests:
-                    guest.hear(seen, num_right)
+                    guest.hear(seen, state.tree)
                 for ledger in {guest.ledger for guest in state.guests}:
                     ledger.wrote(len(seen.emitted_token_ids))
             state.tree = EMPTY

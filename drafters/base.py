@@ -12,6 +12,7 @@ in its ``DrafterNeeds``.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -207,7 +208,8 @@ class Observation:
     rows off the path. ``top_token_ids[r]``: the likeliest tokens at row ``r``, best first, without those
     of probability zero, as many as ``num_top_tokens`` asked for. ``top_logits[r]``: their logits as the
     target gave them, before any truncation; ``top_probs[r]``: what probabilities these are, for drafters
-    that need ``top_probs``.
+    that need ``top_probs``. ``row_tokens``: the tokens that the batch did not write while it verified
+    one row more.
     """
 
     request_id: str
@@ -219,6 +221,12 @@ class Observation:
     top_token_ids: Sequence[Sequence[int]] | None = None
     top_probs: Sequence[Sequence[float]] | None = None
     top_logits: Sequence[Sequence[float]] | None = None
+    row_tokens: float = 0.0
+
+    @property
+    def accepted_token_ids(self) -> Sequence[int]:
+        """Returns the tokens that were drafted and emitted."""
+        return self.emitted_token_ids[: len(self.path) - 1]
 
     @classmethod
     def of_missed(cls, request_id: str, text: Sequence[int], num_missed: int) -> Observation:
@@ -353,6 +361,9 @@ class Drafter:
     row_worth: float = 0.0
     """The tokens that a node's row brings later, accepted or not, since the drafter learns from what the
     target found likely there. So where rows cost less than that, they are verified however unlikely."""
+    most_recomputed: float = math.inf
+    """The most tokens of a cached prefix that the engine computes again where ``num_usable_tokens`` says
+    so. Of a request with more it takes the whole prefix, and the drafter has to do without."""
     weighed_seconds: float = 0.0
     """What of its last call it has weighed by itself against what the engine writes meanwhile."""
     num_slots: int = 0

@@ -36,6 +36,7 @@ class Guest:
     num_free: float = 0.0
     has_rested: bool = True
     """It was not asked in the step before, and has to take in what has come since."""
+    has_drafted: bool = False
     hears_all: bool = field(init=False)
     """It hears of every step, since it keeps states of the target."""
 
@@ -51,14 +52,15 @@ class Guest:
         """It cannot draft for this request."""
         self.num_failures = _FAILURES_BEFORE_SILENCE
 
-    def hear(self, seen: Observation, num_right: int) -> None:
-        """Learns from a step, in which ``auto`` had so many tokens right. Drafts that the guest could not
-        make say nothing of those that it can."""
+    def hear(self, seen: Observation, core: DraftTree) -> None:
+        """Learns from a step, for which ``auto`` itself had drafted ``core``. Drafts that the guest could
+        not make say nothing of those that it can."""
         emitted = seen.emitted_token_ids
         was_asked = bool(self.tree.token_ids)
         self.has_rested = not was_asked
         if was_asked:
-            self.added.observe(max(0, len(self.tree.follow(emitted)) - num_right), self.num_free)
+            self.has_drafted = True
+            self.added.observe(self._brought(seen, core), self.num_free)
         if was_asked or self.acceptance.is_waiting:
             self.acceptance.label_against(self.tree, emitted)
         told, self.tree = self._view(seen), EMPTY
@@ -68,6 +70,14 @@ class Guest:
             tried((self,), self.drafter.observe, [told])
         else:
             self.num_missed += len(emitted)
+
+    def _brought(self, seen: Observation, core: DraftTree) -> float:
+        """Returns the accepted tokens that only the guest had drafted, less those that were not written
+        while its rows were verified: of what no row was granted for, nothing came."""
+        accepted = seen.accepted_token_ids
+        num_more = len(self.tree.follow(accepted)) - len(core.follow(accepted))
+        rows = (seen.tree.texts() & self.tree.texts()) - core.texts()
+        return max(0, num_more) - len(rows) * seen.row_tokens
 
     def _view(self, seen: Observation) -> Observation:
         """Of its own draft what the text has reached, as if that had been verified: it learns by features

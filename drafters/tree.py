@@ -87,6 +87,13 @@ class DraftTree:
                 path.append(index)
         return path
 
+    def texts(self) -> set[tuple[int, ...]]:
+        """Returns of each node the tokens from the root's child down to it."""
+        found: list[tuple[int, ...]] = []
+        for parent, token_id in zip(self.parents, self.token_ids, strict=True):
+            found.append((*found[parent], token_id) if parent != ROOT else (token_id,))
+        return set(found)
+
     def subtree(self, kept: Sequence[int]) -> DraftTree:
         """Returns the tree of the given nodes (ascending, parent-closed), renumbered."""
         num_kept = len(kept)

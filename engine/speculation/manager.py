@@ -150,10 +150,11 @@ class Speculation:
             return count_of(found, all_of_them)
 
         usable = guarded([] if drafting is None else [drafting], ask)
-        if usable is not None:
-            return usable
-        self._num_closed_failures += drafting is None
-        return all_of_them
+        if usable is None:
+            self._num_closed_failures += drafting is None
+            return all_of_them
+        num_recomputed = len(block_ids) * self._pool.block_size - usable
+        return usable if num_recomputed <= self.drafters[name].most_recomputed else all_of_them
 
     def leave_blocks(self, request: Request) -> None:
         """The request is about to give back its blocks. Its drafter has until ``settle`` to write into
@@ -539,7 +540,8 @@ class Speculation:
             drafting.num_missed += len(outcome.emitted_token_ids)
             if not each.proposal.token_ids and not drafting.acceptance.is_waiting:
                 return None
-        seen = _observation(request, each, outcome)
+        row_tokens = drafting.row_tokens / max(1, num_verified)
+        seen = _observation(request, each, outcome, row_tokens)
         drafting.acceptance.observe(each.proposal, seen)
         return seen if is_told else None
 
@@ -582,7 +584,9 @@ class Speculation:
                 guarded(whose, self.drafters[name].observe_hidden, group)
 
 
-def _observation(request: Request, each: ScheduledRequest, outcome: Outcome) -> Observation:
+def _observation(
+    request: Request, each: ScheduledRequest, outcome: Outcome, row_tokens: float
+) -> Observation:
     return Observation(
         request.request_id,
         request.token_ids,
@@ -593,4 +597,5 @@ def _observation(request: Request, each: ScheduledRequest, outcome: Outcome) -> 
         each.top_token_ids,
         each.top_probs,
         each.top_logits,
+        row_tokens,
     )

@@ -129,12 +129,16 @@ class World:
         for name, text in self.texts.items():
             self.auto.open(name, text, {}, "salt")
 
+        self.num_granted, self.row_tokens = VOCAB_SIZE, 0.0
+        """Nodes of a draft that the engine verifies, and what a row of them costs, in tokens."""
+
     def step(self, rate: float = RATE, shape: DraftShape = CHAIN) -> list[DraftTree]:
         asks = [DraftRequest(n, t, 8, shape, tokens_per_second=rate) for n, t in self.texts.items()]
         trees = self.auto.begin(asks, None)()
         for ask, tree in zip(asks, trees, strict=True):
             check_tree(tree, ask.max_nodes, ask.shape)
-            self._verify(ask.request_id, tree)
+            granted = tree.subtree(range(min(len(tree), self.num_granted)))
+            self._verify(ask.request_id, granted)
         return trees
 
     def _verify(self, name: str, tree: DraftTree) -> None:
@@ -142,7 +146,8 @@ class World:
         path, emitted = verify_step(tree, text, target)
         text += emitted
         rows = [-1] * (len(tree) + 1)
-        self.auto.observe([Observation(name, text, tree, rows, path, emitted)])
+        seen = Observation(name, text, tree, rows, path, emitted, row_tokens=self.row_tokens)
+        self.auto.observe([seen])
         self.num_emitted[name].append(len(emitted))
 
     def run(self, num_steps: int, rate: float = RATE, shape: DraftShape = CHAIN) -> World:
@@ -173,6 +178,16 @@ def test_a_head_that_takes_longer_than_it_saves_is_only_tried(shape: DraftShape)
     world = World(Head("head", right, seconds=price / RATE)).run(3000, shape=shape)
     written = sum(world.num_emitted["r"])
     assert 4 < world.num_asked < 3 + 0.02 * written / price
+
+
+@pytest.mark.parametrize(("num_granted", "row_tokens"), [(0, 0.0), (VOCAB_SIZE, 0.9)])
+def test_a_head_whose_rows_do_not_pay_is_only_tried(num_granted: int, row_tokens: float) -> None:
+    """It is always right and takes little, but the engine grants none of its nodes, or they cost nearly
+    all that they bring."""
+    world = World(Head("head", right, seconds=0.5 / RATE))
+    world.num_granted, world.row_tokens = num_granted, row_tokens
+    world.run(1000)
+    assert 2 < world.num_asked < 120
 
 
 def test_what_a_head_takes_is_weighed_by_auto_and_no_part_of_its_own_price() -> None:
@@ -267,17 +282,25 @@ def test_all_that_the_engine_tells_reaches_the_head_asked_or_not() -> None:
     rows = HiddenRows("r", 0, text, (), [5])
     auto.observe_hidden([rows])
     assert auto.num_usable_tokens([1, 2, 3, 4, 5], [5], "salt") == 4
-    auto.leave_blocks("r", text, [5])
     auto.settle()
     assert head.calls == [
         ("observe_hidden", rows),
         ("num_usable_tokens", [1, 2, 3, 4, 5], [5], "salt"),
-        ("leave_blocks", "r", text, [5]),
         ("settle",),
     ]
     auto.close("r")
     assert head.closed == ["r"]
     assert not head.begun
+
+
+def test_a_head_computes_what_others_may_find_only_where_it_has_drafted() -> None:
+    world = World(Head("head", right))
+    text = world.texts["r"]
+    world.auto.leave_blocks("r", text, [5])
+    assert world.head.calls == []
+    world.step()
+    world.auto.leave_blocks("r", text, [5])
+    assert world.head.calls == [("leave_blocks", "r", text, [5])]
 
 
 def test_auto_asks_the_engine_for_what_its_head_needs() -> None:
@@ -354,12 +377,13 @@ def test_a_head_that_proposes_no_token_costs_its_own_draft_alone(guess: Guess) -
 @pytest.mark.parametrize("fails", ["observe_hidden", "leave_blocks"])
 def test_a_head_that_does_not_take_what_it_is_told_is_left_out_of_the_request(fails: str) -> None:
     world = World(Head("head", right, fails=fails))
+    world.step()
     for _ in range(6):
         world.auto.observe_hidden([HiddenRows("r", 0, [1], (), [5])])
         world.auto.leave_blocks("r", [1], [5])
     assert [method for method, *_ in world.head.calls].count(fails) == 4
-    assert world.run(5).num_asked == 0
-    assert world.num_emitted["r"] == [1] * 5
+    assert world.run(5).num_asked == 1
+    assert world.num_emitted["r"][1:] == [1] * 5
 
 
 def test_a_head_that_does_not_know_what_is_of_use_costs_no_hit() -> None:

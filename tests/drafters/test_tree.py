@@ -66,6 +66,12 @@ def test_a_chain_takes_one_feature_for_all_or_one_each():
     assert list(chain([1, 2], [3, 4]).features) == [3, 4]
 
 
+def test_the_texts_of_nodes_tell_what_trees_share() -> None:
+    tree = DraftTree([5, 6, 5, 7], [-1, 0, 1, -1], [0] * 4)
+    assert tree.texts() == {(5,), (5, 6), (5, 6, 5), (7,)}
+    assert chain([5, 6], 0).texts() <= tree.texts()
+
+
 def test_following_a_text_takes_the_child_that_carries_it() -> None:
     tree = DraftTree([1, 2, 1, 3, 4], [ROOT, ROOT, 1, 2, 2], [0] * 5)
     assert tree.follow([2, 1, 4, 9]) == [1, 2, 4]

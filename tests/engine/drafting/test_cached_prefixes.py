@@ -281,6 +281,18 @@ def test_a_drafter_that_does_not_know_costs_no_hit(answer: Any) -> None:
     assert sum(stats.num_draft_failures for stats in driver.stats) == 1
 
 
+@pytest.mark.parametrize(("most", "num_cached"), [(16, 4), (15, 20)])
+def test_no_more_of_a_prefix_is_computed_again_than_a_drafter_is_worth(
+    most: int, num_cached: int
+) -> None:
+    drafter = Faulty(answer=4)
+    drafter.most_recomputed = most
+    driver = Driver(TARGET.core(Setup(drafters={"fake": drafter})))
+    driver.run(ask("plain", PROMPT, PLAIN))
+    driver.run(ask("r", PROMPT, drafting("fake")))
+    assert driver.finishes["r"].num_cached_tokens == num_cached
+
+
 @pytest.mark.parametrize("fails", ["leave_blocks", "settle"])
 def test_a_drafter_that_fails_at_the_end_costs_nobody_anything(fails: str) -> None:
     driver = Driver(TARGET.core(Setup(drafters={"fake": Faulty(fails=fails)})))
