@@ -34,6 +34,8 @@ class Request:
     arrival_order: int = 0
     adapter: Any = None
     """What its rows have (``engine.model.adapted.Adapter``)."""
+    drafting: Any = None
+    """What its drafter's part in it is (``engine.speculation.contained.Drafting``), if it has one."""
     stats: RequestStats = field(init=False)
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)

@@ -18,7 +18,7 @@ from drafters.checks import count_of, is_interrupt
 from drafters.ledger import Gain
 from drafters.tree import EMPTY, DraftTree
 from engine.request.params import SpeculativeParams, VerificationName
-from engine.schedule.request import Plan, ScheduledRequest
+from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
 
@@ -122,6 +122,18 @@ class Drafting:
         """Returns what ``call`` returns where that is a count up to ``most``; else it has failed, for
         0."""
         return guarded([self], lambda: count_of(call(*args), most)) or 0
+
+
+def drafting_if_any(request: Request) -> Drafting | None:
+    """Returns the drafting of a request; None where it asked for no drafter."""
+    found: Drafting | None = request.drafting
+    return found
+
+
+def drafting_of(each: ScheduledRequest) -> Drafting:
+    """Returns the same of one that drafts."""
+    found: Drafting = each.request.drafting
+    return found
 
 
 def shape_of(

@@ -4,32 +4,17 @@ A drafter that is not asked in a step, since its kind of traffic rests, is not t
 gets all it has missed at once when it is asked again, as one long draft that was accepted, or when its
 request ends. Those that keep the target's states or a window of their own are told at once, but for the
 states themselves, which wait until they are needed (``hidden.py``).
-
-Drafts yield before requests do. A draft that pays makes the queue shorter, and policies that weigh cost
-grant no others. Those that do not grant drafts whatever the rows cost, and so does a
-``min_speculative_tokens``: these are unpaid, and shed while many requests wait. Blocks need no rule: a
-lease takes none but free ones, and gives them back before the next request is planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from drafters.base import (
-    Drafter,
-    DraftRequest,
-    DraftShape,
-    HiddenRows,
-    Observation,
-    hidden_layers_of,
-)
+from drafters.base import Drafter, HiddenRows, Observation, hidden_layers_of
 from drafters.checks import count_of
 from drafters.estimator import AcceptanceEstimator
-from drafters.tree import DraftTree
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
 from engine.schedule.request import Plan, Request, ScheduledRequest
@@ -37,24 +22,19 @@ from engine.speculation.acceptance import new_acceptance
 from engine.speculation.constrained import constrain, counts
 from engine.speculation.contained import (
     Drafting,
-    check_trees,
+    drafting_if_any,
+    drafting_of,
     guarded,
-    is_of_core,
     shape_of,
     timed,
     weighed,
-    worth_of,
 )
 from engine.speculation.cost import CostModel
-from engine.speculation.gamma.policy import (
-    DraftCandidate,
-    Grant,
-    Load,
-    grant_all,
-    registered_policies,
-)
+from engine.speculation.gamma.policy import registered_policies
+from engine.speculation.granting import Granting, Shedding
 from engine.speculation.hidden import WaitingStates
 from engine.speculation.ledgers import Ledgers
+from engine.speculation.proposing import Proposing
 from kvpool.block_pool import BlockPool
 
 if TYPE_CHECKING:
@@ -88,13 +68,15 @@ class Speculation:
         self.max_num_nodes = max_num_nodes
         self._num_closed_failures = 0
         self._pool = pool
-        self._cost = cost
-        self._shed, self._shed_queue = shed, shed_queue
         self._vocab_size = vocab_size
         self._estimator = AcceptanceEstimator()
         self._ledgers = Ledgers(cost)
         self._policies = {kind.name: kind(cost) for kind in registered_policies()}
+        self._shedding = Shedding(shed, shed_queue)
+        self._proposing = Proposing(drafters, pool, vocab_size)
+        self._granting = Granting(self._policies, cost, pool, self._shedding)
         self._drafting: dict[str, Drafting] = {}
+        """Of all requests that draft, by their ids."""
         self._unread: dict[str, Drafting] = {}
         """Those whose drafter still reads their text, first come first."""
         self._hidden = WaitingStates()
@@ -119,7 +101,8 @@ class Speculation:
         is_whole = drafter.info.needs.all_or_nothing
         gain = self._ledgers.gain(wanted.draft_strategy, is_whole, request)
         shape = shape_of(wanted, drafter, request.sampling.verification)
-        drafting = self._drafting[request_id] = Drafting(drafter, policy, acceptance, gain, shape)
+        drafting = Drafting(drafter, policy, acceptance, gain, shape)
+        request.drafting = self._drafting[request_id] = drafting
         drafting.weighs_cost = policy.weighs_cost and not wanted.min_speculative_tokens
 
         def start() -> bool:
@@ -137,7 +120,7 @@ class Speculation:
         """Returns how many tokens of a cached prefix, which lies in these blocks, the request's drafter
         can build on: all, if it has none, or one that fails."""
         params, all_of_them = request.params, len(request.token_ids)
-        drafting = self._drafting.get(request.request_id)
+        drafting = drafting_if_any(request)
         name = params.speculative.draft_strategy
         if name == NO_DRAFTER or (drafting is not None and not drafting.is_asked):
             return all_of_them
@@ -159,7 +142,7 @@ class Speculation:
     def leave_blocks(self, request: Request) -> None:
         """The request is about to give back its blocks. Its drafter has until ``settle`` to write into
         them what it still knows of the text, as far as somebody can find it there."""
-        drafting = self._drafting.get(request.request_id)
+        drafting = drafting_if_any(request)
         if drafting is None or not drafting.is_asked or not self._pool.enable_prefix_cache:
             self._hidden.forget(request.request_id)
             return
@@ -184,7 +167,8 @@ class Speculation:
 
     def close(self, request: Request) -> int:
         """Forget a request; returns how often its drafter failed it, here included."""
-        drafting = self._drafting.pop(request.request_id, None)
+        drafting, request.drafting = drafting_if_any(request), None
+        self._drafting.pop(request.request_id, None)
         self._unread.pop(request.request_id, None)
         self._hidden.forget(request.request_id)
         if drafting is None:
@@ -211,7 +195,7 @@ class Speculation:
         if self._unread:
             self._read_prompts(_TOKENS_READ_PER_STEP)
         awake = self._awake(plan) if self._drafting else []
-        if not all(self._drafting[each.request.request_id].is_copied(each) for each in awake):
+        if not all(drafting_of(each).is_copied(each) for each in awake):
             return False
         with weighed(plan):
             drafting = [each for each in awake if self._bound(each, plan.num_waiting)]
@@ -220,9 +204,8 @@ class Speculation:
                 self._chosen(drafting, plan)
                 drafting = [each for each in drafting if each.num_asked > 0]
                 for each in drafting:
-                    self._drafting[each.request.request_id].foresee(each)
+                    drafting_of(each).foresee(each)
                 self._grant(drafting, plan)
-                self._ledgers.granted(plan)
         return all(each.draft for each in drafting)
 
     def draft(self, plan: Plan, readback: Readback) -> None:
@@ -240,13 +223,19 @@ class Speculation:
             drafting = [each for each in self._awake(plan) if self._bound(each, plan.num_waiting)]
             if drafting:
                 rate = self._ledgers.begin_step(plan)
-                self._propose(self._chosen(drafting, plan), plan, readback, rate)
+                asked = self._chosen(drafting, plan)
+                if asked:
+                    self._tell_hidden(plan)
+                self._proposing.propose(asked, plan, readback, rate)
                 drafting = [each for each in drafting if each.max_nodes > 0]
                 constrain(drafting)
                 self._grant(drafting, plan)
-                self._ledgers.granted(plan)
             for each in plan.scheduled:
                 self._want(each)
+
+    def _grant(self, drafting: Sequence[ScheduledRequest], plan: Plan) -> None:
+        self._granting.grant(drafting, plan, self._ledgers.prompt_seconds)
+        self._ledgers.granted(plan)
 
     def _awake(self, plan: Plan) -> list[ScheduledRequest]:
         """Returns the requests that may get a draft, but for those that rest for some steps: they cost
@@ -254,7 +243,7 @@ class Speculation:
         able = [
             (each, own)
             for each in plan.scheduled
-            if each.samples and (own := self._drafting.get(each.request.request_id)) is not None
+            if each.samples and (own := drafting_if_any(each.request)) is not None
         ]
         weighing = (own for _, own in able if own.weighs_cost)
         resting = self._ledgers.rest(weighing, plan.num_sampling)
@@ -283,14 +272,14 @@ class Speculation:
         nothing can come of it, so that a request that rests costs next to nothing. The target writes the
         last token itself, so the depth stays below the tokens left."""
         request = each.request
-        drafting = self._drafting.get(request.request_id)
+        drafting = drafting_if_any(request)
         if not each.samples or drafting is None or not drafting.is_asked:
             return False
         wanted, policy = request.params.speculative, drafting.policy
         num_nodes = policy.num_to_propose(request.request_id, wanted)
         if num_nodes <= 0:
             each.reason = policy.bound
-        elif self._sheds(num_waiting, policy.weighs_cost):
+        elif self._shedding.sheds(num_waiting, policy.weighs_cost):
             each.reason, num_nodes = "shed", 0
         grammar = request.sampling.grammar
         if num_nodes <= 0 and grammar is None:
@@ -320,15 +309,9 @@ class Speculation:
         cap = max(wanted.num_speculative_tokens, wanted.max_speculative_tokens)
         return 0 if grammar is None else min(len(grammar.forced()), cap)
 
-    def _sheds(self, num_waiting: int, weighs_cost: bool) -> bool:
-        """Returns whether a request whose policy ``weighs_cost`` or does not goes without a draft."""
-        if self._shed == "never" or num_waiting < self._shed_queue:
-            return False
-        return self._shed == "all" or not weighs_cost
-
     def _want(self, each: ScheduledRequest) -> None:
         """Say what the drafter wants to see of the step, if it is told of it at once."""
-        drafting = self._drafting.get(each.request.request_id)
+        drafting = drafting_if_any(each.request)
         if drafting is None or not drafting.is_asked or not drafting.is_told(each.num_asked):
             return
         needs = drafting.drafter.info.needs
@@ -349,7 +332,7 @@ class Speculation:
         groups: dict[str, list[tuple[ScheduledRequest, Drafting]]] = {}
         for each in drafting:
             if each.num_asked > 0:
-                own = self._drafting[each.request.request_id]
+                own = drafting_of(each)
                 groups.setdefault(own.name, []).append((each, own))
         asked: dict[str, list[ScheduledRequest]] = {}
         for name, group in groups.items():
@@ -362,147 +345,7 @@ class Speculation:
                 each.max_nodes = min(each.max_nodes, self._num_forced(each.request))
         return asked
 
-    def _propose(
-        self,
-        by_drafter: Mapping[str, Sequence[ScheduledRequest]],
-        plan: Plan,
-        readback: Readback,
-        rate: float,
-    ) -> None:
-        """Have drafters propose. Each is asked for all its requests at once, since those with a model
-        batch; all begin before what they read of the device is fetched, once. ``rate``: tokens per second
-        that the step would write without drafts."""
-        if by_drafter:
-            self._tell_hidden(plan)
-        begun, waiting = [], []
-        for name, group in by_drafter.items():
-            for each in group:
-                self._drafting[each.request.request_id].catch_up(
-                    each.request.request_id, each.request.token_ids
-                )
-            num_before = readback.num_added
-            with timed(plan, name):
-                asks = [self._ask(each, self.drafters[name], rate) for each in group]
-                finish = guarded(self._blamed(group), self.drafters[name].begin, asks, readback)
-            begun.append((name, group, asks, finish))
-            if readback.num_added > num_before:
-                waiting.append(name)
-        if waiting:
-            with timed(plan, *waiting):
-                guarded([], readback.fetch)
-        for name, group, asks, finish in begun:
-            with timed(plan, name):
-                self._finish(self.drafters[name], group, asks, finish)
-
-    def _ask(self, each: ScheduledRequest, drafter: Drafter, plain_rate: float) -> DraftRequest:
-        """``plain_rate``: tokens per second that the step would write without drafts."""
-        request, num_nodes = each.request, each.num_asked
-        request_id = request.request_id
-        shape = self._drafting[request_id].shape
-        if drafter.info.needs.draft_slots:
-            room = self._lease(request, max(num_nodes, drafter.num_slots))
-            num_nodes = min(num_nodes, room)
-        if each.max_depth != shape.depth:
-            shape = DraftShape(shape.width, each.max_depth)
-        return DraftRequest(
-            request_id,
-            request.token_ids,
-            num_nodes,
-            shape,
-            request.sampling.draft_sampling(),
-            request.num_computed_tokens,
-            self._pool.block_table(request_id),
-            plain_rate if self._drafting[request_id].policy.weighs_cost else 0.0,
-        )
-
-    def _finish(
-        self,
-        drafter: Drafter,
-        requests: Sequence[ScheduledRequest],
-        asks: Sequence[DraftRequest],
-        finish: Callable[[], list[DraftTree]] | None,
-    ) -> None:
-        """Take the trees of all requests at once; one by one if that goes wrong."""
-        trees: Sequence[DraftTree] | None = None
-        if finish is not None:
-            check = partial(check_trees, asks=asks, vocab_size=self._vocab_size)
-            if is_of_core(drafter):
-                trees = guarded(self._blamed(requests), finish)
-            else:
-                trees = guarded(self._blamed(requests), lambda: check(finish()))
-        if trees is not None:
-            for each, tree in zip(requests, trees, strict=True):
-                each.proposal = tree
-        elif len(asks) > 1:
-            for each, ask in zip(requests, asks, strict=True):
-                self._finish(drafter, [each], [ask], partial(drafter.propose, [ask]))
-
-    def _blamed(self, requests: Sequence[ScheduledRequest]) -> list[Drafting]:
-        """Returns whose failure it is if a drafter fails for all of these: nobody's of several, which are
-        asked again one by one."""
-        if len(requests) > 1:
-            return []
-        return [self._drafting[requests[0].request.request_id]]
-
     # --- grants ---
-
-    def _grant(self, drafting: Sequence[ScheduledRequest], plan: Plan) -> None:
-        load = Load(
-            plan.num_rows,
-            plan.spare_rows,
-            plan.num_sampling,
-            float(plan.num_sampling),
-            plan.num_context_tokens,
-            len(plan.scheduled),
-            prompt_seconds=self._ledgers.prompt_seconds,
-        )
-        candidates = [self._candidate(each, plan.num_waiting) for each in drafting]
-        grants = grant_all(self._policies, self._cost, candidates, load)
-        for each, grant in zip(drafting, grants, strict=True):
-            self._take(each, grant)
-
-    def _candidate(self, each: ScheduledRequest, num_waiting: int) -> DraftCandidate:
-        request = each.request
-        drafting, wanted = self._drafting[request.request_id], request.params.speculative
-        if wanted.min_speculative_tokens and self._sheds(num_waiting, weighs_cost=False):
-            wanted = replace(wanted, min_speculative_tokens=0)
-        num_nodes = max(0, min(each.max_nodes, each.max_depth))
-        tree = drafting.acceptance.granted_from(each.proposal, num_nodes)
-        return DraftCandidate(
-            request.request_id,
-            drafting.name,
-            wanted,
-            tree,
-            worth_of(drafting, tree, wanted) if tree.token_ids else (),
-            each.max_nodes,
-            all_or_nothing=drafting.is_whole,
-            gain=drafting.gain.expect() if drafting.is_whole else 0.0,
-            is_asked=each.num_asked > 0,
-            is_first=not drafting.has_verified,
-        )
-
-    def _take(self, each: ScheduledRequest, grant: Grant) -> None:
-        """The part of a proposal that is granted, as far as there are blocks to lease, is the draft."""
-        nodes, num_offered = grant.nodes, len(each.proposal)
-        if nodes and nodes[-1] >= num_offered:  # policies may see more than there is
-            nodes = [node for node in nodes if node < num_offered]
-        is_late = each.reason == "masks" and len(nodes) >= each.max_nodes
-        if each.reason != "shed" and not is_late:
-            each.reason = "" if 0 < num_offered == len(nodes) else grant.reason
-        room = self._lease(each.request, len(nodes))
-        if room < len(nodes):
-            nodes, each.reason = nodes[:room], "no_kv"
-        each.draft = each.proposal.subtree(nodes)
-
-    def _lease(self, request: Request, num_nodes: int) -> int:
-        """Slots for draft nodes after the request's tokens, and places for their inputs where layers keep
-        a state; returns for how many there is room."""
-        if not num_nodes:
-            return 0
-        num_known = len(request.token_ids) + request.sampling.num_unseen
-        covered = self._pool.allocate_draft(request.request_id, num_known + num_nodes)
-        room, states = max(0, min(num_nodes, covered - num_known)), self._pool.states
-        return room if states is None else len(states.lend(request.request_id, room))
 
     # --- after the forward ---
 
@@ -512,14 +355,14 @@ class Speculation:
         by_drafter: dict[str, list[tuple[ScheduledRequest, Observation]]] = {}
         with weighed(plan):
             for each in requests:
-                drafting = self._drafting.get(each.request.request_id)
+                drafting = drafting_if_any(each.request)
                 if drafting is not None and drafting.is_asked:
                     seen = self._learn(each, drafting)
                     if seen is not None:
                         by_drafter.setdefault(drafting.name, []).append((each, seen))
             for name, told in by_drafter.items():
                 # Not retried one by one: a drafter may have learned from half of them already.
-                whose = [self._drafting[seen.request_id] for _, seen in told]
+                whose = [drafting_of(each) for each, _ in told]
                 with timed(plan, name):
                     guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
         self._account(plan, by_drafter)
@@ -551,7 +394,7 @@ class Speculation:
         """Requests and the cost model hear what drafts took: their drafters' time and, of those who were
         asked, the engine's."""
         asked = {
-            name: [self._drafting[seen.request_id] for each, seen in told if each.num_asked > 0]
+            name: [drafting_of(each) for each, _ in told if each.num_asked > 0]
             for name, told in by_drafter.items()
         }
         own = plan.speculation_seconds / max(1, sum(map(len, asked.values())))

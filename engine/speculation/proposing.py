@@ -1,0 +1,106 @@
+"""Asks drafters for their drafts of a step, each for all its requests at once.
+
+Drafters with a model batch, so one call serves every request of a drafter. Where such a call fails, its
+requests are asked again one by one: a request that a drafter cannot handle costs no other its draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from drafters.base import Drafter, DraftRequest, DraftShape
+from drafters.tree import DraftTree
+from engine.schedule.request import Plan, ScheduledRequest
+from engine.speculation.contained import (
+    Drafting,
+    check_trees,
+    drafting_of,
+    guarded,
+    is_of_core,
+    timed,
+)
+from engine.speculation.granting import lease
+from kvpool.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from engine.transfer import Readback
+
+Asked = Mapping[str, Sequence[ScheduledRequest]]
+"""The requests that each drafter is asked for, by its name."""
+
+
+class Proposing:
+    """Calls the drafters of an engine."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], pool: BlockPool, vocab_size: int) -> None:
+        self._drafters, self._pool, self._vocab_size = drafters, pool, vocab_size
+
+    def propose(self, asked: Asked, plan: Plan, readback: Readback, rate: float) -> None:
+        """Sets ``proposal`` of the requests. All drafters begin before what they read of the device is
+        fetched, once. ``rate``: the tokens per second that the step would write without drafts."""
+        begun, waiting = [], []
+        for name, group in asked.items():
+            for each in group:
+                drafting_of(each).catch_up(each.request.request_id, each.request.token_ids)
+            num_before = readback.num_added
+            with timed(plan, name):
+                asks = [self._ask(each, rate) for each in group]
+                finish = guarded(_blamed(group), self._drafters[name].begin, asks, readback)
+            begun.append((name, group, asks, finish))
+            if readback.num_added > num_before:
+                waiting.append(name)
+        if waiting:
+            with timed(plan, *waiting):
+                guarded([], readback.fetch)
+        for name, group, asks, finish in begun:
+            with timed(plan, name):
+                self._finish(self._drafters[name], group, asks, finish)
+
+    def _ask(self, each: ScheduledRequest, plain_rate: float) -> DraftRequest:
+        request, drafting, num_nodes = each.request, drafting_of(each), each.num_asked
+        shape, drafter = drafting.shape, drafting.drafter
+        if drafter.info.needs.draft_slots:
+            room = lease(self._pool, request, max(num_nodes, drafter.num_slots))
+            num_nodes = min(num_nodes, room)
+        if each.max_depth != shape.depth:
+            shape = DraftShape(shape.width, each.max_depth)
+        return DraftRequest(
+            request.request_id,
+            request.token_ids,
+            num_nodes,
+            shape,
+            request.sampling.draft_sampling(),
+            request.num_computed_tokens,
+            self._pool.block_table(request.request_id),
+            plain_rate if drafting.policy.weighs_cost else 0.0,
+        )
+
+    def _finish(
+        self,
+        drafter: Drafter,
+        requests: Sequence[ScheduledRequest],
+        asks: Sequence[DraftRequest],
+        finish: Callable[[], list[DraftTree]] | None,
+    ) -> None:
+        """Takes the trees of all requests at once; one by one if that goes wrong."""
+        trees: Sequence[DraftTree] | None = None
+        if finish is not None:
+            check = partial(check_trees, asks=asks, vocab_size=self._vocab_size)
+            if is_of_core(drafter):
+                trees = guarded(_blamed(requests), finish)
+            else:
+                trees = guarded(_blamed(requests), lambda: check(finish()))
+        if trees is not None:
+            for each, tree in zip(requests, trees, strict=True):
+                each.proposal = tree
+        elif len(asks) > 1:
+            for each, ask in zip(requests, asks, strict=True):
+                self._finish(drafter, [each], [ask], partial(drafter.propose, [ask]))
+
+
+def _blamed(requests: Sequence[ScheduledRequest]) -> list[Drafting]:
+    """Returns whose failure it is if a drafter fails for all of these: nobody's of several, which are
+    asked again one by one."""
+    return [] if len(requests) > 1 else [drafting_of(requests[0])]
