@@ -34,9 +34,10 @@ from drafters.base import (
     RequestState,
     drafter,
 )
+from drafters.containment import counted, succeeds
 from drafters.copying.prediction import PredictionDrafter
 from drafters.estimator import AcceptanceEstimator
-from drafters.guests import Guest, counted, tried
+from drafters.guests import Guest
 from drafters.ledger import Hope, Ledger, expected_tokens
 from drafters.overlay import Overlay
 from drafters.tree import EMPTY, DraftTree
@@ -170,7 +171,7 @@ class AutoDrafter(Drafter):
         state.guests.append(guest)
         options = drafter.info.defaults()
         told = (request.request_id, request.token_ids, options, request.cache_salt)
-        if not tried((guest,), drafter.open, *told):
+        if not succeeds((guest,), drafter.open, *told):
             guest.silence()
         return guest
 
@@ -180,7 +181,7 @@ class AutoDrafter(Drafter):
         self._invite(state, self._prediction, NewRequest(request_id, state.token_ids, {}, ""))
         for guest in state.guests:
             if guest.drafter.info.takes_prediction:
-                tried((guest,), guest.drafter.predict, request_id, prediction_token_ids)
+                succeeds((guest,), guest.drafter.predict, request_id, prediction_token_ids)
 
     def read_prompt(self, request_id: str, num_tokens: int) -> int:
         """The core, then one guest after the other."""
@@ -255,18 +256,20 @@ class AutoDrafter(Drafter):
             guest.catch_up(ask.request_id, ask.token_ids)
         blamed = guests if len(guests) == 1 else ()
         begun: list[Callable[[], list[DraftTree]]] = []
-        tried(blamed, lambda: begun.append(begin(drafter, asks)))
+        succeeds(blamed, lambda: begun.append(begin(drafter, asks)))
         spent = self._clock() - started
 
         def finish() -> None:
             started = self._clock()
-            if begun and tried(blamed, lambda: self._take(guests, begun[0]())):
+            if begun and succeeds(blamed, lambda: self._take(guests, begun[0]())):
                 seconds = spent + self._clock() - started
                 if any(guest.tree.token_ids for guest in guests):
                     ledger.took(len(guests), seconds, any(guest.has_rested for guest in guests))
             elif len(guests) > 1:
                 for ask, guest in chosen:
-                    tried((guest,), lambda g, a: self._take([g], drafter.propose([a])), guest, ask)
+                    succeeds(
+                        (guest,), lambda g, a: self._take([g], drafter.propose([a])), guest, ask
+                    )
             self.weighed_seconds += spent + self._clock() - started
 
         return finish
@@ -304,7 +307,7 @@ class AutoDrafter(Drafter):
         told = [(head, each) for each in rows if (head := self._head_in(each.request_id))]
         if told and self._head is not None:
             heads = [head for head, _ in told]
-            tried(heads, self._head.observe_hidden, [each for _, each in told])
+            succeeds(heads, self._head.observe_hidden, [each for _, each in told])
 
     def num_usable_tokens(
         self, token_ids: Sequence[int], block_ids: Sequence[int], cache_salt: str
@@ -322,11 +325,11 @@ class AutoDrafter(Drafter):
         request that is not open."""
         head = self._head_in(request_id)
         if head is not None and head.has_drafted:
-            tried((head,), head.drafter.leave_blocks, request_id, token_ids, block_ids)
+            succeeds((head,), head.drafter.leave_blocks, request_id, token_ids, block_ids)
 
     def settle(self) -> None:
         if self._head is not None:
-            tried((), self._head.settle)
+            succeeds((), self._head.settle)
 
     # What all are told
 
@@ -357,7 +360,7 @@ class AutoDrafter(Drafter):
         state.core.finish()
         for guest in state.guests:
             guest.catch_up(request_id, state.token_ids)
-            tried((guest,), guest.drafter.close, request_id)
+            succeeds((guest,), guest.drafter.close, request_id)
 
 
 def can_join(info: DrafterInfo) -> bool:

@@ -5,17 +5,14 @@ Owned by ``auto``.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from drafters.base import Drafter, Observation
-from drafters.checks import count_of, is_interrupt
+from drafters.containment import succeeds
 from drafters.estimator import RequestAcceptance
 from drafters.ledger import Gain, Ledger
 from drafters.tree import EMPTY, DraftTree
-
-logger = logging.getLogger(__name__)
 
 _FAILURES_BEFORE_SILENCE = 4
 
@@ -45,6 +42,10 @@ class Guest:
         self.hears_all = self.drafter.info.needs.hidden_rows
 
     @property
+    def name(self) -> str:
+        return self.drafter.info.name
+
+    @property
     def is_asked(self) -> bool:
         return self.num_failures < _FAILURES_BEFORE_SILENCE
 
@@ -67,7 +68,7 @@ class Guest:
         if not self.is_asked:
             return
         if was_asked or self.hears_all:
-            tried((self,), self.drafter.observe, [told])
+            succeeds((self,), self.drafter.observe, [told])
         else:
             self.num_missed += len(emitted)
 
@@ -96,32 +97,4 @@ class Guest:
         num_missed, self.num_missed = self.num_missed, 0
         if num_missed and self.is_asked:
             seen = Observation.of_missed(request_id, text, num_missed)
-            tried((self,), self.drafter.observe, [seen])
-
-
-def tried(blamed: Sequence[Guest], call: Callable[..., object], *args: object) -> bool:
-    """Returns whether the call came back; where it raised, these have failed."""
-    try:
-        call(*args)
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        for guest in blamed:
-            guest.num_failures += 1
-        name = blamed[0].drafter.info.name if blamed else "of several requests"
-        logger.exception("auto: drafter %s failed", name)
-        return False
-    return True
-
-
-def counted(
-    blamed: Sequence[Guest],
-    most: int | None,
-    call: Callable[..., object],
-    *args: object,
-    otherwise: int = 0,
-) -> int:
-    """Returns the result of ``call`` if it is a number up to ``most``; otherwise these have failed."""
-    found = [otherwise]
-    tried(blamed, lambda: found.append(count_of(call(*args), most)))
-    return found[-1]
+            succeeds((self,), self.drafter.observe, [seen])

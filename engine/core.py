@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from drafters.base import NORMED
-from drafters.checks import is_interrupt
+from drafters.containment import is_interrupt
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
 from engine.grammar.compiler import Constrain
 from engine.kv_events.begin import KvEvents

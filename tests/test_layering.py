@@ -130,7 +130,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "drafters": {
         "batch_times": set(),
-        "checks": set(),
+        "containment": set(),
         "compiled": set(),
         "contexts": set(),
         "options": set(),
@@ -144,11 +144,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "model": {"base", "batch_times", "tree"},
         "registry": {"base"},
         "overlay": {"tree"},
-        "guests": {"ledger", "base", "checks", "estimator", "tree"},
+        "guests": {"ledger", "base", "containment", "estimator", "tree"},
         "auto": {
             "ledger",
             "base",
-            "checks",
+            "containment",
             "copying",
             "estimator",
             "guests",

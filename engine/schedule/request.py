@@ -35,7 +35,7 @@ class Request:
     adapter: Any = None
     """What its rows have (``engine.model.adapted.Adapter``)."""
     drafting: Any = None
-    """What its drafter's part in it is (``engine.speculation.contained.Drafting``), if it has one."""
+    """What its drafter's part in it is (``engine.speculation.drafting.Drafting``), if it has one."""
     stats: RequestStats = field(init=False)
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)

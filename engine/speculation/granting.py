@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from engine.config import ShedSpeculation
 from engine.schedule.request import Plan, Request, ScheduledRequest
-from engine.speculation.contained import drafting_of, worth_of
 from engine.speculation.cost import CostModel
+from engine.speculation.drafting import drafting_of, worth_of
 from engine.speculation.gamma.policy import DraftCandidate, GammaPolicy, Grant, Load, grant_all
 from kvpool.block_pool import BlockPool
 

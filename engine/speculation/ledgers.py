@@ -19,8 +19,8 @@ from typing import NamedTuple
 from drafters.ledger import Gain, Hope, Ledger
 from engine.request.params import GenerationRequest
 from engine.schedule.request import Plan, Request, ScheduledRequest
-from engine.speculation.contained import Drafting
 from engine.speculation.cost import CostModel
+from engine.speculation.drafting import Drafting
 
 _TRIAL_STEPS_OF_WINDOWS = 6
 

@@ -13,23 +13,22 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from drafters.base import Drafter, HiddenRows, Observation, hidden_layers_of
-from drafters.checks import count_of
+from drafters.containment import count_of, counted, guarded
 from drafters.estimator import AcceptanceEstimator
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import new_acceptance
 from engine.speculation.constrained import constrain, counts
-from engine.speculation.contained import (
+from engine.speculation.cost import CostModel
+from engine.speculation.drafting import (
     Drafting,
     drafting_if_any,
     drafting_of,
-    guarded,
     shape_of,
     timed,
     weighed,
 )
-from engine.speculation.cost import CostModel
 from engine.speculation.gamma.policy import registered_policies
 from engine.speculation.granting import Granting, Shedding
 from engine.speculation.hidden import WaitingStates
@@ -263,7 +262,7 @@ class Speculation:
             if num_tokens <= 0:
                 return
             read = drafting.drafter.read_prompt
-            num_tokens -= drafting.counted(num_tokens, read, request_id, num_tokens)
+            num_tokens -= counted([drafting], num_tokens, read, request_id, num_tokens)
             if num_tokens > 0:
                 del self._unread[request_id]
 
@@ -320,7 +319,7 @@ class Speculation:
             each.hidden_layers = tuple(drafting.drafter.hidden_layers)
         if each.samples:
             ask = drafting.drafter.num_top_tokens
-            num_top = drafting.counted(None, ask, each.request.request_id)
+            num_top = counted([drafting], None, ask, each.request.request_id)
             each.num_top_tokens = min(num_top, self._vocab_size)
 
     # --- proposals ---

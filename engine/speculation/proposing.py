@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from drafters.base import Drafter, DraftRequest, DraftShape
+from drafters.containment import guarded
 from drafters.tree import DraftTree
 from engine.schedule.request import Plan, ScheduledRequest
-from engine.speculation.contained import (
+from engine.speculation.drafting import (
     Drafting,
     check_trees,
     drafting_of,
-    guarded,
     is_of_core,
     timed,
 )

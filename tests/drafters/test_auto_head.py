@@ -348,7 +348,7 @@ def test_the_operator_says_which_head() -> None:
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, logger="drafters.guests")
+    caplog.set_level(logging.CRITICAL, logger="drafters.containment")
 
 
 @pytest.mark.parametrize("fails", ["open", "begin", "propose", "observe"])

@@ -20,7 +20,7 @@ from engine.speculation.acceptance import (
     SampledAcceptance,
     new_acceptance,
 )
-from engine.speculation.contained import check_sampled
+from engine.speculation.drafting import check_sampled
 from engine.speculation.gamma.policy import DraftCandidate
 from worlds.engine_harness import DictatedCost
 from worlds.gamma_cases import grants_of, load_of

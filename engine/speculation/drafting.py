@@ -1,30 +1,20 @@
-"""Requests that draft, and calls of their drafters, which may come from outside.
-
-A drafter that raises, tries to end the program or gives back what it may not costs its request the draft
-of that step, never the request or the engine.
-"""
+"""A request's drafting, checks of what a drafter gives back, and the time that drafters take."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
 
 from drafters.base import Drafter, DraftRequest, DraftShape, Observation
-from drafters.checks import count_of, is_interrupt
+from drafters.containment import guarded
 from drafters.ledger import Gain
 from drafters.tree import EMPTY, DraftTree
 from engine.request.params import SpeculativeParams, VerificationName
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
-
-logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 _CORE = "drafters."
 _FAILURES_BEFORE_SILENCE = 8
@@ -118,11 +108,6 @@ class Drafting:
         seen = Observation.of_missed(request_id, text, num_missed)
         guarded([self], self.drafter.observe, [seen])
 
-    def counted(self, most: int | None, call: Callable[..., object], *args: Any) -> int:
-        """Returns what ``call`` returns where that is a count up to ``most``; else it has failed, for
-        0."""
-        return guarded([self], lambda: count_of(call(*args), most)) or 0
-
 
 def drafting_if_any(request: Request) -> Drafting | None:
     """Returns the drafting of a request; None where it asked for no drafter."""
@@ -155,19 +140,6 @@ def worth_of(drafting: Drafting, tree: DraftTree, wanted: SpeculativeParams) -> 
     if not worth or wanted.target_acceptance_rate is not None:
         return survivals
     return [survival + worth for survival in survivals]
-
-
-def guarded(blamed: Sequence[Drafting], call: Callable[..., _Result], *args: Any) -> _Result | None:
-    """Returns what ``call`` returns; None where it raises, which counts as a failure of these."""
-    try:
-        return call(*args)
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        for each in blamed:
-            each.num_failures += 1
-        logger.exception("drafter %s failed", blamed[0].name if blamed else "of several requests")
-        return None
 
 
 def is_of_core(drafter: Drafter) -> bool:
