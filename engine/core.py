@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import sub
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from drafters.base import NORMED
 from drafters.containment import is_interrupt
+from engine.accounts import Accounts
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
 from engine.grammar.compiler import Constrain
 from engine.kv_events.begin import KvEvents
 from engine.request.errors import DeadlineExceededError, RanksError, RequestFailedError
 from engine.request.events import ErrorEvent, StepResult, TokenEvent
 from engine.request.params import GenerationRequest
-from engine.request.stats import SpeculativeStats, StepClock, StepStats
+from engine.request.stats import StepClock
 from engine.sampling.state import SamplingState
 from engine.schedule.ahead import going_on
 from engine.schedule.choices import row_choices
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.schedule.scheduler import Scheduler
-from engine.speculation.accounts import account
-from engine.speculation.baseline import EarlyFinishers, estimate_baseline
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from engine.transfer import Readback
@@ -135,8 +132,8 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._result = StepResult()
-        self._counted = (0,) * 6
-        self._early = EarlyFinishers()
+        self._accounts = Accounts(pool, scheduler, speculation, cost, kv_events)
+        self.gauges = self._accounts.gauges
         self._num_failed_steps = 0
         self._mask_seconds = _LEAST_MASK_SECONDS
 
@@ -272,7 +269,7 @@ class EngineCore:
         has nothing to do, or it broke."""
         self._share_mask_time()
         for _ in plan.admitted:
-            self._early.start()
+            self._accounts.early.start()
         if not plan.scheduled:
             return None
         try:
@@ -502,40 +499,11 @@ class EngineCore:
         batch: InputBatch,
         clock: StepClock,
     ) -> None:
-        """Teach the cost model, account for every request, and let the finished ones go."""
-        num_rows, num_kv_tokens = batch.num_rows, batch.num_kv_tokens
-        num_requests, has_drafts = len(plan.scheduled), num_rows > plan.num_rows
-        self.cost.observe(num_rows, num_kv_tokens, num_requests, clock.target, has_drafts)
-        self.cost.observe_overhead(clock.other, batch.chosen is not None)
-        baseline = estimate_baseline(
-            self.cost,
-            clock.step - clock.draft,
-            num_rows=num_rows,
-            num_base_rows=plan.num_rows,
-            num_sampling=plan.num_sampling,
-            num_kv_tokens=num_kv_tokens,
-            num_requests=num_requests,
-            num_early=len(self._early),
-        )
-        by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)
-        for each in sampled:
-            each.verify_seconds = (1 + len(each.draft)) / num_rows * clock.target
-            account(each, by_drafter, baseline, clock.step)
+        """Account for every request, and let the finished ones go."""
+        figures = self._accounts.account(plan, sampled, batch, clock)
         self._each(sampled, self._emit)
-        num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
-        self._early.step(clock.step, len(self.scheduler.running))
-        self._result.stats = self.gauges(
-            num_rows=num_rows,
-            num_prompt_tokens=sum(each.num_prompt_tokens for each in plan.scheduled),
-            by_drafter=by_drafter,
-            draft_seconds=clock.draft,
-            forward_seconds=clock.forward,
-            verify_seconds=clock.verify,
-            other_seconds=clock.other,
-            step_seconds=clock.step,
-            baseline_seconds=baseline.batch_seconds(num_emitted),
-            num_preemptions=len(plan.preempted),
-        )
+        self._accounts.early.step(clock.step, len(self.scheduler.running))
+        self._result.stats = self._accounts.gauges(**figures)
 
     def _emit(self, scheduled: ScheduledRequest) -> None:
         request, outcome, finish = scheduled.request, scheduled.outcome, None
@@ -545,7 +513,7 @@ class EngineCore:
                 logger.warning(
                     "request %s was cut: its grammar %s", request.request_id, outcome.cut
                 )
-            self._early.finish(request.stats)
+            self._accounts.early.finish(request.stats)
             finish = request.finish_info(outcome.finish_reason, outcome.stop_token_id, outcome.cut)
         event = TokenEvent(
             request.request_id,
@@ -559,38 +527,3 @@ class EngineCore:
             scheduled.verify_seconds,
         )
         self._result.events.append(event)
-
-    def gauges(self, **figures: Any) -> StepStats:
-        """The engine as it stands, and what was counted since the last look, beside a step's own
-        figures."""
-        tier, tiers = self.pool.tier, self.pool.tiers
-        counted = (
-            self.pool.num_prefix_queries,
-            self.pool.num_prefix_hits,
-            self.speculation.num_failures,
-            sum(tier.num_damaged for tier in tiers),
-            sum(tier.num_dropped for tier in tiers),
-            0 if tier is None else tier.num_restored,
-        )
-        states = self.pool.states
-        queries, hits, failures, damaged, lost, restored = map(sub, counted, self._counted)
-        self._counted = counted
-        sent, dropped = self.kv_events.take_counts() if self.kv_events is not None else (0, 0)
-        return StepStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            blocks=self.pool.counts(),
-            state_slots={} if states is None else states.counts(),
-            state_hits=0 if states is None else states.take_hits(),
-            prefix_cache_queries=queries,
-            prefix_cache_hits=hits,
-            num_draft_failures=failures,
-            num_kv_events=sent,
-            num_kv_events_dropped=dropped,
-            offload_blocks=0 if tier is None else len(tier),
-            offload_bytes=sum(each.num_bytes for each in tiers),
-            offload_restored_tokens=restored * self.pool.block_size,
-            offload_damaged=damaged,
-            offload_dropped=lost,
-            **figures,
-        )

@@ -59,7 +59,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         },
         "speculation": {"config", "grammar", "request", "schedule", "transfer"},
         "verification": {"batch", "kernels", "request", "sampling", "schedule", "transfer"},
+        "accounts": {"batch", "kv_events", "request", "schedule", "speculation"},
         "core": {
+            "accounts",
             "batch",
             "grammar",
             "kv_events",

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import DraftTree, chain
-from engine import build, machine
+from engine import machine
 from engine.build import build_engine, build_engine_for
+from engine.build import sizes as build_sizes
 from engine.config import EngineConfig
 from engine.hub import memory
 from engine.machine import can_pack
@@ -87,7 +88,7 @@ def test_the_pool_takes_its_share_of_free_memory_and_no_more_than_is_of_use(
         asked.append(device)
         return free
 
-    monkeypatch.setattr(build, "free_bytes", free_bytes)
+    monkeypatch.setattr(build_sizes, "free_bytes", free_bytes)
     engine = build_tiny(num_blocks=None, kv_memory_fraction=fraction)
     assert engine.info.num_blocks == num_blocks
     assert engine.info.block_size == 4
@@ -268,7 +269,7 @@ def test_keys_and_values_in_8_bits_serve_a_text_that_drafts_do_not_change(
 def test_keys_and_values_in_8_bits_leave_room_for_more_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "free_bytes", lambda _: 100 * 4 * BYTES_PER_TOKEN)
+    monkeypatch.setattr(build_sizes, "free_bytes", lambda _: 100 * 4 * BYTES_PER_TOKEN)
     sizes: dict[str, Any] = {"num_blocks": None, "kv_memory_fraction": 0.25}
     assert build_tiny(**sizes).info.num_blocks == 25
     assert build_tiny(**sizes, kv_cache_dtype="fp8").info.num_blocks == 100  # of 4 bytes, 1

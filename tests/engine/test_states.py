@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.batch import ForwardOutput, InputBatch
-from engine.build import _size_states, build_engine_for
+from engine.build import build_engine_for
+from engine.build.sizes import sizes_of_states
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.model.loader import attach_attention
@@ -151,7 +152,7 @@ def test_what_states_are_not_served_with_is_refused_by_name() -> None:
     attach_attention(model)
     config = EngineConfig(num_blocks=8, tensor_parallel_size=2)
     with pytest.raises(UnsupportedModelError, match="^tensor_parallel_size: not for models whose"):
-        _size_states(model, config)
+        sizes_of_states(model, config)
 
 
 def test_the_engine_says_what_room_states_have() -> None:
