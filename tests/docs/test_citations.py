@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from server.setting_names import OTHER_VARIABLES, all_settings, variable_name
+from server.settings import Settings
+
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = {".css", ".html", ".js", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
 MADE = {"__pycache__", "site", "build", "dist", "runs", "data", "slipstream_llm.egg-info"}
@@ -65,3 +68,42 @@ def test_what_is_cited_is_here() -> None:
     assert count > 300
     assert {path: found for path, found in notes.items() if found} == {}
     assert {path: found for path, found in files.items() if found} == {}
+
+
+SPAN = re.compile(r"`([^`\n]+)`")
+MODULE = re.compile(r"[\w/]*\w\.py")
+CLASS = re.compile(r"[A-Z][a-z0-9]+(?:[A-Z][A-Za-z0-9]*)+")
+MEMBER = re.compile(r"([A-Z]\w+)\.(\w+)")
+VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z0-9_]*[A-Z0-9]\b")
+
+
+def missing_names(page: str, files: set[str], words: set[str], variables: set[str]) -> list[str]:
+    """Modules, classes, members and variables of settings that a page names and nothing has."""
+    missing = VARIABLE.findall(page)
+    missing = [name for name in missing if name not in variables]
+    for span in SPAN.findall(page):
+        if MODULE.fullmatch(span):
+            is_there = any(f"/{name}".endswith(f"/{span}") for name in files)
+        elif member := MEMBER.fullmatch(span):
+            is_there = words.issuperset(member.groups())
+        else:
+            is_there = not CLASS.fullmatch(span) or span in words
+        missing += [] if is_there else [span]
+    return missing
+
+
+def test_pages_name_modules_classes_and_variables_that_exist() -> None:
+    code = {
+        path: text for path, text in texts() if path.suffix in {".py", ".yml", ".yaml", ".sh", ""}
+    }
+    files = {path.relative_to(ROOT).as_posix() for path in code}
+    words = {word for text in code.values() for word in re.findall(r"\w+", text)}
+    paths = (path for path, _ in all_settings(Settings, with_groups=True))
+    variables = {*map(variable_name, paths), *OTHER_VARIABLES}
+    wrong = "`nine.py` and `core.py`; `NoSuchThing`, `EngineCore.nap`, SLIPSTREAM_NAP"
+    assert missing_names(wrong, files, {"EngineCore"}, variables) == [
+        "SLIPSTREAM_NAP", "nine.py", "NoSuchThing", "EngineCore.nap",
+    ]  # fmt: skip
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    found = {page.name: missing_names(page.read_text(), files, words, variables) for page in pages}
+    assert {name: missing for name, missing in found.items() if missing} == {}
