@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.model.loader import prepare_model
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from engine.request.errors import UnsupportedModelError
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.model.loader import bundled_path, load_model, load_tokenizer, prepare_model
 from engine.names import BUNDLED_MODEL
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from engine.request.info import EngineInfo
 
 BUNDLED = BUNDLED_MODEL

@@ -6,7 +6,7 @@ Owned by the core, and changed on its thread alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.batch import InputBatch
@@ -14,8 +14,7 @@ from engine.kv_events.begin import KvEvents
 from engine.request.stats import SpeculativeStats, StepClock, StepStats
 from engine.schedule.request import Plan, ScheduledRequest
 from engine.schedule.scheduler import Scheduler
-from engine.speculation.accounts import account
-from engine.speculation.baseline import EarlyFinishers, estimate_baseline
+from engine.speculation.baseline import Baseline, EarlyFinishers, estimate_baseline
 from engine.speculation.cost import CostModel
 from engine.speculation.manager import Speculation
 from kvpool.block_pool import BlockPool
@@ -74,7 +73,7 @@ class Accounts:
         by_drafter: dict[str, SpeculativeStats] = defaultdict(SpeculativeStats)
         for each in sampled:
             each.verify_seconds = (1 + len(each.draft)) / num_rows * clock.target
-            account(each, by_drafter, baseline, clock.step)
+            _account(each, by_drafter, baseline, clock.step)
         num_emitted = sum(each.num_emitted_tokens for each in by_drafter.values())
         return {
             "num_rows": num_rows,
@@ -128,3 +127,29 @@ class Accounts:
         )
         before, self._counted = self._counted, counts
         return _Counts(*(new - old for new, old in zip(counts, before, strict=True)))
+
+
+def _account(
+    each: ScheduledRequest,
+    by_drafter: Mapping[str, SpeculativeStats],
+    baseline: Baseline,
+    step_seconds: float,
+) -> None:
+    """Enters a request's step into its own account, and into that of all requests with its drafter."""
+    stats, outcome = each.request.stats, each.outcome
+    assert outcome is not None
+    gamma, num_emitted = len(each.draft), len(outcome.emitted_token_ids)
+    stats.note_gamma(gamma, each.reason)
+    recorded = (
+        gamma,
+        outcome.num_accepted,
+        num_emitted,
+        each.reason,
+        each.draft_seconds,
+        each.verify_seconds,
+        step_seconds,
+        baseline.seconds(num_emitted),
+        int(outcome.stop_token_id is not None),
+    )
+    stats.record(*recorded)
+    by_drafter[stats.drafter].record(*recorded)

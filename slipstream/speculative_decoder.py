@@ -11,7 +11,7 @@ from itertools import count
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from engine.request.events import ErrorEvent, FinishInfo
 from engine.request.params import GenerationRequest
 from engine.request.stats import SpeculativeStats

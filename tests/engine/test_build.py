@@ -24,7 +24,7 @@ from engine.hub import memory
 from engine.machine import can_pack
 from engine.model.layers import PackedLinear
 from engine.model.linear import OneDnnWeight
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from engine.request.errors import UnsupportedModelError
 from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all

@@ -7,7 +7,7 @@ from contextlib import suppress
 from drafters.base import Drafter, DrafterUnavailableError
 from drafters.registry import build_drafters
 from engine.core import EngineCore
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from worlds.engine_harness import Setup, build_core
 
 

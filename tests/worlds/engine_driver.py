@@ -18,7 +18,7 @@ from drafters.base import (
     OptionValue,
 )
 from drafters.tree import EMPTY, ROOT, DraftTree
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 
 

@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from server.app import build_app
 from server.settings import Settings
 from worlds.client_servers import WAIT_SECONDS, listening, wait_for

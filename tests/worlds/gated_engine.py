@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 from engine.batch import ForwardOutput, InputBatch
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from engine.request.errors import EngineError
 from engine.request.events import TokenEvent
 from engine.request.info import EngineInfo

@@ -20,7 +20,7 @@ import yaml
 
 from deploy.ray.exchange import Forwarded, Whole
 from engine.config import EngineConfig
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from worlds.deploy_tools import DEPLOY, debian_tool
 from worlds.engine_servers import engine_served
 from worlds.gathered_replicas import Gathered, fleet

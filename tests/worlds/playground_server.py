@@ -13,7 +13,7 @@ from typing import Any
 from engine.batch import ForwardOutput, InputBatch
 from engine.config import EngineConfig
 from engine.core import Runner
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from worlds.client_servers import WAIT_SECONDS, wait_for
 from worlds.engine_servers import engine_served
 

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.model.loader import load_model
 from engine.model.runner import ModelRunner
 from engine.process.launch import child_environment
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from engine.ranks.group import LeadingRunner, join_ranks
 from engine.ranks.rank import STORE, Rank
 from worlds.tiny_models import tiny_model

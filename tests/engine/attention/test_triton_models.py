@@ -21,7 +21,7 @@ from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_logits, reference_logits
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
 from worlds.interpreted import ON_CPU, patching_once
 from worlds.tiny_models import (

@@ -14,7 +14,7 @@ from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.model.loader import prepare_model
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from engine.request.errors import UnsupportedModelError
 from engine.request.params import PLAIN, SamplingParams
 from worlds.engine_harness import Driver, drafting, request

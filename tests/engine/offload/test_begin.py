@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from engine.build import build_engine_for
 from engine.config import EngineConfig
 from engine.offload.identity import weights_digest
-from engine.process.runtime import AsyncEngine
+from engine.process.threaded import AsyncEngine
 from engine.request.events import FinishInfo
 from engine.request.params import GenerationRequest, SamplingParams
 from worlds.serving import until
