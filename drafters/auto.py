@@ -92,6 +92,7 @@ class AutoDrafter(Drafter):
     auto_width = 8
     row_worth = 0.015
     most_recomputed = 64
+    fetches_hidden = True
 
     def __init__(
         self,
@@ -252,6 +253,8 @@ class AutoDrafter(Drafter):
             return None
         asks, guests = [ask for ask, _ in chosen], [guest for _, guest in chosen]
         started = self._clock()
+        if drafter is self._head:
+            self.fetch_hidden()
         for ask, guest in chosen:
             guest.catch_up(ask.request_id, ask.token_ids)
         blamed = guests if len(guests) == 1 else ()

@@ -366,6 +366,11 @@ class Drafter:
     so. Of a request with more it takes the whole prefix, and the drafter has to do without."""
     weighed_seconds: float = 0.0
     """What of its last call it has weighed by itself against what the engine writes meanwhile."""
+    fetches_hidden: bool = False
+    """It calls ``fetch_hidden`` in a draft for which it reads hidden states; else it is given those
+    before each draft."""
+    fetch_hidden: Callable[[], None] = staticmethod(lambda: None)
+    """Set by the engine: has ``observe_hidden`` called with all that has come."""
     num_slots: int = 0
     """With ``draft_slots`` among its needs: the slots that it wants however little it is to draft."""
     hidden_layers: Sequence[int] = (NORMED,)

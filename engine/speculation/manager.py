@@ -82,6 +82,15 @@ class Speculation:
         self._unsettled: dict[str, Drafter] = {}
         """By name, those that may have something to write for requests that have left their blocks."""
 
+        for each in drafters.values():
+            if each.fetches_hidden:
+                each.fetch_hidden = self._tell_hidden
+
+    def _reads_hidden(self, name: str) -> bool:
+        """Returns whether a drafter is given hidden states before it is asked."""
+        drafter = self.drafters[name]
+        return drafter.info.needs.hidden_rows and not drafter.fetches_hidden
+
     # --- a request comes and goes ---
 
     def open(self, request: Request) -> None:
@@ -223,7 +232,7 @@ class Speculation:
             if drafting:
                 rate = self._ledgers.begin_step(plan)
                 asked = self._chosen(drafting, plan)
-                if asked:
+                if any(map(self._reads_hidden, asked)):
                     self._tell_hidden(plan)
                 self._proposing.propose(asked, plan, readback, rate)
                 drafting = [each for each in drafting if each.max_nodes > 0]

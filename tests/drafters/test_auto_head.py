@@ -190,6 +190,15 @@ def test_a_head_whose_rows_do_not_pay_is_only_tried(num_granted: int, row_tokens
     assert 2 < world.num_asked < 120
 
 
+def test_hidden_states_are_fetched_for_drafts_of_the_head_alone() -> None:
+    world = World(Head("head", right, seconds=6 / RATE))
+    fetched: list[int] = []
+    world.auto.fetch_hidden = lambda: fetched.append(world.num_asked)
+    world.run(300)
+    assert fetched == [*range(world.num_asked)]
+    assert len(fetched) < 300
+
+
 def test_what_a_head_takes_is_weighed_by_auto_and_no_part_of_its_own_price() -> None:
     head = Head("head", right, seconds=0.002)
     world = World(head)
