@@ -81,8 +81,8 @@ class Guest:
         return max(0, num_more) - len(rows) * seen.row_tokens
 
     def _view(self, seen: Observation) -> Observation:
-        """Of its own draft what the text has reached, as if that had been verified: it learns by features
-        of its own."""
+        """Returns the part of its own draft that the text has reached, as if that had been verified: the
+        guest learns by features of its own."""
         emitted = seen.emitted_token_ids
         depths = self.tree.depths()
         tree = self.tree.subtree([at for at, depth in enumerate(depths) if depth <= len(emitted)])

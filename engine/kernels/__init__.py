@@ -24,7 +24,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 STORED_KINDS = (*KINDS, torch.float8_e4m3fn)
 """Types that keys and values may lie in."""
 MOST_RANK = 512
-"""Of an adapter in a layer."""
+"""The largest rank of an adapter in a layer."""
 HOSTS = frozenset({"cpu"})
 """Types of devices whose memory the host reads as it is. There a step may look at numbers when it likes,
 and compiled kernels do; on others it is made of operations whose shapes the host knows."""

@@ -17,19 +17,20 @@ from engine.kernels.triton import Variant
 MOST_MATCHED = 32
 """Tokens that agree before a copy are counted up to so many."""
 MOST_TOKENS = 1 << 15
-"""Of a text that is searched."""
+"""The longest text that is searched."""
 NUM_COLUMNS = 6
-"""Of a step's rows: token, position, slot, refused nodes of the draft before, the token if it was copied
-(else -1, and it is a stand-in), tokens that agree before the copy."""
+"""Columns of a step's rows: token, position, slot, refused nodes of the draft before, the token if it was
+copied (else -1, and it is a stand-in), tokens that agree before the copy."""
 
 
 class Record(NamedTuple):
-    """What is told of a request. ``place``: of its text; -1: nothing is copied. ``num_known``: tokens of
-    the text that the host knows, the anchor of the step before last; the device has those before
-    ``first_new``, and the others are told from ``new_at`` on. ``anchor_row``: of that anchor, with a
-    draft of ``num_before`` nodes. ``first_row``: of the anchor to come, with one of ``num_nodes``, which
-    follows a match of ``shortest`` to ``longest`` tokens. ``slots_at``: where the slots are told that its
-    rows have if all nodes were refused, and of as many rows more as there were nodes."""
+    """A request as the program reads it. ``place``: where its text lies; -1: nothing is copied.
+    ``num_known``: tokens of the text that the host knows, the anchor of the step before last; the device
+    has those before ``first_new``, and the others are told from ``new_at`` on. ``anchor_row``: of that
+    anchor, with a draft of ``num_before`` nodes. ``first_row``: of the anchor to come, with one of
+    ``num_nodes``, which follows a match of ``shortest`` to ``longest`` tokens. ``slots_at``: where the
+    slots are told that its rows have if all nodes were refused, and of as many rows more as there were
+    nodes."""
 
     place: int
     num_known: int

@@ -157,7 +157,7 @@ suggest = Loop(_suggest, Arguments)
 
 
 class RowNoise(NamedTuple):
-    """What a row's noise is made from, and its temperature; 0: it is greedy."""
+    """The key and position of a row's noise, and its temperature; 0: it is greedy."""
 
     key: int
     position: int

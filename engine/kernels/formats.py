@@ -83,8 +83,8 @@ class Format(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """What sums of codes of a group become weights by, for each sixteen channels: ``scales``, of each
-    half of the group where they differ; ``minima`` (float32) or ``zeros`` (int32), or neither."""
+    """The factors of a group's sums of codes, for each sixteen channels: ``scales``, of each half of the
+    group where they differ; ``minima`` (float32) or ``zeros`` (int32), or neither."""
 
     scales: list[list[Any]]
     minima: list[Any] | None

@@ -125,7 +125,7 @@ def _exponential(bits: int) -> float:
 
 @njit
 def noise_state(key: int, position: int) -> int:
-    """What the noise of a position's tokens is hashed from."""
+    """Returns the seed that the noise of a position's tokens is hashed from."""
     return _hash(key, position)
 
 

@@ -402,7 +402,7 @@ def by_rows(emit_for: Callable[[int], Emit], builder: Any, num_rows: Any, *value
 
 
 class ByFormat(dict[Hashable, Emit]):
-    """What an operation writes for a format, made by ``emit_for`` when it is first wanted."""
+    """The code of an operation by format, made by ``emit_for`` when it is first wanted."""
 
     def __init__(self, emit_for: Callable[[Any], Emit]) -> None:
         super().__init__()

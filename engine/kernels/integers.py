@@ -172,7 +172,7 @@ def _steps(kind: Format, part: int) -> list[range]:
 
 
 Halves = tuple[int, ...]
-"""Of a block's channels: sixteen each."""
+"""Halves of a block's channels, by number: sixteen channels each."""
 
 
 def _passes(kind: Format, num_rows: int) -> list[Halves]:
@@ -280,8 +280,8 @@ class Walk:
 
 
 class PartWeighing(NamedTuple):
-    """What sums of a part of a group become floats by, for each sixteen channels: scales; what the lift
-    becomes by them, negated; minima, or None."""
+    """The factors that make floats of a part's sums, for each sixteen channels: scales; the lift times
+    the scales, negated; minima, or None."""
 
     scales: list[Any]
     drops: list[Any]

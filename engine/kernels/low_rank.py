@@ -169,9 +169,9 @@ def add_low_rank(
 
 
 class PackedAdapter:
-    """What an adapter adds in some of ``num_places`` layers, as the kernel reads it: by the layer's
-    number ``first`` ``[rank, in_features]`` and ``second`` ``[out_features, rank]``, float32. Rows that
-    name it by its ``address`` need it to live on."""
+    """The matrices of an adapter in some of ``num_places`` layers, as the kernel reads them: by the
+    layer's number ``first`` ``[rank, in_features]`` and ``second`` ``[out_features, rank]``, float32.
+    Rows that name it by its ``address`` need it to live on."""
 
     def __init__(
         self, num_places: int, parts: dict[int, tuple[torch.Tensor, torch.Tensor]]

@@ -23,7 +23,7 @@ SEGMENT_INTS = 3
 PLACE_INTS = 3
 """Where a pair stands in the order, and where its segment begins and ends; all 0: it has none."""
 MOST_PAIRS = 192
-"""Of a segment: so many rows' sums with a block of weights stay in the second cache."""
+"""The most rows of a segment: their sums with a block of weights stay in the second-level cache."""
 
 
 def reference_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ route_all = Loop(_route, Arguments)
 
 
 class Routes(NamedTuple):
-    """Of ``num_pairs`` pairs, as ``Arguments`` has them."""
+    """The routes of ``num_pairs`` pairs of a row and an expert; the tensors are as in ``Arguments``."""
 
     segments: torch.Tensor
     places: torch.Tensor

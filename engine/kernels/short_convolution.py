@@ -19,7 +19,7 @@ from engine.kernels.compiled import Loop
 from engine.kernels.records import Counter, Float32s, Floats, Record
 
 MOST_CHANNELS = 512
-"""Of a task."""
+"""Channels of a task, at most."""
 
 
 def block_of(channels: int, num_tasks: int) -> int:

@@ -1,4 +1,4 @@
-"""What kernels of operations with a state are told of a step: its walks."""
+"""The walks of a step, as kernels of operations with a state read them."""
 
 from __future__ import annotations
 

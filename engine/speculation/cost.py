@@ -151,8 +151,8 @@ class CostModel:
 
     @property
     def waiting_seconds(self) -> float:
-        """What a device that could have gone on waits for the host in a step for which drafters are
-        asked."""
+        """Seconds that a device which could have gone on waits for the host in a step for which drafters
+        are asked."""
         hidden = self._hidden_seconds
         return 0.0 if hidden is None else max(0.0, self.overhead_seconds - hidden)
 
@@ -162,8 +162,8 @@ class CostModel:
         self._draft_times.setdefault(drafter, BatchTimes()).observe(num_asked, seconds)
 
     def draft_seconds(self, drafter: str, num_asked: int) -> float:
-        """What a call of ``drafter`` for so many requests takes, as far as is known; 0 while none was
-        timed."""
+        """Returns the seconds of a call of ``drafter`` for so many requests, as far as is known; 0 while
+        none was timed."""
         times = self._draft_times.get(drafter)
         return 0.0 if times is None else times.expect(num_asked)
 

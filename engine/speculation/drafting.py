@@ -37,7 +37,7 @@ class Drafting:
     num_whole: int = 0
     """The rows of the last draft, where such are granted whole or not at all."""
     seen: DraftTree = EMPTY
-    """What was proposed when it was asked last; tokens may be stand-ins."""
+    """The last proposal; its tokens may be stand-ins."""
     has_rested: bool = True
     """It was not asked in the step before, and has to take in what has come since."""
     has_verified: bool = False
@@ -208,7 +208,8 @@ class timed:  # noqa: N801  (reads as a function)
 
 
 class weighed:  # noqa: N801
-    """What is done within takes the engine time, beside what drafters take."""
+    """Counts the time of what is done within, less that of drafters, as the engine's own for
+    speculation."""
 
     __slots__ = ("_plan", "_start")
 

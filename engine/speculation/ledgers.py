@@ -54,8 +54,8 @@ class Ledgers:
         self._cost = cost
         self._ledgers: dict[str, Ledger] = {}
         self._plain_seconds = self.prompt_seconds = self._rate = self._row_tokens = 0.0
-        """What the step takes without drafts, how much of that its prompts take, what it would write per
-        second without either, and the tokens that are not written while it verifies a row more."""
+        """Seconds of the step without drafts, those of its prompts among them, tokens per second without
+        either, and the tokens that are not written while the step verifies one row more."""
         self._waiting_tokens = 0.0
         """The tokens of each who was asked that are not written while the device waits for the host,
         where there is no row to charge them to."""

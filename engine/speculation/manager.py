@@ -63,7 +63,7 @@ class Speculation:
     ) -> None:
         self.drafters = drafters
         self.hidden_layers = hidden_layers_of(drafters.values())
-        """Whose hidden states the drafters read, all of them together."""
+        """The layers whose hidden states any drafter reads."""
         self.max_num_nodes = max_num_nodes
         self._num_closed_failures = 0
         self._pool = pool
@@ -75,13 +75,12 @@ class Speculation:
         self._proposing = Proposing(drafters, pool, vocab_size)
         self._granting = Granting(self._policies, cost, pool, self._shedding)
         self._drafting: dict[str, Drafting] = {}
-        """Of all requests that draft, by their ids."""
+        """The requests that draft, by id."""
         self._unread: dict[str, Drafting] = {}
-        """Those whose drafter still reads their text, first come first."""
+        """Requests whose drafter still reads the prompt, in order of arrival."""
         self._hidden = WaitingStates()
         self._unsettled: dict[str, Drafter] = {}
-        """By name, those that may have something to write for requests that have left their blocks."""
-
+        """Drafters, by name, that may still write rows of requests that have left their blocks."""
         for each in drafters.values():
             if each.fetches_hidden:
                 each.fetch_hidden = self._tell_hidden

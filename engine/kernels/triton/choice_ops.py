@@ -12,7 +12,8 @@ from engine.kernels.triton.ops import lanes
 from engine.noise_numbers import TILE_TOKENS
 
 _INTERPRETED_ROWS = 16
-"""Of a program, where its operations cost what numpy's calls do, however much they take."""
+"""Rows of a program under the interpreter, whose operations cost a call of numpy each, whatever their
+size."""
 _LAUNCH = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 """Without fusion of a product and a sum into one operation, which rounds once, as torch's do not."""
 

@@ -41,7 +41,7 @@ def _exponential(bits):
 
 @triton.jit
 def _noise(state, first, member, lane):
-    """Of a tile's tokens, ``first`` the lowest: groups, one in each lane, have one member each that comes
+    """Orders a tile's tokens, ``first`` the lowest: in each lane is a group, of which one member comes
     before the others."""
     bits = _hash(state, (first // _GROUP + lane).to(tl.int64) + _GROUP_COUNTER)
     is_later = (bits & (_GROUP - 1)).to(tl.int32) != member

@@ -12,7 +12,7 @@ from engine.kernels.triton.row_ops import Sums
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 _ROWS, _ELEMENTS = 4, 512
-"""Of a program: rows of a head, and numbers of a gated network."""
+"""Sizes of a program: rows of a head, and elements of a gated network."""
 _INTERPRETED_ROWS, _INTERPRETED_ELEMENTS = 64, 1 << 14
 """The same where a program's operations cost what numpy's calls do, however much they take."""
 _LAUNCH = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
@@ -28,7 +28,7 @@ class HeadNorms(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What becomes of a joint product of queries, keys and values before rows attend. ``cosines``,
+    """How queries, keys and values of a joint product are normalised and rotated. ``cosines``,
     ``sines``: ``[num_rows, dim]`` of its type, by which the halves of queries and keys are rotated."""
 
     num_heads: int

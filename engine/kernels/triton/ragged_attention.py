@@ -65,8 +65,8 @@ def _finite(value):
 
 @triton.jit
 def _merge(most, weight, other_most, other_weight):
-    """Of sums over keys, and those over the keys after them: the maximum, the weight, and what sums of
-    values are multiplied by before they are added."""
+    """Merges sums over keys with those over the keys after them. Returns the maximum, the weight, and the
+    factors of both sums of values."""
     merged = tl.maximum(most, other_most)
     finite = _finite(merged)
     mine, theirs = tl.exp2(most - finite), tl.exp2(other_most - finite)
@@ -75,7 +75,7 @@ def _merge(most, weight, other_most, other_weight):
 
 @triton.jit
 def _divisor(most, weight, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
-    """What sums of values are multiplied by, and then divided by. A sink has a score and no value."""
+    """Returns the factor of sums of values and their divisor. A sink has a score and no value."""
     scale = tl.full(weight.shape, 1.0, tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634

@@ -12,8 +12,9 @@ from engine.kernels.triton import Variant, is_interpreted, num_processors
 _CHUNK = 1024
 _WIDE_FEATURES = 128
 _ENOUGH_PARTS = 128
-"""Of a weight, by outputs and chunks of inputs, for a program each. A layer of fewer has narrower ones;
-where there are twice as many, chunks are twice as long. A number, not the device's: bits hang on it."""
+"""A weight is divided by outputs and by chunks of inputs into about so many parts, one for each program. A
+layer with fewer has narrower parts, one with twice as many has chunks twice as long. The number is fixed
+and not the device's, since bits depend on it."""
 _ELEMENTS = 1024
 _PROGRAMS_PER_PROCESSOR = 2
 """Products of fewer programs are divided by chunks of inputs."""
@@ -58,7 +59,7 @@ def launch_of(num_warps: int, num_stages: int) -> dict[str, Any]:
 
 
 class Sums(NamedTuple):
-    """What a product left to who adds it up: its chunks, ``[num_chunks, num_rows, out_features]``
+    """A product that is still to be added up: its chunks, ``[num_chunks, num_rows, out_features]``
     float32, and the bias that they want; one, of the rows' type, is the product."""
 
     chunks: torch.Tensor
@@ -66,7 +67,7 @@ class Sums(NamedTuple):
 
     @staticmethod
     def of(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Sums:
-        """Of ``rows`` ``[num_rows, in_features]``, otherwise as ``row_product``."""
+        """Multiplies ``rows`` ``[num_rows, in_features]``; the rest is as ``row_product`` takes it."""
         chunks = _multiplied(rows, weight, bias)
         return Sums(chunks, bias if len(chunks) > 1 else None)
 

@@ -67,7 +67,7 @@ class Load(NamedTuple):
 
     @property
     def other_seconds(self) -> float:
-        """What is added to a step's time where drafts are weighed."""
+        """Seconds to add to a step's time where drafts are weighed."""
         return self.draft_seconds - self.prompt_seconds
 
     def with_nodes(self, num_nodes: int, gain: float) -> Load:
