@@ -12,9 +12,9 @@ from engine.kernels.triton import Variant, is_interpreted, num_processors
 _CHUNK = 1024
 _WIDE_FEATURES = 128
 _ENOUGH_PARTS = 128
-"""A weight is divided by outputs and by chunks of inputs into about so many parts, one for each program. A
-layer with fewer has narrower parts, one with twice as many has chunks twice as long. The number is fixed
-and not the device's, since bits depend on it."""
+"""A weight is divided by outputs and by chunks of inputs into about so many parts, one for each program.
+A layer with fewer has narrower parts, one with twice as many has chunks twice as long. The number is
+fixed and not the device's, since bits depend on it."""
 _ELEMENTS = 1024
 _PROGRAMS_PER_PROCESSOR = 2
 """Products of fewer programs are divided by chunks of inputs."""
