@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
@@ -55,15 +55,6 @@ class ChoicePlan:
     request: GenerationRequest
     text: TextOptions
 
-    def with_grammars_of(self, own: Callable[[str], str]) -> ChoicePlan:
-        sampling = self.request.sampling
-        if not sampling.grammar_fields:
-            return self
-        fields = tuple((own(name), part) for name, part in sampling.grammar_fields)
-        return replace(
-            self, request=replace(self.request, sampling=replace(sampling, grammar_fields=fields))
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
@@ -99,18 +90,11 @@ class RequestPlan:
     ignored: tuple[str, ...]
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
-    def in_words_of(
-        self, own: Callable[[str], str], ignored: Iterable[str], repeated: Mapping[str, Any]
-    ) -> RequestPlan:
-        """Returns the same for a request of another API: ``own`` has its names of this one's fields,
-        ``ignored`` are further ones without effect."""
-        paths = [*map(own, self.ignored), *ignored]
-        return replace(
-            self,
-            choices=tuple(each.with_grammars_of(own) for each in self.choices),
-            ignored=tuple(dict.fromkeys(paths)),
-            repeated=repeated,
-        )
+    def for_api(self, ignored: Iterable[str], repeated: Mapping[str, Any]) -> RequestPlan:
+        """Returns the same for a request of another API; ``ignored``: its further fields without
+        effect."""
+        paths = dict.fromkeys((*self.ignored, *ignored))
+        return replace(self, ignored=tuple(paths), repeated=repeated)
 
     @property
     def num_at_once(self) -> int:

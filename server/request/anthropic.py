@@ -7,12 +7,13 @@ The former are hints; of the latter the text gets what there is room for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MaxLen, MinLen
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
-from server.errors import ApiError, refused
+from server.errors import refused
 from server.plan import RequestPlan
 from server.request.anthropic_blocks import InputMessage, SystemField, Turn, system_text, turns
 from server.request.body import (
@@ -26,6 +27,7 @@ from server.request.body import (
     refusal,
 )
 from server.request.messages import CACHED, MAX_TOOLS, NAME_PATTERN, ParametersField
+from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
     EFFORT,
@@ -138,6 +140,18 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tool_choice.function": "tool_choice",
+    "thinking": "thinking.type",
+    "reasoning.max_tokens": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+}
+
+
 class MessageFields(Body):
     """The fields of both endpoints."""
 
@@ -171,9 +185,17 @@ class MessageFields(Body):
             found.insert(0, Turn({"role": "system", "content": text}, "system"))
         return found
 
-    def for_chat(self) -> dict[str, Any]:
+    def names(self, turns: Sequence[Turn]) -> OwnNames:
+        """Those of fields of the chat request that says the same, whose messages are these turns."""
+        paths = {f"messages.{index}.*": turn.field for index, turn in enumerate(turns)}
+        for index in range(len(self.tools or ())):
+            paths[f"tools.{index}.function"] = f"tools.{index}"
+            paths[f"tools.{index}.function.parameters"] = f"tools.{index}.input_schema"
+        return OwnNames(_NAMES | paths)
+
+    def for_chat(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """The fields of the chat request that says the same."""
-        messages = [turn.message for turn in self.turns()]
+        messages = [turn.message for turn in turns]
         given: dict[str, Any] = {
             "messages": messages,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -227,9 +249,11 @@ class MessagesRequest(CommonFields, MessageFields):
         "'user_id', and what else is to be in the request's log line.", max_length=16
     )
 
-    def to_chat(self, translator: Translator) -> ChatRequest:
-        """The chat request that says the same. Raises ApiError 400, in the chat's words."""
-        given = self.for_chat()
+    def to_chat(
+        self, translator: Translator, turns: Sequence[Turn], names: OwnNames
+    ) -> ChatRequest:
+        """The chat request that says the same. Raises ApiError 400."""
+        given = self.for_chat(turns)
         own = (*CommonFields.model_fields, "top_p", "top_k", "max_tokens")
         given |= {name: getattr(self, name) for name in own}
         given["stop"] = self.stop_sequences
@@ -238,39 +262,35 @@ class MessagesRequest(CommonFields, MessageFields):
             given["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.thinking is not None and self.thinking.display == "omitted":
             given["include_reasoning"] = not translator.formats.splits_reasoning
-        return check(ChatRequest, given)
+        return check(ChatRequest, given, names)
 
 
 def plan_messages(
     translator: Translator, body: MessagesRequest, arrival_time: float
 ) -> RequestPlan:
-    """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
-    one."""
+    """``Translator.plan`` for the chat request that says the same. Raises ApiError."""
     _refuse_the_unserved(body, translator)
-    try:
-        plan = translator.plan(body.to_chat(translator), arrival_time)
-    except ApiError as error:
-        raise _in_own_words(error, body) from error
+    turns = body.turns()
+    names = body.names(turns)
+    plan = translator.plan(body.to_chat(translator, turns, names), arrival_time, names)
     repeated: dict[str, JsonValue] = {"max_tokens": body.max_tokens}
     if body.context_management is not None:
         repeated["context_management"] = {"applied_edits": []}
-    return plan.in_words_of(_own_name, body.ignored(), repeated)
+    return plan.for_api(body.ignored(), repeated)
 
 
 def count_tokens(translator: Translator, body: CountTokensRequest) -> int:
     """The tokens of the prompt that the messages make. Raises ApiError."""
     _refuse_the_unserved(body, translator)
-    given = body.for_chat()
-    names = {"messages", "tools", *TemplateFields.model_fields}
+    body.form()
+    turns = body.turns()
+    given, names = body.for_chat(turns), body.names(turns)
+    fields = {"messages", "tools", *TemplateFields.model_fields}
     if given.get("tool_choice") == "none":
-        names.remove("tools")
-    asked = {name: value for name, value in given.items() if name in names}
-    try:
-        body.form()
-        tokens = translator.tokenize(check(TokenizeRequest, asked | {"model": body.model}))
-    except ApiError as error:
-        raise _in_own_words(error, body) from error
-    return len(tokens)
+        fields.remove("tools")
+    asked = {name: value for name, value in given.items() if name in fields}
+    asked["model"] = body.model
+    return len(translator.tokenize(check(TokenizeRequest, asked, names), names))
 
 
 def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
@@ -281,35 +301,3 @@ def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
     for index, message in enumerate(body.messages):
         for place, part in message.foreign_parts():
             raise part.refusal(f"messages.{index}.{place}", translator.info.unserved)
-
-
-_RENAMED = {
-    "stop": "stop_sequences",
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "tool_choice.function": "tool_choice",
-    "thinking": "thinking.type",
-    "reasoning.max_tokens": "thinking.budget_tokens",
-    "reasoning_effort": "output_config.effort",
-}
-
-
-def _in_own_words(error: ApiError, body: MessageFields) -> ApiError:
-    """A refusal of the chat request, with the field of this one that is at fault."""
-    param = error.param or ""
-    first, _, rest = param.partition(".")
-    if first == "messages" and rest:
-        index, _, _ = rest.partition(".")
-        return error.about(body.turns()[int(index)].field)
-    return error.about(_own_name(param)) if param else error
-
-
-def _own_name(param: str) -> str:
-    """The field of this request that became one of the chat request's."""
-    if param.startswith("tools."):
-        return param.replace(".function.parameters", ".input_schema").replace(".function", "")
-    for name, own in _RENAMED.items():
-        if f"{param}.".startswith(f"{name}."):
-            return own + param.removeprefix(name)
-    return param

@@ -15,6 +15,7 @@ from server.errors import refused
 from server.formats.json_rules import AS_WRITTEN, SchemaError, json_rule
 from server.formats.schemas import SchemaReader
 from server.request.body import Body, in_case, optional
+from server.request.own_names import OwnNames
 from server.request.parsing import read_float
 
 _Grammar = Annotated[str, Field(min_length=1, max_length=1 << 17)]
@@ -100,6 +101,10 @@ class Grammar(NamedTuple):
 
     def __bool__(self) -> bool:
         return bool(self.text)
+
+    def renamed(self, names: OwnNames) -> Grammar:
+        fields = ((names.of(path), part) for path, part in self.fields)
+        return self._replace(fields=tuple(fields), ignored=tuple(map(names.of, self.ignored)))
 
 
 def grammar_of(

@@ -13,11 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, JsonValue, PlainValidator
 
-from server.errors import ApiError, refused
+from server.errors import refused
 from server.plan import RequestPlan
 from server.request.body import MAX_SEED, SWITCHES, Body, Hint, StopField, WithoutEffect, optional
 from server.request.embeddings import EmbeddingsRequest, plan_embeddings
 from server.request.messages import MAX_TOOLS, TEXT_ONLY, CalledFunction, Tool
+from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
     MAX_COUNT,
@@ -120,10 +121,24 @@ _Duration = Annotated[str, Field(pattern=DURATION, max_length=64)]
 _KeepAlive = Annotated[float | _Duration | None, Hint()]
 
 
+_NAMES = {
+    "max_completion_tokens": "options.num_predict",
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "response_format.json_schema.schema": "format",
+    "response_format": "format",
+    "thinking": "think",
+    _EFFORT: "think",
+    **{name: f"options.{name}" for name in OllamaOptions.model_fields},
+}
+
+
 class _OllamaRequest(Body):
-    """The fields of both. ``asks_by``: the one without which there is nothing to answer."""
+    """The fields of both. ``asks_by``: the one without which there is nothing to answer; ``names``: those
+    of fields of the request that says the same."""
 
     asks_by: ClassVar[str]
+    names: ClassVar[OwnNames] = OwnNames(_NAMES)
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT | {
         "truncate": (False,),
         "shift": (False,),
@@ -178,6 +193,7 @@ class _OllamaRequest(Body):
                 "logprobs": self.logprobs,
                 "top_logprobs": self.top_logprobs,
             },
+            self.names,
         )
 
 
@@ -199,6 +215,7 @@ class OllamaGenerateRequest(_OllamaRequest):
     """``POST /api/generate``."""
 
     asks_by: ClassVar[str] = "prompt"
+    names: ClassVar[OwnNames] = OwnNames({**_NAMES, "messages": "prompt", "messages.*": "prompt"})
     unsupported: ClassVar[dict[str, str]] = {
         "images": TEXT_ONLY,
         "template": "the tokenizer's own template is used; with 'raw' the prompt is taken as it is",
@@ -239,6 +256,7 @@ class OllamaGenerateRequest(_OllamaRequest):
                 "max_tokens": self.options.limit or -1,
                 "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             },
+            self.names,
         )
 
 
@@ -300,15 +318,13 @@ def plan_ollama_embeddings(
     name = known_name(body.model, translator.served_names)
     given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
     given["truncate_prompt_tokens"] = -1 if body.truncate else None
-    try:
-        plan = plan_embeddings(translator, check(EmbeddingsRequest, given), arrival_time)
-    except ApiError as error:
-        is_old = isinstance(body, OllamaEmbeddingsRequest) and error.param == "input"
-        raise error.about("prompt") if is_old else error from error
+    field = "prompt" if isinstance(body, OllamaEmbeddingsRequest) else "input"
+    asked = check(EmbeddingsRequest, given, OwnNames({"input": field}))
+    plan = plan_embeddings(translator, asked, arrival_time, field)
     options = () if body.options is None else sorted(body.options.model_fields_set)
     ignored = [f"options.{each}" for each in options]
     repeated = {"model": body.model or translator.model_name}
-    return plan.in_words_of(str, [*ignored, *_ignored(body, translator)], repeated)
+    return plan.for_api([*ignored, *_ignored(body, translator)], repeated)
 
 
 def _ignored(body: Body, translator: Translator) -> list[str]:
@@ -394,44 +410,12 @@ def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], field: 
     raise refused(f"{field}.{at_fault}", ": no message before this one has such a call to answer")
 
 
-_RENAMED = {
-    "max_completion_tokens": "options.num_predict",
-    "max_tokens": "options.num_predict",
-    "repetition_penalty": "options.repeat_penalty",
-    "response_format.json_schema.schema": "format",
-    "response_format": "format",
-    "thinking": "think",
-    _EFFORT: "think",
-    **{name: f"options.{name}" for name in OllamaOptions.model_fields},
-}
-
-
 def plan_ollama(
     translator: Translator, body: OllamaChatRequest | OllamaGenerateRequest, arrival_time: float
 ) -> RequestPlan:
-    """``Translator.plan`` for the request that says the same. Raises ApiError in the words of
-    this one."""
+    """``Translator.plan`` for the request that says the same. Raises ApiError."""
     if body.is_empty:
         raise refused(body.asks_by, "is missing")
-    try:
-        plan = translator.plan(body.for_translator(translator), arrival_time)
-    except ApiError as error:
-        raise _in_own_words(error, body) from error
+    plan = translator.plan(body.for_translator(translator), arrival_time, body.names)
     name = body.model or translator.model_name
-    return plan.in_words_of(_own_name, _ignored(body, translator), {"model": name})
-
-
-def _in_own_words(error: ApiError, body: OllamaChatRequest | OllamaGenerateRequest) -> ApiError:
-    """A refusal of the other request, with the field of this one that is at fault."""
-    param = error.param or ""
-    if param.startswith("messages") and isinstance(body, OllamaGenerateRequest):
-        return error.about("prompt")
-    return error.about(_own_name(param)) if param else error
-
-
-def _own_name(param: str) -> str:
-    """The field of this request that became one of the other's."""
-    for name, own in _RENAMED.items():
-        if param == name or param.startswith(f"{name}."):
-            return own + ("" if own == "think" else param.removeprefix(name))
-    return param
+    return plan.for_api(_ignored(body, translator), {"model": name})

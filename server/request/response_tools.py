@@ -176,12 +176,11 @@ CHOICE_FIELD = PlainValidator(
 
 
 class ShownTool(NamedTuple):
-    """A tool as the model is shown it. ``place``: the tool's field; ``schema``: that of its arguments'
-    form; ``call``: what an item that calls it begins with."""
+    """A tool as the model is shown it. ``place``: the tool's field; ``call``: what an item that calls it
+    begins with."""
 
     shown: dict[str, Any]
     place: str
-    schema: str
     call: dict[str, str]
 
     @classmethod
@@ -189,14 +188,21 @@ class ShownTool(NamedTuple):
         cls, tool: FunctionTool | CustomTool, place: str, group: NamespaceTool | None, about: str
     ) -> ShownTool:
         """``about``: what is said before the tool's own description."""
-        kind, schema = "function_call", f"{place}.parameters"
-        if isinstance(tool, CustomTool):
-            kind, schema = "custom_tool_call", f"{place}.format.definition"
+        kind = "custom_tool_call" if isinstance(tool, CustomTool) else "function_call"
         namespace = None if group is None else group.name
         call = {"type": kind, "name": tool.name} | ({"namespace": namespace} if namespace else {})
         shown = tool.shown() | {"name": qualified(tool.name, namespace)}
         shown["description"] = f"{about}\n\n{shown.get('description', '')}".strip()
-        return cls(shown, place, schema, call)
+        return cls(shown, place, call)
+
+    def names(self, tool: str) -> dict[str, str]:
+        """The paths of its fields by those of the chat's ``tool``."""
+        found = {f"{tool}.function": self.place}
+        if self.call["type"] == "custom_tool_call":
+            # The schema around a pattern is of our making.
+            schema = f"{tool}.function.parameters"
+            found |= dict.fromkeys((schema, f"{schema}.*"), f"{self.place}.format.definition")
+        return found
 
     def is_called(self, name: object) -> bool:
         """Whether that is its own name, or its namespace's."""

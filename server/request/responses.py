@@ -29,6 +29,7 @@ from server.request.body import Body, WithoutEffect, optional
 from server.request.foreign_parts import ForeignPart, find_foreign_part
 from server.request.grammars import Schema
 from server.request.messages import NAME_PATTERN, ArgumentsField, text_of
+from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
     TOKEN_LIMIT,
@@ -303,8 +304,10 @@ class ResponsesRequest(CommonFields):
         own = (x.found(known) if isinstance(x, ItemReference) else x for x in self.input)
         return [*(parse_as(_ITEMS, each, "message") for each in before), *own]
 
-    def for_chat(self, items: Sequence[_Item], functions: Sequence[ShownTool]) -> ChatRequest:
-        """The chat request that says the same. Raises ApiError 400, in the chat's words."""
+    def for_chat(
+        self, items: Sequence[_Item], functions: Sequence[ShownTool], names: OwnNames
+    ) -> ChatRequest:
+        """The chat request that says the same. Raises ApiError 400."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "needs 'stream': true")
         messages = _messages(self.instructions, items)
@@ -329,7 +332,7 @@ class ResponsesRequest(CommonFields):
             given["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
         if self.text is not None:
             given["verbosity"] = self.text.verbosity
-        return check(ChatRequest, given)
+        return check(ChatRequest, given, names)
 
     def repeated(self, sampling: SamplingParams) -> dict[str, JsonValue]:
         """Returns the fields that a response repeats. ``sampling``: what became of its fields."""
@@ -382,8 +385,9 @@ def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str
     return messages
 
 
-_RENAMED = {
-    "messages": "input",
+_NAMES = {
+    # Messages and items are not the same in number.
+    **dict.fromkeys(("messages", "messages.*"), "input"),
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -401,15 +405,14 @@ def references(_: Translator, body: ResponsesRequest) -> list[str]:
 def plan_response(
     translator: Translator, body: ResponsesRequest, arrival_time: float, *, known: Known
 ) -> RequestPlan:
-    """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
-    one."""
+    """``Translator.plan`` for the chat request that says the same. Raises ApiError."""
     _refuse_foreign_parts(body.input, translator.info.unserved)
     items, functions = body.items(known), shown_tools(body.tools or [], body.tool_choice)
-    own = partial(_own_name, functions)
-    try:
-        plan = translator.plan(body.for_chat(items, functions), arrival_time)
-    except ApiError as error:
-        raise (error.about(own(error.param)) if error.param else error) from error
+    paths = dict(_NAMES)
+    for index, each in enumerate(functions):
+        paths |= each.names(f"tools.{index}")
+    names = OwnNames(paths)
+    plan = translator.plan(body.for_chat(items, functions, names), arrival_time, names)
     unseen = [each for each in body.input if isinstance(each, ForeignItem)]
     ignored = [*body.ignored()]
     ignored += [f"input.{each.type}" for each in unseen if not each.for_chat().keys() - {"role"}]
@@ -419,7 +422,7 @@ def plan_response(
         "calls": {each.shown["name"]: each.call for each in functions},
         "items": [each.model_dump(by_alias=True, exclude_none=True) for each in items],
     }
-    return plan.in_words_of(own, ignored, repeated)
+    return plan.for_api(ignored, repeated)
 
 
 def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:
@@ -428,20 +431,3 @@ def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> 
             found = getattr(item, name, None)
             if isinstance(found, ForeignPart):
                 raise found.refusal(f"input.{index}.{name}", unserved)
-
-
-def _own_name(functions: Sequence[ShownTool], param: str) -> str:
-    """The field of this request that became the chat request's."""
-    if param.startswith("tools."):
-        _, index, *within = param.split(".")
-        own, field = functions[int(index)], ".".join(within).removeprefix("function.")
-        if not field.startswith("parameters"):
-            return f"{own.place}.{field}"
-        # The schema around a pattern is of our making.
-        is_own = own.schema.endswith(".parameters")
-        return own.schema + field.removeprefix("parameters") if is_own else own.schema
-    for name, new in _RENAMED.items():
-        if param == name or param.startswith(f"{name}."):
-            # Messages and items are not the same in number.
-            return new if name == "messages" else new + param.removeprefix(name)
-    return param

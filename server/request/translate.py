@@ -29,6 +29,7 @@ from server.request.messages import (
     template_tools,
     text_of,
 )
+from server.request.own_names import SAME, OwnNames
 from server.request.prompts import Prompts
 from server.request.protocol import (
     ChatRequest,
@@ -107,14 +108,26 @@ class Translator:
         self,
         body: CompletionRequest | ChatRequest,
         arrival_time: float,
+        names: OwnNames = SAME,
         max_choices: int | None = None,
     ) -> RequestPlan:
-        """Returns what the engine is to write and how. ``max_choices``: in the place of the server's.
-        Raises ApiError."""
+        """Returns what the engine is to write and how. ``names``: the client's, of this body's fields;
+        ``max_choices``: in the place of the server's. Raises ApiError."""
+        with names.in_refusals():
+            return self._plan(body, arrival_time, names, max_choices)
+
+    def _plan(
+        self,
+        body: CompletionRequest | ChatRequest,
+        arrival_time: float,
+        names: OwnNames,
+        max_choices: int | None,
+    ) -> RequestPlan:
         num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
         self._check(body, num_prompts, max_choices or self._max_choices)
         prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
         text, grammar = self._text(body, prompts[0][0])
+        grammar = grammar.renamed(names)
         _check_agreement(body, grammar)
         speculative = self.resolver.resolve(body.speculative, body.prediction is not None)
         request_id = uuid.uuid4().hex
@@ -122,6 +135,7 @@ class Translator:
         requests = self._requests(body, token_ids, grammar, speculative, request_id, arrival_time)
         streaming = body.stream_options or StreamOptions()
         choices = (ChoicePlan(index, request, text) for index, request in enumerate(requests))
+        ignored = map(names.of, self._ignored(body, max(map(len, token_ids))))
         return RequestPlan(
             request_id=request_id,
             created=int(time.time()),
@@ -142,13 +156,15 @@ class Translator:
             cache_salt=body.cache_salt or "",
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
-            ignored=tuple(
-                dict.fromkeys((*self._ignored(body, max(map(len, token_ids))), *grammar.ignored))
-            ),
+            ignored=tuple(dict.fromkeys((*ignored, *grammar.ignored))),
         )
 
-    def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Raises ApiError."""
+    def tokenize(self, body: TokenizeRequest, names: OwnNames = SAME) -> list[int]:
+        """Raises ApiError with the client's ``names``."""
+        with names.in_refusals():
+            return self._tokens(body)
+
+    def _tokens(self, body: TokenizeRequest) -> list[int]:
         self.check_model(body.model)
         is_prompt = body.prompt is not None
         if is_prompt == (body.messages is not None):
