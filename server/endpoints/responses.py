@@ -46,7 +46,7 @@ async def create_response(body: ResponsesRequest, request: Request, served: Serv
     given, known = await _with_known(body, request, served)
     work = partial(plan_response, known=known)
     writer = await served.writer(ResponsesWriter, given, request, work)
-    if writer.plan.repeated["response"]["store"]:
+    if writer.asked.repeated["store"]:
         writer.keep = partial(served.ask_store, "keep", tenant_of(request))
     return await answer(request, served.choices.run, writer)
 

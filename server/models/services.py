@@ -53,7 +53,7 @@ class Services:
 
     async def writer(
         self,
-        kind: Callable[[RequestPlan, TokenTexts, str, str], Writer],
+        kind: Callable[[RequestPlan, TokenTexts, str], Writer],
         body: Body | LargeBody,
         request: Request,
         work: Callable[..., RequestPlan],
@@ -65,8 +65,7 @@ class Services:
         plan = await self.read(body, request, partial(work, arrival_time=arrival))
         if terms and terms.tenant.name:
             plan = terms.on(plan)
-        name = plan.adapter or self.model_name
-        return kind(plan, self.texts, name, self.fingerprint_of(plan.adapter))
+        return kind(plan, self.texts, self.fingerprint_of(plan.adapter))
 
     async def read(
         self, body: Body | LargeBody, request: Request, work: Callable[..., Result]

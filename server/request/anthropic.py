@@ -273,10 +273,7 @@ def plan_messages(
     turns = body.turns()
     names = body.names(turns)
     plan = translator.plan(body.to_chat(translator, turns, names), arrival_time, names)
-    repeated: dict[str, JsonValue] = {"max_tokens": body.max_tokens}
-    if body.context_management is not None:
-        repeated["context_management"] = {"applied_edits": []}
-    return plan.for_api(body.ignored(), repeated)
+    return plan.ignoring(body.ignored())
 
 
 def count_tokens(translator: Translator, body: CountTokensRequest) -> int:

@@ -69,5 +69,5 @@ def plan_embeddings(
         )
         for each in plan.choices
     )
-    plan = replace(plan, choices=choices, ignored=())
-    return plan.for_api(body.ignored(), {"encoding_format": body.encoding_format})
+    as_base64 = body.encoding_format == "base64"
+    return replace(plan, choices=choices, ignored=(), as_base64=as_base64).ignoring(body.ignored())

@@ -9,6 +9,7 @@ nothing else of their callers'.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, JsonValue, PlainValidator
@@ -323,13 +324,15 @@ def plan_ollama_embeddings(
     plan = plan_embeddings(translator, asked, arrival_time, field)
     options = () if body.options is None else sorted(body.options.model_fields_set)
     ignored = [f"options.{each}" for each in options]
-    repeated = {"model": body.model or translator.model_name}
-    return plan.for_api([*ignored, *_ignored(body, translator)], repeated)
+    return _as_called(plan.ignoring(ignored), body, translator)
 
 
-def _ignored(body: Body, translator: Translator) -> list[str]:
-    """The hints that nothing comes of."""
-    return [each for each in body.ignored() if each != "keep_alive" or not translator.may_go]
+def _as_called(
+    plan: RequestPlan, body: _OllamaRequest | _EmbedFields, translator: Translator
+) -> RequestPlan:
+    """The plan with the client's name of the model, and the hints that nothing comes of."""
+    hints = (each for each in body.ignored() if each != "keep_alive" or not translator.may_go)
+    return replace(plan.ignoring(hints), model=body.model or translator.model_name)
 
 
 def known_name(name: str | None, served: Iterable[str]) -> str | None:
@@ -417,5 +420,4 @@ def plan_ollama(
     if body.is_empty:
         raise refused(body.asks_by, "is missing")
     plan = translator.plan(body.for_translator(translator), arrival_time, body.names)
-    name = body.model or translator.model_name
-    return plan.for_api(_ignored(body, translator), {"model": name})
+    return _as_called(plan, body, translator)

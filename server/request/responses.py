@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,7 +25,7 @@ from pydantic import (
 
 from engine.request.params import SamplingParams
 from server.errors import ApiError, bad_request, clip, refused
-from server.plan import RequestPlan
+from server.plan import OfResponse, RequestPlan
 from server.request.body import Body, WithoutEffect, optional
 from server.request.foreign_parts import ForeignPart, find_foreign_part
 from server.request.grammars import Schema
@@ -417,12 +418,12 @@ def plan_response(
     ignored = [*body.ignored()]
     ignored += [f"input.{each.type}" for each in unseen if not each.for_chat().keys() - {"role"}]
     ignored += [f"tools.{each.type}" for each in body.tools or [] if isinstance(each, HostedTool)]
-    repeated = {
-        "response": body.repeated(plan.choices[0].request.sampling),
-        "calls": {each.shown["name"]: each.call for each in functions},
-        "items": [each.model_dump(by_alias=True, exclude_none=True) for each in items],
-    }
-    return plan.for_api(ignored, repeated)
+    response = OfResponse(
+        repeated=body.repeated(plan.choices[0].request.sampling),
+        items=[each.model_dump(by_alias=True, exclude_none=True) for each in items],
+        calls={each.shown["name"]: each.call for each in functions},
+    )
+    return replace(plan, response=response).ignoring(ignored)
 
 
 def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:

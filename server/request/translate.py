@@ -139,10 +139,12 @@ class Translator:
         return RequestPlan(
             request_id=request_id,
             created=int(time.time()),
+            model=body.model or self.model_name,
             n=body.n,
             choices=tuple(choices),
             beginnings=_beginnings(body, [prompt for prompt, _ in prompts]),
             echo=body.echo and isinstance(body, CompletionRequest),
+            limit=body.limit[1],
             stream=body.stream,
             include_usage=streaming.include_usage,
             # As in vLLM it has no effect alone.
