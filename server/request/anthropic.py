@@ -26,7 +26,16 @@ from server.request.body import (
     optional,
     refusal,
 )
-from server.request.messages import CACHED, MAX_TOOLS, NAME_PATTERN, ParametersField
+from server.request.grammars import ResponseFormat
+from server.request.messages import (
+    CACHED,
+    MAX_TOOLS,
+    NAME_PATTERN,
+    ChatMessage,
+    FunctionDefinition,
+    ParametersField,
+    Tool,
+)
 from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
@@ -75,12 +84,15 @@ class CustomTool(Body):
             raise refusal("type", message=message)
         return data
 
-    def for_chat(self) -> dict[str, Any]:
+    def for_chat(self) -> Tool:
         examples = {"examples": self.input_examples} if self.input_examples else {}
-        function = {"name": self.name, "parameters": {**self.input_schema, **examples}}
-        told = {"description": self.description, "strict": self.strict}
-        given = {name: value for name, value in told.items() if value is not None}
-        return {"type": "function", "function": {**function, **given}}
+        function = FunctionDefinition.of(
+            name=self.name,
+            description=self.description,
+            parameters={**self.input_schema, **examples},
+            strict=self.strict,
+        )
+        return Tool.of(function=function)
 
 
 class ToolChoice(Body):
@@ -195,9 +207,8 @@ class MessageFields(Body):
 
     def for_chat(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """The fields of the chat request that says the same."""
-        messages = [turn.message for turn in turns]
         given: dict[str, Any] = {
-            "messages": messages,
+            "messages": [ChatMessage.of(**turn.message) for turn in turns],
             "chat_template_kwargs": self.chat_template_kwargs,
             "reasoning_effort": self.output_config and self.output_config.effort,
             "tools": [tool.for_chat() for tool in self.tools or ()],
@@ -205,7 +216,7 @@ class MessageFields(Body):
         if self.thinking is not None and self.thinking.type != "adaptive":
             given["thinking"] = self.thinking.type
             given["reasoning"] = {"max_tokens": self.thinking.budget_tokens}
-        last = messages[-1]
+        last = turns[-1].message
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             given |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tool_choice is not None:
@@ -258,8 +269,7 @@ class MessagesRequest(CommonFields, MessageFields):
         given |= {name: getattr(self, name) for name in own}
         given["stop"] = self.stop_sequences
         if (form := self.form()) is not None:
-            schema = {"name": "output", "schema": form.schema_}
-            given["response_format"] = {"type": "json_schema", "json_schema": schema}
+            given["response_format"] = ResponseFormat.matching("output", form.schema_)
         if self.thinking is not None and self.thinking.display == "omitted":
             given["include_reasoning"] = not translator.formats.splits_reasoning
         return check(ChatRequest, given, names)

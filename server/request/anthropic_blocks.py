@@ -14,7 +14,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from server.request.body import Body, WithoutEffect, part_of, refusal
 from server.request.foreign_parts import ForeignPart, find_foreign_part
-from server.request.messages import CACHED, ArgumentsField, TextPart, text_of
+from server.request.messages import CACHED, ArgumentsField, MessageToolCall, TextPart, text_of
 
 _NOTHING_RUNS = "no tool runs here; its results come from the client, as 'tool_result'"
 _ACCOUNT_LINE = "x-anthropic-billing-header:"
@@ -201,7 +201,7 @@ def system_text(content: str | list[TextPart]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of a chat, and the field that it came from."""
+    """The fields of a chat's message, and the field that it came from."""
 
     message: dict[str, Any]
     field: str
@@ -250,10 +250,9 @@ def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
     thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
     if any(thoughts):
         told["reasoning_content"] = "\n".join(thoughts)
-    calls = [_call(each) for each in blocks if isinstance(each, ToolUseBlock)]
+    calls = [
+        MessageToolCall.to(each.name, each.input, each.id)
+        for each in blocks
+        if isinstance(each, ToolUseBlock)
+    ]
     return told | ({"tool_calls": calls} if calls else {})
-
-
-def _call(block: ToolUseBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": block.input}
-    return {"id": block.id, "type": "function", "function": function}

@@ -50,6 +50,10 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @classmethod
+    def matching(cls, name: str, schema: Schema) -> ResponseFormat:
+        return cls.of(type="json_schema", json_schema=JsonSchema.of(name=name, schema=schema))
+
 
 _WAYS: dict[str, JsonDict] = {
     "json": {"type": ["object", "boolean", "string"]},

@@ -226,6 +226,10 @@ class MessageToolCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    @classmethod
+    def to(cls, name: str, arguments: str, call_id: str) -> MessageToolCall:
+        return cls.of(id=call_id, function=CalledFunction.of(name=name, arguments=arguments))
+
 
 class TextPart(Body):
     without_effect: ClassVar[WithoutEffect] = {
@@ -322,6 +326,8 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
+        if len(self.tool_calls or ()) > MAX_TOOLS:  # several of a client's messages may be one here
+            raise refusal("tool_calls", message=f"takes at most {MAX_TOOLS} calls")
         for name in _foreign_to(self.role):
             if getattr(self, name, None):
                 raise refusal(name, message=f"messages of {self.role!r} have no place for it")

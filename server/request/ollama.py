@@ -18,7 +18,15 @@ from server.errors import refused
 from server.plan import RequestPlan
 from server.request.body import MAX_SEED, SWITCHES, Body, Hint, StopField, WithoutEffect, optional
 from server.request.embeddings import EmbeddingsRequest, plan_embeddings
-from server.request.messages import MAX_TOOLS, TEXT_ONLY, CalledFunction, Tool
+from server.request.grammars import ResponseFormat
+from server.request.messages import (
+    MAX_TOOLS,
+    TEXT_ONLY,
+    CalledFunction,
+    ChatMessage,
+    MessageToolCall,
+    Tool,
+)
 from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
@@ -68,7 +76,8 @@ class OllamaOptions(Body):
     def for_request(self, models: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a chat or a completion that say the same, but for its length. ``models``:
         defaults that go before Ollama's."""
-        given = {**self.model_dump(exclude={"num_predict"}), "stop": list(self.stop)}
+        given = {**dict(self), "stop": list(self.stop)}
+        del given["num_predict"]
         for name, usual in _USUAL.items():
             if given[name] is None and name not in models:
                 given[name] = usual
@@ -181,7 +190,7 @@ class _OllamaRequest(Body):
         }
 
     def _for_chat(
-        self, translator: Translator, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+        self, translator: Translator, messages: list[ChatMessage], tools: list[Tool] | None = None
     ) -> ChatRequest:
         return check(
             ChatRequest,
@@ -207,9 +216,7 @@ class OllamaChatRequest(_OllamaRequest):
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
 
     def for_translator(self, translator: Translator) -> ChatRequest:
-        messages = list(_messages(self.messages))
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
-        return self._for_chat(translator, messages, tools)
+        return self._for_chat(translator, list(_messages(self.messages)), self.tools)
 
 
 class OllamaGenerateRequest(_OllamaRequest):
@@ -240,9 +247,9 @@ class OllamaGenerateRequest(_OllamaRequest):
     def for_translator(self, translator: Translator) -> ChatRequest | CompletionRequest:
         if self.raw or self.suffix:
             return self._for_completion(translator)
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": self.prompt})
-        return self._for_chat(translator, messages, [])
+        said = {"system": self.system, "user": self.prompt}
+        messages = [ChatMessage.of(role=x, content=said[x]) for x in said if said[x] or x == "user"]
+        return self._for_chat(translator, messages)
 
     def _for_completion(self, translator: Translator) -> CompletionRequest:
         for name in ("system", "think"):
@@ -364,42 +371,35 @@ def thinking_fields(think: bool | str | None, translator: Translator) -> dict[st
     return {"thinking": bool(think), _EFFORT: level, **shows}
 
 
-def _response_format(wanted: str | dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(wanted: str | dict[str, Any] | None) -> ResponseFormat | None:
     if isinstance(wanted, dict):
-        return {"type": "json_schema", "json_schema": {"name": "format", "schema": wanted}}
-    return {"type": "json_object"} if wanted else None
+        return ResponseFormat.matching("format", wanted)
+    return ResponseFormat.of(type="json_object") if wanted else None
 
 
-def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
+def _messages(messages: Sequence[OllamaMessage]) -> Iterator[ChatMessage]:
     """The messages of a chat that say the same: calls have ids, and what tools say names them. Raises
     ApiError 400."""
     # (id, name) of calls that nothing has answered yet.
     unanswered: list[tuple[str, str]] = []
     for index, message in enumerate(messages):
         field = f"messages.{index}"
+        calls = [
+            MessageToolCall.of(id=call.id or f"call_{index}_{place}", function=call.function)
+            for place, call in enumerate(message.tool_calls or ())
+        ]
+        unanswered += [(each.id, each.function.name) for each in calls]
         told: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.thinking:
-            told["reasoning_content"] = message.thinking
-        if message.tool_calls:
-            told["tool_calls"] = [
-                _call(call, f"call_{index}_{place}")
-                for place, call in enumerate(message.tool_calls)
-            ]
-            unanswered += [(each["id"], each["function"]["name"]) for each in told["tool_calls"]]
+        told |= {"reasoning_content": message.thinking or None, "tool_calls": calls or None}
         if message.role == "tool":
             told["tool_call_id"] = _answered(message, unanswered, field)
         else:
-            told |= {"name": message.name} if message.name else {}
+            told["name"] = message.name or None
             for name in ("tool_name", "tool_call_id"):
                 if getattr(message, name):
                     reason = f": messages of {message.role!r} have no place for it"
                     raise refused(f"{field}.{name}", reason)
-        yield told
-
-
-def _call(call: OllamaToolCall, own_id: str) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    return {"id": call.id or own_id, "type": "function", "function": function}
+        yield ChatMessage.of(**told)
 
 
 def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], field: str) -> str:

@@ -59,8 +59,8 @@ class FunctionTool(FunctionDefinition):
 
     type: Literal["function"]
 
-    def shown(self) -> dict[str, Any]:
-        return self.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
+    def shown(self) -> FunctionDefinition:
+        return self
 
 
 class TextFormat(Body):
@@ -92,7 +92,7 @@ class CustomTool(Body):
     description: str | None = None
     format: Annotated[Any, _InputFormat] = None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> FunctionDefinition:
         said, text, is_regex = self.description or "", {"type": "string"}, False
         if isinstance(self.format, GrammarFormat):
             is_regex = self.format.syntax == "regex"
@@ -100,7 +100,7 @@ class CustomTool(Body):
             text |= {"pattern": f"^(?:{self.format.definition})$"} if is_regex else {}
         schema: dict[str, Any] = {"properties": {"input": text}, "required": ["input"]}
         schema |= {"type": "object", "additionalProperties": False}
-        return {"description": said.strip(), "parameters": schema, "strict": is_regex}
+        return FunctionDefinition.of(description=said.strip(), parameters=schema, strict=is_regex)
 
 
 _CALLABLE: dict[str, type[Body]] = {"function": FunctionTool, "custom": CustomTool}
@@ -179,7 +179,7 @@ class ShownTool(NamedTuple):
     """A tool as the model is shown it. ``place``: the tool's field; ``call``: what an item that calls it
     begins with."""
 
-    shown: dict[str, Any]
+    shown: FunctionDefinition
     place: str
     call: dict[str, str]
 
@@ -191,8 +191,12 @@ class ShownTool(NamedTuple):
         kind = "custom_tool_call" if isinstance(tool, CustomTool) else "function_call"
         namespace = None if group is None else group.name
         call = {"type": kind, "name": tool.name} | ({"namespace": namespace} if namespace else {})
-        shown = tool.shown() | {"name": qualified(tool.name, namespace)}
-        shown["description"] = f"{about}\n\n{shown.get('description', '')}".strip()
+        shown = FunctionDefinition.of(
+            name=qualified(tool.name, namespace),
+            description=f"{about}\n\n{tool.shown().description or ''}".strip(),
+            parameters=tool.shown().parameters,
+            strict=tool.shown().strict,
+        )
         return cls(shown, place, call)
 
     def names(self, tool: str) -> dict[str, str]:

@@ -28,8 +28,8 @@ from server.errors import ApiError, bad_request, clip, refused
 from server.plan import OfResponse, RequestPlan
 from server.request.body import Body, WithoutEffect, optional
 from server.request.foreign_parts import ForeignPart, find_foreign_part
-from server.request.grammars import Schema
-from server.request.messages import NAME_PATTERN, ArgumentsField, text_of
+from server.request.grammars import JsonSchema, ResponseFormat, Schema
+from server.request.messages import ArgumentsField, ChatMessage, MessageToolCall, Tool, text_of
 from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
@@ -85,7 +85,7 @@ _Content = Annotated[str | list[InputTextPart], WrapValidator(_parse_parts)]
 
 
 class _Item(Body):
-    """The fields of all items. ``for_chat`` returns the message of a chat that says the same."""
+    """The fields of all items. ``for_chat`` returns those of the message of a chat that says the same."""
 
     without_effect: ClassVar[WithoutEffect] = {"name": (), "phase": ()}
 
@@ -204,8 +204,7 @@ class ForeignItem(_Item):
 
 
 def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "tool_calls": [call]}
+    return {"role": "assistant", "tool_calls": [MessageToolCall.to(name, arguments, call_id)]}
 
 
 _ITEMS: Kinds = {
@@ -239,12 +238,9 @@ InputField = Annotated[Any, PlainValidator(_parse_input, json_schema_input_type=
 # --- the request ---
 
 
-class SchemaFormat(Body):
+class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
-    name: str = Field(pattern=NAME_PATTERN)
-    description: str | None = Field(default=None, max_length=4096)
     schema_: Schema = Field(alias="schema")
-    strict: bool | None = None
 
 
 _FORMATS: Kinds = {"text": TextFormat, "json_object": TextFormat, "json_schema": SchemaFormat}
@@ -319,7 +315,7 @@ class ResponsesRequest(CommonFields):
             **{name: getattr(self, name) for name in CommonFields.model_fields},
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [{"type": "function", "function": each.shown} for each in functions],
+            "tools": [Tool.of(function=each.shown) for each in functions],
             "tool_choice": choice.for_chat()
             if isinstance(choice, NamedTool | AllowedTools)
             else choice,
@@ -328,9 +324,9 @@ class ResponsesRequest(CommonFields):
             "reasoning": self.reasoning,
         }
         if self.text is not None and self.text.format is not None:
-            form = self.text.format.model_dump(by_alias=True, exclude_none=True)
-            kind = form.pop("type")
-            given["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
+            form = self.text.format
+            schema = form if isinstance(form, SchemaFormat) else None
+            given["response_format"] = ResponseFormat.of(type=form.type, json_schema=schema)
         if self.text is not None:
             given["verbosity"] = self.text.verbosity
         return check(ChatRequest, given, names)
@@ -369,7 +365,7 @@ _AS_THEY_ARE = (
 )
 
 
-def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, items: Sequence[_Item]) -> list[ChatMessage]:
     """Reasoning, text and calls of one turn are one message of the assistant."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
@@ -383,7 +379,7 @@ def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str
             last |= message | ({"tool_calls": calls} if calls else {})
         elif any(message.keys() - {"role"}):
             messages.append(message)
-    return messages
+    return [ChatMessage.of(**each) for each in messages]
 
 
 _NAMES = {
@@ -421,7 +417,7 @@ def plan_response(
     response = OfResponse(
         repeated=body.repeated(plan.choices[0].request.sampling),
         items=[each.model_dump(by_alias=True, exclude_none=True) for each in items],
-        calls={each.shown["name"]: each.call for each in functions},
+        calls={each.shown.name: each.call for each in functions},
     )
     return replace(plan, response=response).ignoring(ignored)
 
