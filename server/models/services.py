@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.responses import Response
 
 from engine.process.streams import EventStreams
 from engine.request.errors import TryLaterError
@@ -17,7 +18,9 @@ from server.http.middleware import KEY_OF
 from server.metrics.prometheus import RequestMetrics
 from server.plan import RequestPlan, ignored_header
 from server.reply.choices import ChoiceSource
+from server.reply.streaming import answer
 from server.reply.token_texts import TokenTexts
+from server.reply.writers import WholeWriter
 from server.request.body import Body
 from server.request.large_bodies import BodyReader, LargeBody
 from server.request.speculative import ChangeSpeculation, SpeculativeResolver
@@ -66,6 +69,18 @@ class Services:
         if terms and terms.tenant.name:
             plan = terms.on(plan)
         return kind(plan, self.texts, self.fingerprint_of(plan.adapter))
+
+    async def answer(
+        self,
+        kind: Callable[[RequestPlan, TokenTexts, str], WholeWriter],
+        body: Body | LargeBody,
+        request: Request,
+        work: Callable[..., RequestPlan],
+    ) -> Response:
+        """Returns the reply to a request, whose arguments are those of ``writer``. Raises ApiError, and
+        EngineError."""
+        writer = await self.writer(kind, body, request, work)
+        return await answer(request, self.choices.run, writer)
 
     async def read(
         self, body: Body | LargeBody, request: Request, work: Callable[..., Result]
