@@ -7,7 +7,6 @@ The former are hints; of the latter the text gets what there is room for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MaxLen, MinLen
@@ -26,6 +25,7 @@ from server.request.body import (
     optional,
     refusal,
 )
+from server.request.foreign_parts import refuse_foreign_parts
 from server.request.grammars import ResponseFormat
 from server.request.messages import (
     CACHED,
@@ -190,25 +190,17 @@ class MessageFields(Body):
     )
     thread: JsonValue | None = optional("Refused by a code at which clients send messages whole.")
 
-    def turns(self) -> list[Turn]:
-        """The messages of a chat that say the same, the system prompt first."""
+    def for_chat(self) -> tuple[dict[str, Any], OwnNames]:
+        """The fields of the chat request that says the same, and their names here."""
         found = turns(self.messages)
         if self.system is not None and (text := system_text(self.system)):
             found.insert(0, Turn({"role": "system", "content": text}, "system"))
-        return found
-
-    def names(self, turns: Sequence[Turn]) -> OwnNames:
-        """Those of fields of the chat request that says the same, whose messages are these turns."""
-        paths = {f"messages.{index}.*": turn.field for index, turn in enumerate(turns)}
+        paths = {f"messages.{index}.*": turn.field for index, turn in enumerate(found)}
         for index in range(len(self.tools or ())):
             paths[f"tools.{index}.function"] = f"tools.{index}"
             paths[f"tools.{index}.function.parameters"] = f"tools.{index}.input_schema"
-        return OwnNames(_NAMES | paths)
-
-    def for_chat(self, turns: Sequence[Turn]) -> dict[str, Any]:
-        """The fields of the chat request that says the same."""
         given: dict[str, Any] = {
-            "messages": [ChatMessage.of(**turn.message) for turn in turns],
+            "messages": [ChatMessage.of(**turn.message) for turn in found],
             "chat_template_kwargs": self.chat_template_kwargs,
             "reasoning_effort": self.output_config and self.output_config.effort,
             "tools": [tool.for_chat() for tool in self.tools or ()],
@@ -216,14 +208,14 @@ class MessageFields(Body):
         if self.thinking is not None and self.thinking.type != "adaptive":
             given["thinking"] = self.thinking.type
             given["reasoning"] = {"max_tokens": self.thinking.budget_tokens}
-        last = turns[-1].message
+        last = found[-1].message
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             given |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tool_choice is not None:
             given["tool_choice"] = self.tool_choice.for_chat()
             if self.tool_choice.disable_parallel_tool_use:
                 given["parallel_tool_calls"] = False
-        return given
+        return given, OwnNames(_NAMES | paths)
 
     def form(self) -> OutputFormat | None:
         """What the text has to match. Raises ApiError 400."""
@@ -260,11 +252,9 @@ class MessagesRequest(CommonFields, MessageFields):
         "'user_id', and what else is to be in the request's log line.", max_length=16
     )
 
-    def to_chat(
-        self, translator: Translator, turns: Sequence[Turn], names: OwnNames
-    ) -> ChatRequest:
-        """The chat request that says the same. Raises ApiError 400."""
-        given = self.for_chat(turns)
+    def to_chat(self, translator: Translator) -> tuple[ChatRequest, OwnNames]:
+        """The chat request that says the same, and its fields' names here. Raises ApiError 400."""
+        given, names = self.for_chat()
         own = (*CommonFields.model_fields, "top_p", "top_k", "max_tokens")
         given |= {name: getattr(self, name) for name in own}
         given["stop"] = self.stop_sequences
@@ -272,7 +262,7 @@ class MessagesRequest(CommonFields, MessageFields):
             given["response_format"] = ResponseFormat.matching("output", form.schema_)
         if self.thinking is not None and self.thinking.display == "omitted":
             given["include_reasoning"] = not translator.formats.splits_reasoning
-        return check(ChatRequest, given, names)
+        return check(ChatRequest, given, names), names
 
 
 def plan_messages(
@@ -280,18 +270,15 @@ def plan_messages(
 ) -> RequestPlan:
     """``Translator.plan`` for the chat request that says the same. Raises ApiError."""
     _refuse_the_unserved(body, translator)
-    turns = body.turns()
-    names = body.names(turns)
-    plan = translator.plan(body.to_chat(translator, turns, names), arrival_time, names)
-    return plan.ignoring(body.ignored())
+    chat, names = body.to_chat(translator)
+    return translator.plan(chat, arrival_time, names).ignoring(body.ignored())
 
 
 def count_tokens(translator: Translator, body: CountTokensRequest) -> int:
     """The tokens of the prompt that the messages make. Raises ApiError."""
     _refuse_the_unserved(body, translator)
     body.form()
-    turns = body.turns()
-    given, names = body.for_chat(turns), body.names(turns)
+    given, names = body.for_chat()
     fields = {"messages", "tools", *TemplateFields.model_fields}
     if given.get("tool_choice") == "none":
         fields.remove("tools")
@@ -305,6 +292,4 @@ def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
     if body.thread not in (None, False):
         # The client's loop of tools asks for one, and on this code goes on without.
         raise refused("thread", f"is not supported: {_STATELESS}", "thread_unsupported_request")
-    for index, message in enumerate(body.messages):
-        for place, part in message.foreign_parts():
-            raise part.refusal(f"messages.{index}.{place}", translator.info.unserved)
+    refuse_foreign_parts(body.messages, "messages", translator.info.unserved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -343,14 +343,6 @@ class ChatMessage(Body):
         if name == "content":
             return self.content is not None
         return bool(getattr(self, name))
-
-
-def refuse_foreign_parts(messages: Sequence[ChatMessage], unserved: Collection[str]) -> None:
-    """Raises ApiError 400 for the first content that is not text alone. ``unserved``: the model's parts
-    besides text."""
-    for index, message in enumerate(messages):
-        if isinstance(message.content, ForeignPart):
-            raise message.content.refusal(f"messages.{index}.content", unserved)
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -7,9 +7,8 @@ into the next as it is, and so does what other servers and their tools left ther
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MaxLen, MinLen
@@ -27,8 +26,9 @@ from engine.request.params import SamplingParams
 from server.errors import ApiError, bad_request, clip, refused
 from server.plan import OfResponse, RequestPlan
 from server.request.body import Body, WithoutEffect, optional
-from server.request.foreign_parts import ForeignPart, find_foreign_part
+from server.request.foreign_parts import find_foreign_part, refuse_foreign_parts
 from server.request.grammars import JsonSchema, ResponseFormat, Schema
+from server.request.kinds import Kinds, any_of, one_of, parse_as, parse_each
 from server.request.messages import ArgumentsField, ChatMessage, MessageToolCall, Tool, text_of
 from server.request.own_names import OwnNames
 from server.request.parsing import check
@@ -47,12 +47,9 @@ from server.request.response_tools import (
     TOOLS_FIELD,
     AllowedTools,
     HostedTool,
-    Kinds,
     NamedTool,
     ShownTool,
     TextFormat,
-    parse_as,
-    parse_each,
     qualified,
     shown_tools,
 )
@@ -228,10 +225,8 @@ def _parse_input(value: object) -> Any:
     return parse_each(_ITEMS, value, "message", MAX_ITEMS)
 
 
-_OfCall = InputCall | InputCustomCall | InputCallOutput | ForeignItem
-_Items = Annotated[
-    list[InputMessage | InputReasoning | ItemReference | _OfCall], MinLen(1), MaxLen(MAX_ITEMS)
-]
+_AnyItem = any_of(_ITEMS)
+_Items = Annotated[list[_AnyItem], MinLen(1), MaxLen(MAX_ITEMS)]  # type: ignore[valid-type]
 InputField = Annotated[Any, PlainValidator(_parse_input, json_schema_input_type=str | _Items)]
 
 
@@ -244,13 +239,10 @@ class SchemaFormat(JsonSchema):
 
 
 _FORMATS: Kinds = {"text": TextFormat, "json_object": TextFormat, "json_schema": SchemaFormat}
-_OutputFormat = PlainValidator(
-    partial(parse_as, _FORMATS), json_schema_input_type=TextFormat | SchemaFormat
-)
 
 
 class TextConfig(Body):
-    format: Annotated[Any, _OutputFormat] = None
+    format: Annotated[Any, one_of(_FORMATS)] = None
     verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
 
 
@@ -304,7 +296,7 @@ class ResponsesRequest(CommonFields):
     def for_chat(
         self, items: Sequence[_Item], functions: Sequence[ShownTool], names: OwnNames
     ) -> ChatRequest:
-        """The chat request that says the same. Raises ApiError 400."""
+        """The chat request that says the same. ``names``: of its fields here. Raises ApiError 400."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "needs 'stream': true")
         messages = _messages(self.instructions, items)
@@ -403,7 +395,7 @@ def plan_response(
     translator: Translator, body: ResponsesRequest, arrival_time: float, *, known: Known
 ) -> RequestPlan:
     """``Translator.plan`` for the chat request that says the same. Raises ApiError."""
-    _refuse_foreign_parts(body.input, translator.info.unserved)
+    refuse_foreign_parts(body.input, "input", translator.info.unserved)
     items, functions = body.items(known), shown_tools(body.tools or [], body.tool_choice)
     paths = dict(_NAMES)
     for index, each in enumerate(functions):
@@ -420,11 +412,3 @@ def plan_response(
         calls={each.shown.name: each.call for each in functions},
     )
     return replace(plan, response=response).ignoring(ignored)
-
-
-def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:
-    for index, item in enumerate(items):
-        for name in ("content", "output"):
-            found = getattr(item, name, None)
-            if isinstance(found, ForeignPart):
-                raise found.refusal(f"input.{index}.{name}", unserved)

@@ -20,15 +20,10 @@ from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
 from server.request.body import MAX_SEED
+from server.request.foreign_parts import refuse_foreign_parts
 from server.request.grammars import Grammar, grammar_of
 from server.request.message_formats import MessageFormats
-from server.request.messages import (
-    Tool,
-    refuse_foreign_parts,
-    template_messages,
-    template_tools,
-    text_of,
-)
+from server.request.messages import Tool, template_messages, template_tools, text_of
 from server.request.own_names import SAME, OwnNames
 from server.request.prompts import Prompts
 from server.request.protocol import (
@@ -174,7 +169,7 @@ class Translator:
         adds = is_prompt if body.add_special_tokens is None else body.add_special_tokens
         allows = is_prompt if body.allow_special_tokens is None else body.allow_special_tokens
         if not is_prompt:
-            refuse_foreign_parts(body.messages or (), self.info.unserved)
+            refuse_foreign_parts(body.messages, "messages", self.info.unserved)
             text = self._render(body, body.tools or (), allows)
             return self._prompts.encode("messages", text, adds)
         for name in (*TemplateFields.model_fields, "tools"):
@@ -227,7 +222,7 @@ class Translator:
             raise refused("max_tokens", "contradicts max_completion_tokens")
         if body.echo and body.messages[-1].role != "assistant":
             raise refused("echo", "needs a last message that is the assistant's")
-        refuse_foreign_parts(body.messages, self.info.unserved)
+        refuse_foreign_parts(body.messages, "messages", self.info.unserved)
         kept = self._kept(body)
         self.formats.check(body)
         text = self._render(body, body.shown_tools, body.allow_special_tokens)
