@@ -28,7 +28,6 @@ from server.request.translate import Translator
 from server.response_store import AskStore
 from server.tenants.terms import Terms
 
-Writer = TypeVar("Writer")
 Result = TypeVar("Result")
 Few = Sequence[str] | None
 ARRIVAL = "slipstream.arrival"
@@ -54,22 +53,6 @@ class Services:
     has_chat_template: bool
     step_timeout: float
 
-    async def writer(
-        self,
-        kind: Callable[[RequestPlan, TokenTexts, str], Writer],
-        body: Body | LargeBody,
-        request: Request,
-        work: Callable[..., RequestPlan],
-    ) -> Writer:
-        """Returns what writes the reply to a request, on the terms of its key. ``work`` makes a plan as
-        ``Translator.plan`` does. Raises ApiError."""
-        terms = terms_of(request)
-        arrival = request.scope.get(ARRIVAL) or time.perf_counter()
-        plan = await self.read(body, request, partial(work, arrival_time=arrival))
-        if terms and terms.tenant.name:
-            plan = terms.on(plan)
-        return kind(plan, self.texts, self.fingerprint_of(plan.adapter))
-
     async def answer(
         self,
         kind: Callable[[RequestPlan, TokenTexts, str], WholeWriter],
@@ -77,9 +60,14 @@ class Services:
         request: Request,
         work: Callable[..., RequestPlan],
     ) -> Response:
-        """Returns the reply to a request, whose arguments are those of ``writer``. Raises ApiError, and
-        EngineError."""
-        writer = await self.writer(kind, body, request, work)
+        """Returns the reply to a request on the terms of its key, as a ``kind`` writes it. ``work`` makes
+        a plan as ``Translator.plan`` does. Raises ApiError, EngineError."""
+        terms = terms_of(request)
+        arrival = request.scope.get(ARRIVAL) or time.perf_counter()
+        plan = await self.read(body, request, partial(work, arrival_time=arrival))
+        if terms and terms.tenant.name:
+            plan = terms.on(plan)
+        writer = kind(plan, self.texts, self.fingerprint_of(plan.adapter))
         return await answer(request, self.choices.run, writer)
 
     async def read(

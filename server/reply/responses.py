@@ -69,14 +69,19 @@ _FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 class ResponsesWriter(NamedEventWriter):
     """``/v1/responses``. A stream's events are numbered from 0; they show items as they are by then.
-    ``keep``: takes the response's id, and all that has to be known to go on from it; None: nobody may."""
+    ``keep``: takes the response's id, and all that has to be known to go on from it."""
 
-    keep: Callable[[str, bytes], Awaitable[Any]] | None = None
-
-    def __init__(self, plan: RequestPlan, texts: TokenTexts, fingerprint: str) -> None:
+    def __init__(
+        self,
+        plan: RequestPlan,
+        texts: TokenTexts,
+        fingerprint: str,
+        keep: Callable[[str, bytes], Awaitable[Any]],
+    ) -> None:
         super().__init__(plan, texts, fingerprint)
         assert plan.response is not None, "plans of responses have their part"
-        self.asked = plan.response
+        self._asked = plan.response
+        self._keep = keep
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._number = 0
@@ -106,9 +111,9 @@ class ResponsesWriter(NamedEventWriter):
         return self._take()
 
     async def settle(self) -> None:
-        if self.keep is not None:
-            record = {"items": self.asked.items, "response": self._whole}
-            await self.keep(f"resp_{self.plan.request_id}", as_json(record))
+        if self._asked.repeated["store"]:
+            record = {"items": self._asked.items, "response": self._whole}
+            await self._keep(f"resp_{self.plan.request_id}", as_json(record))
 
     def _tell(self, kind: str, **fields: Any) -> None:
         super()._tell(kind, sequence_number=self._number, **fields)
@@ -120,7 +125,7 @@ class ResponsesWriter(NamedEventWriter):
         if isinstance(part, CallStart):
             self._close()
             named = {"type": "function_call", "name": part.name}
-            call = self.asked.calls.get(part.name, named)
+            call = self._asked.calls.get(part.name, named)
             kind, self._arguments = call["type"], ""
             prefix = "fc" if kind == "function_call" else "ctc"
             self._begin(kind, prefix, {"call_id": part.call_id, **call, _FIELDS[kind]: ""})
@@ -234,7 +239,7 @@ class ResponsesWriter(NamedEventWriter):
             "usage": None,
             "system_fingerprint": self._fingerprint,
             "seed": self.plan.seed,
-            **self.asked.repeated,
+            **self._asked.repeated,
         }
 
 

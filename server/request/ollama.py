@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, PlainValidator
 
@@ -48,7 +48,7 @@ _OWN = ("priority", "timeout", "cache_salt", "user", "metadata", "speculative")
 """Fields of this server, which stand among the options."""
 
 
-_Model = TypeVar("_Model", bound=Body)
+_Asked = ChatRequest | CompletionRequest
 
 
 @sharing(*_OWN)
@@ -175,8 +175,8 @@ class _OllamaRequest(Body):
         """Whether nothing is asked but that the model goes."""
         return self.is_empty and self.keep_alive is not None and seconds_of(self.keep_alive) == 0
 
-    def for_translator(self, translator: Translator) -> ChatRequest | CompletionRequest:
-        """The request that says the same. Raises ApiError 400."""
+    def for_translator(self, translator: Translator) -> tuple[type[_Asked], dict[str, Any]]:
+        """The kind of the request that says the same, and its fields. Raises ApiError 400."""
         raise NotImplementedError
 
     def _for_request(self, translator: Translator) -> dict[str, Any]:
@@ -191,20 +191,16 @@ class _OllamaRequest(Body):
 
     def _for_chat(
         self, translator: Translator, messages: list[ChatMessage], tools: list[Tool] | None = None
-    ) -> ChatRequest:
-        return check(
-            ChatRequest,
-            {
-                **self._for_request(translator),
-                **thinking_fields(self.think, translator),
-                "messages": messages,
-                "tools": tools,
-                "max_completion_tokens": self.options.limit,
-                "logprobs": self.logprobs,
-                "top_logprobs": self.top_logprobs,
-            },
-            self.names,
-        )
+    ) -> tuple[type[_Asked], dict[str, Any]]:
+        return ChatRequest, {
+            **self._for_request(translator),
+            **thinking_fields(self.think, translator),
+            "messages": messages,
+            "tools": tools,
+            "max_completion_tokens": self.options.limit,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
+        }
 
 
 class OllamaChatRequest(_OllamaRequest):
@@ -215,7 +211,7 @@ class OllamaChatRequest(_OllamaRequest):
     messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
 
-    def for_translator(self, translator: Translator) -> ChatRequest:
+    def for_translator(self, translator: Translator) -> tuple[type[_Asked], dict[str, Any]]:
         return self._for_chat(translator, list(_messages(self.messages)), self.tools)
 
 
@@ -244,28 +240,24 @@ class OllamaGenerateRequest(_OllamaRequest):
     def is_empty(self) -> bool:
         return not (self.prompt or self.suffix)
 
-    def for_translator(self, translator: Translator) -> ChatRequest | CompletionRequest:
+    def for_translator(self, translator: Translator) -> tuple[type[_Asked], dict[str, Any]]:
         if self.raw or self.suffix:
-            return self._for_completion(translator)
+            return CompletionRequest, self._for_completion(translator)
         said = {"system": self.system, "user": self.prompt}
         messages = [ChatMessage.of(role=x, content=said[x]) for x in said if said[x] or x == "user"]
         return self._for_chat(translator, messages)
 
-    def _for_completion(self, translator: Translator) -> CompletionRequest:
+    def _for_completion(self, translator: Translator) -> dict[str, Any]:
         for name in ("system", "think"):
             if getattr(self, name):
                 raise refused(name, "has no effect with 'raw' or 'suffix'")
-        return check(
-            CompletionRequest,
-            {
-                **self._for_request(translator),
-                "prompt": self.prompt,
-                "suffix": self.suffix,
-                "max_tokens": self.options.limit or -1,
-                "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
-            },
-            self.names,
-        )
+        return {
+            **self._for_request(translator),
+            "prompt": self.prompt,
+            "suffix": self.suffix,
+            "max_tokens": self.options.limit or -1,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+        }
 
 
 class OllamaShowRequest(Body):
@@ -290,6 +282,8 @@ class OllamaPullRequest(Body):
 
 
 class _EmbedFields(Body):
+    """``holds``: the field of the texts."""
+
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
     model: str | None = optional("The served model's name, with ':latest' or without.")
@@ -297,26 +291,26 @@ class _EmbedFields(Body):
     truncate: bool | None = optional("Keep what there is room for of a longer text.")
     keep_alive: _KeepAlive = None
     options: OllamaOptions | None = optional("They say nothing of embeddings, and are told.")
+    holds: ClassVar[str]
+
+    @property
+    def texts(self) -> list[str]:
+        given = getattr(self, self.holds)
+        return [given] if isinstance(given, str) else given
 
 
 class OllamaEmbedRequest(_EmbedFields):
     """``POST /api/embed``."""
 
+    holds: ClassVar[str] = "input"
     input: TextsField = Field(description="A text, or a list of texts.")
-
-    @property
-    def texts(self) -> list[str]:
-        return [self.input] if isinstance(self.input, str) else self.input
 
 
 class OllamaEmbeddingsRequest(_EmbedFields):
     """``POST /api/embeddings``, of Ollama's older clients."""
 
+    holds: ClassVar[str] = "prompt"
     prompt: str = Field(min_length=1)
-
-    @property
-    def texts(self) -> list[str]:
-        return [self.prompt]
 
 
 def plan_ollama_embeddings(
@@ -326,9 +320,8 @@ def plan_ollama_embeddings(
     name = known_name(body.model, translator.served_names)
     given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
     given["truncate_prompt_tokens"] = -1 if body.truncate else None
-    field = "prompt" if isinstance(body, OllamaEmbeddingsRequest) else "input"
-    asked = check(EmbeddingsRequest, given, OwnNames({"input": field}))
-    plan = plan_embeddings(translator, asked, arrival_time, field)
+    asked = check(EmbeddingsRequest, given, OwnNames({"input": body.holds}))
+    plan = plan_embeddings(translator, asked, arrival_time, body.holds)
     options = () if body.options is None else sorted(body.options.model_fields_set)
     ignored = [f"options.{each}" for each in options]
     return _as_called(plan.ignoring(ignored), body, translator)
@@ -419,5 +412,6 @@ def plan_ollama(
     """``Translator.plan`` for the request that says the same. Raises ApiError."""
     if body.is_empty:
         raise refused(body.asks_by, "is missing")
-    plan = translator.plan(body.for_translator(translator), arrival_time, body.names)
+    kind, given = body.for_translator(translator)
+    plan = translator.plan(check(kind, given, body.names), arrival_time, body.names)
     return _as_called(plan, body, translator)
