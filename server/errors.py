@@ -89,10 +89,12 @@ class ApiError(Exception):
         make = partial(ApiError, param=self.param, code=self.code, headers=self.headers)
         return make, (self.status, self.message)
 
-    def about(self, param: str) -> ApiError:
-        """Returns the same of another field, which stands in the message for this one's."""
-        message = self.message.replace(self.param, param, 1) if self.param else self.message
-        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+    def renamed(self, own: Callable[[str], str]) -> ApiError:
+        """Returns the same with a client's own paths of the fields to blame."""
+        param = None if self.param is None else own(self.param)
+        return ApiError(
+            self.status, self.message, param=param, code=self.code, headers=self.headers
+        )
 
     def body(self) -> ErrorReply:
         """Returns the error in OpenAI's shape."""
@@ -116,6 +118,26 @@ class ApiError(Exception):
 
     def response(self, scope: Scope) -> JSONResponse:
         return JSONResponse(self.body_at(scope), self.status, self.headers)
+
+
+class RefusalError(ApiError):
+    """A 400 that blames fields. ``findings``: their paths and the reasons. A reason follows its path in
+    the message, after a blank unless it begins with a colon; it stands alone where the path is ""."""
+
+    def __init__(self, *findings: tuple[str, str], code: str | None = "invalid_value") -> None:
+        told = (
+            f"{path}{' ' if path and not reason.startswith(':') else ''}{reason}"
+            for path, reason in findings
+        )
+        super().__init__(400, "; ".join(told), param=findings[0][0] or None, code=code)
+        self.findings = findings
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(RefusalError, code=self.code), self.findings
+
+    def renamed(self, own: Callable[[str], str]) -> RefusalError:
+        findings = ((path and own(path), reason) for path, reason in self.findings)
+        return RefusalError(*findings, code=self.code)
 
 
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
@@ -185,10 +207,9 @@ def bad_request(param: str | None, message: str, code: str = "invalid_value") ->
     return ApiError(400, message, param=param, code=code)
 
 
-def refused(param: str, reason: str, code: str = "invalid_value") -> ApiError:
-    """Returns a 400 that names a field: ``reason`` follows its name, after a blank unless it begins with
-    a colon."""
-    return bad_request(param, f"{param}{'' if reason.startswith(':') else ' '}{reason}", code)
+def refused(param: str, reason: str, code: str = "invalid_value") -> RefusalError:
+    """Returns the refusal of one field."""
+    return RefusalError((param, reason), code=code)
 
 
 def not_found() -> ApiError:
@@ -271,26 +292,25 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "Internal server error.", code="internal_error")
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> RefusalError:
     """Pydantic's findings as one 400: ``param`` is the first offending field, all are listed."""
     findings = [_finding(error) for error in errors[:MAX_LISTED_ERRORS]]
-    listed = [f"{param}: {text}" if param else text for param, text in findings]
     if len(errors) > MAX_LISTED_ERRORS:
-        listed.append(f"and {len(errors) - MAX_LISTED_ERRORS} more")
-    return bad_request(findings[0][0], "; ".join(listed))
+        findings.append(("", f"and {len(errors) - MAX_LISTED_ERRORS} more"))
+    return RefusalError(*findings)
 
 
-def _finding(error: Mapping[str, Any]) -> tuple[str | None, str]:
+def _finding(error: Mapping[str, Any]) -> tuple[str, str]:
     location = [str(part) for part in error["loc"] if part != "body"]
     if error["type"] == "json_invalid":
-        return None, f"The body is not valid JSON (character {location[-1]})."
+        return "", f"The body is not valid JSON (character {location[-1]})."
     if not location:
-        return None, "The body must be a JSON object sent with 'Content-Type: application/json'."
+        return "", "The body must be a JSON object sent with 'Content-Type: application/json'."
     param = clip(".".join(location), MAX_PARAM_CHARS)
     if error["type"] == "extra_forbidden":
-        return param, "this server knows no such field"
+        return param, ": this server knows no such field"
     text = str(error["msg"]).removeprefix("Value error, ")
-    return param, clip(text[:1].lower() + text[1:], MAX_MESSAGE_CHARS)
+    return param, f": {clip(text[:1].lower() + text[1:], MAX_MESSAGE_CHARS)}"
 
 
 def install_error_handlers(app: FastAPI, count_rejection: Callable[[str], None]) -> None:

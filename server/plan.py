@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
@@ -55,35 +55,41 @@ class ChoicePlan:
     request: GenerationRequest
     text: TextOptions
 
-    def with_grammars_of(self, own: Callable[[str], str]) -> ChoicePlan:
-        sampling = self.request.sampling
-        if not sampling.grammar_fields:
-            return self
-        fields = tuple((own(name), part) for name, part in sampling.grammar_fields)
-        return replace(
-            self, request=replace(self.request, sampling=replace(sampling, grammar_fields=fields))
-        )
+
+@dataclass(frozen=True, slots=True)
+class OfResponse:
+    """The part of a plan that responses alone have. ``repeated``: what they say of their request;
+    ``items``: the conversation before what is written; ``calls``: what an item that calls a function
+    begins with, by the function's name."""
+
+    repeated: Mapping[str, Any]
+    items: Sequence[Mapping[str, Any]]
+    calls: Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
     """Everything about a request that its reply needs. Choice ``i`` belongs to prompt ``i // n``.
 
+    ``model``: its name in the reply. ``limit``: the most tokens that a choice was to have; None: what
+    there is room for.
     ``num_logprobs``: None for none, else the number of alternatives shown; ``num_prompt_logprobs``
     likewise. ``beginnings``: by prompt, what the texts of its choices begin with before anything was
     written; ``echo``: that is the prompt itself. ``tokens_as_ids``: logprobs name tokens by their ids.
     ``continuous_usage``: every chunk counts. ``logged``: fields in which clients name people, as far
     as they are logged. ``metadata``: repeated by a whole reply. ``cache_salt``: the client's own.
     ``service_tier``: the reply's, where one was asked for. ``ignored``: the hints that nothing comes of,
-    by their fields' paths. ``repeated``: what the reply says of the request, by its names.
+    by their fields' paths. ``as_base64``: vectors are texts.
     """
 
     request_id: str
     created: int
+    model: str
     n: int
     choices: tuple[ChoicePlan, ...]
     beginnings: tuple[str, ...]
     echo: bool
+    limit: int | None
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -97,20 +103,12 @@ class RequestPlan:
     service_tier: str | None
     metadata: Mapping[str, str]
     ignored: tuple[str, ...]
-    repeated: Mapping[str, Any] = field(default_factory=dict)
+    as_base64: bool = False
+    response: OfResponse | None = None
 
-    def in_words_of(
-        self, own: Callable[[str], str], ignored: Iterable[str], repeated: Mapping[str, Any]
-    ) -> RequestPlan:
-        """Returns the same for a request of another API: ``own`` has its names of this one's fields,
-        ``ignored`` are further ones without effect."""
-        paths = [*map(own, self.ignored), *ignored]
-        return replace(
-            self,
-            choices=tuple(each.with_grammars_of(own) for each in self.choices),
-            ignored=tuple(dict.fromkeys(paths)),
-            repeated=repeated,
-        )
+    def ignoring(self, paths: Iterable[str]) -> RequestPlan:
+        """Returns the same with further fields without effect."""
+        return replace(self, ignored=tuple(dict.fromkeys((*self.ignored, *paths))))
 
     @property
     def num_at_once(self) -> int:

@@ -14,12 +14,11 @@ from server.endpoints.drafters import caps_of, described_fields, policy_names
 from server.errors import bad_request
 from server.http.openapi import REFUSED_BODY, errors
 from server.models.services import Services
-from server.request.large_bodies import BodyRoute, LargeBody
+from server.request.large_bodies import BodyRoute, LargeBody, as_it_is
 from server.request.speculative import SpeculativeChange, SpeculativeResolver
-from server.request.translate import Translator
 
 logger = logging.getLogger("slipstream.admin")
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], route_class=BodyRoute)
 _PATH = "/admin/speculative"
 _CHANGED = errors(*REFUSED_BODY, 404, 503)
 
@@ -30,11 +29,13 @@ async def show_speculation(served: Served) -> dict[str, Any]:
     return _shown(served.resolver)
 
 
+@router.patch(_PATH, responses=_CHANGED)
 async def change_speculation(body: SpeculativeChange, request: Request, served: Served) -> Response:
     """Change the fields given, for requests that come from now on."""
     return await _change(body, request, served, from_built_in=False)
 
 
+@router.put(_PATH, responses=_CHANGED)
 async def replace_speculation(
     body: SpeculativeChange, request: Request, served: Served
 ) -> Response:
@@ -46,7 +47,7 @@ async def _change(
     body: SpeculativeChange | LargeBody, request: Request, served: Services, *, from_built_in: bool
 ) -> Response:
     del request
-    change = await served.bodies.read(body, _as_it_is)
+    change = await served.bodies.read(body, as_it_is)
     if not from_built_in and change.defaults is None and change.caps is None:
         raise bad_request("defaults", "defaults: give 'defaults' or 'caps', or both")
     found = await served.change_speculation(change, from_built_in=from_built_in)
@@ -58,11 +59,6 @@ async def _change(
     # A log that leaves out requests still says who changed what they get.
     logger.warning("speculation was changed: %s", fields, extra={"fields": fields})
     return JSONResponse(_shown(found))
-
-
-def _as_it_is(translator: Translator, body: SpeculativeChange) -> SpeculativeChange:
-    del translator
-    return body
 
 
 def _shown(resolver: SpeculativeResolver) -> dict[str, Any]:
@@ -82,13 +78,3 @@ def _shown(resolver: SpeculativeResolver) -> dict[str, Any]:
             "fields": described_fields(caps),
         },
     }
-
-
-for _method, _endpoint in (("PATCH", change_speculation), ("PUT", replace_speculation)):
-    router.add_api_route(
-        _PATH,
-        _endpoint,
-        methods=[_method],
-        responses=_CHANGED,
-        route_class_override=BodyRoute,
-    )

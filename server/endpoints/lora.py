@@ -17,11 +17,10 @@ from server.http.openapi import REFUSED_BODY, errors
 from server.models.services import Services
 from server.models.table import Models
 from server.request.body import Body
-from server.request.large_bodies import BodyRoute, LargeBody
-from server.request.translate import Translator
+from server.request.large_bodies import BodyRoute, LargeBody, as_it_is
 
 logger = logging.getLogger("slipstream.admin")
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], route_class=BodyRoute)
 _PATH = "/admin/lora"
 _CHANGED = errors(*REFUSED_BODY, 404, 503)
 
@@ -39,11 +38,13 @@ async def list_adapters(served: Served) -> dict[str, Any]:
     return {"object": "list", "data": [_shown(each) for each in served.adapters]}
 
 
+@router.post(_PATH, responses=_CHANGED)
 async def load_adapter(body: AdapterToLoad, request: Request, served: Served) -> Response:
     """Load an adapter under a name that is free; requests may name it from now on."""
     return await _load(body, request, served, may_replace=False)
 
 
+@router.put(_PATH, responses=_CHANGED)
 async def replace_adapter(body: AdapterToLoad, request: Request, served: Served) -> Response:
     """The same, also in the place of one of that name, which requests that run keep."""
     return await _load(body, request, served, may_replace=True)
@@ -61,7 +62,7 @@ async def _load(
     body: AdapterToLoad | LargeBody, request: Request, served: Services, *, may_replace: bool
 ) -> Response:
     models: Models = request.app.state.models
-    wanted = await served.bodies.read(body, _as_it_is)
+    wanted = await served.bodies.read(body, as_it_is)
     own = {each.name for each in served.adapters}
     if wanted.name in set(models.names) - own:
         raise bad_request("name", "name: a model or an adapter of another one is called that")
@@ -74,20 +75,5 @@ async def _load(
     return JSONResponse(_shown(found))
 
 
-def _as_it_is(translator: Translator, body: AdapterToLoad) -> AdapterToLoad:
-    del translator
-    return body
-
-
 def _shown(adapter: AdapterInfo) -> dict[str, Any]:
     return {"object": "adapter", **asdict(adapter)}
-
-
-for _method, _endpoint in (("POST", load_adapter), ("PUT", replace_adapter)):
-    router.add_api_route(
-        _PATH,
-        _endpoint,
-        methods=[_method],
-        responses=_CHANGED,
-        route_class_override=BodyRoute,
-    )

@@ -10,7 +10,6 @@ from server.endpoints import Served
 from server.errors import AnthropicErrorReply
 from server.http.openapi import REFUSED_BODY, errors, generated
 from server.reply.anthropic import AnthropicEvent, AnthropicMessage, MessagesWriter
-from server.reply.streaming import answer
 from server.request.anthropic import (
     CountTokensRequest,
     MessagesRequest,
@@ -38,8 +37,7 @@ _COUNTED = {
 @router.post("/v1/messages", responses=_ANSWERS)
 async def create_message(body: MessagesRequest, request: Request, served: Served) -> Response:
     """Anthropic's: an answer to messages."""
-    writer = await served.writer(MessagesWriter, body, request, plan_messages)
-    return await answer(request, served.choices.run, writer)
+    return await served.answer(MessagesWriter, body, request, plan_messages)
 
 
 @router.post("/v1/messages/count_tokens", responses=_COUNTED)

@@ -22,7 +22,6 @@ from server.reply.ollama import (
     OllamaWriter,
     timestamp,
 )
-from server.reply.streaming import answer
 from server.request.large_bodies import AnyTypeRoute, LargeBody
 from server.request.ollama import (
     OllamaChatRequest,
@@ -42,8 +41,7 @@ async def ollama_chat(body: OllamaChatRequest, request: Request, served: Served)
     """Ollama's: an answer to messages, by default as lines of JSON."""
     if not isinstance(body, LargeBody) and body.is_empty:
         return _loaded(body, served, message={"role": "assistant", "content": ""})
-    writer = await served.writer(OllamaWriter, body, request, plan_ollama)
-    return await answer(request, served.choices.run, writer)
+    return await served.answer(OllamaWriter, body, request, plan_ollama)
 
 
 @router.post("/api/generate", responses=written_in_lines(OllamaGenerateReply))
@@ -53,8 +51,7 @@ async def ollama_generate(
     """Ollama's: an answer to a prompt, or with `raw` the text after it."""
     if not isinstance(body, LargeBody) and body.is_empty:
         return _loaded(body, served, response="")
-    writer = await served.writer(GenerateWriter, body, request, plan_ollama)
-    return await answer(request, served.choices.run, writer)
+    return await served.answer(GenerateWriter, body, request, plan_ollama)
 
 
 _VECTORS = errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=OllamaError)
@@ -63,8 +60,7 @@ _VECTORS = errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=OllamaError)
 @router.post("/api/embed", responses={200: {"model": OllamaEmbeddings}, **_VECTORS})
 async def ollama_embed(body: OllamaEmbedRequest, request: Request, served: Served) -> Response:
     """Ollama's: texts as vectors, where the server was told to make them."""
-    writer = await served.writer(EmbedWriter, body, request, plan_ollama_embeddings)
-    return await answer(request, served.choices.run, writer)
+    return await served.answer(EmbedWriter, body, request, plan_ollama_embeddings)
 
 
 @router.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}, **_VECTORS})
@@ -72,8 +68,7 @@ async def ollama_old_embed(
     body: OllamaEmbeddingsRequest, request: Request, served: Served
 ) -> Response:
     """Ollama's, for older clients: one text as a vector."""
-    writer = await served.writer(OldEmbeddingsWriter, body, request, plan_ollama_embeddings)
-    return await answer(request, served.choices.run, writer)
+    return await served.answer(OldEmbeddingsWriter, body, request, plan_ollama_embeddings)
 
 
 def _loaded(

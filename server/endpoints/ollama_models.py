@@ -25,7 +25,7 @@ from server.request.ollama import OllamaShowRequest, known_name, tagged
 from server.request.translate import Translator
 from server.version import server_version
 
-router = APIRouter(tags=["ollama"])
+router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
 
 OLLAMA_VERSION = "0.12.11"
 """Of the Ollama whose API this is: clients ask for at least one that has what they use."""
@@ -80,6 +80,7 @@ async def ollama_ps(request: Request, models: Table) -> dict[str, Any]:
     return {"models": found}
 
 
+@router.post("/api/show", responses=errors(*REFUSED_BODY, 404, 500, 503, shape=OllamaError))
 async def ollama_show(body: OllamaShowRequest, request: Request, served: Served) -> Response:
     """Ollama's: facts of a model, which is loaded for that."""
     (template, capabilities), headers = await served.read_apart(body, request, _facts)
@@ -102,15 +103,6 @@ async def ollama_show(body: OllamaShowRequest, request: Request, served: Served)
         "modified_at": timestamp(request.app.state.models.created),
     }
     return JSONResponse(shown, headers=headers)
-
-
-router.add_api_route(
-    "/api/show",
-    ollama_show,
-    methods=["POST"],
-    route_class_override=AnyTypeRoute,
-    responses=errors(*REFUSED_BODY, 404, 500, 503, shape=OllamaError),
-)
 
 
 def _facts(translator: Translator, body: OllamaShowRequest) -> tuple[str, list[str]]:

@@ -23,12 +23,13 @@ from server.plan import ignored_header
 from server.request.large_bodies import LargeBody, TableRoute
 from server.request.ollama import OllamaPullRequest
 
-router = APIRouter(tags=["ollama"])
+router = APIRouter(tags=["ollama"], route_class=TableRoute)
 _NOT_ALLOWED = "pull: this server fetches no models; its setting allow_pull (--allow-pull) is off."
 _SUCCESS = {"status": "success"}
 Line = dict[str, Any]
 
 
+@router.post("/api/pull", responses=errors(*REFUSED_BODY, 403, 429, 500, 503, shape=OllamaError))
 async def ollama_pull(body: OllamaPullRequest, request: Request, models: Table) -> Response:
     """Ollama's: fetch a model of the hub into this machine's cache, where `--allow-pull` is set."""
     wanted: Any = body.parse() if isinstance(body, LargeBody) else body
@@ -49,15 +50,6 @@ async def ollama_pull(body: OllamaPullRequest, request: Request, models: Table) 
         if "error" in line:
             raise ApiError(500, line["error"], code="pull_failed")
     return JSONResponse(_SUCCESS, headers=headers)
-
-
-router.add_api_route(
-    "/api/pull",
-    ollama_pull,
-    methods=["POST"],
-    route_class_override=TableRoute,
-    responses=errors(*REFUSED_BODY, 403, 429, 500, 503, shape=OllamaError),
-)
 
 
 async def _pull(name: HubName, pulls: asyncio.Semaphore) -> AsyncIterator[Line]:

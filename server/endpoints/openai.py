@@ -10,7 +10,6 @@ from server.http.openapi import REFUSED_BODY, errors, generated
 from server.reply.chats import ChatChunk, ChatCompletion, ChatWriter
 from server.reply.completions import Completion, CompletionChunk, CompletionWriter
 from server.reply.embeddings import Embeddings, EmbeddingsWriter
-from server.reply.streaming import answer
 from server.request.embeddings import EmbeddingsRequest, plan_embeddings
 from server.request.large_bodies import BodyRoute
 from server.request.protocol import ChatRequest, CompletionRequest
@@ -22,15 +21,13 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 @router.post("/v1/chat/completions", responses=generated(ChatCompletion, ChatChunk))
 async def create_chat_completion(body: ChatRequest, request: Request, served: Served) -> Response:
     """An answer to messages."""
-    writer = await served.writer(ChatWriter, body, request, Translator.plan)
-    return await answer(request, served.choices.run, writer)
+    return await served.answer(ChatWriter, body, request, Translator.plan)
 
 
 @router.post("/v1/completions", responses=generated(Completion, CompletionChunk))
 async def create_completion(body: CompletionRequest, request: Request, served: Served) -> Response:
     """Text after a prompt."""
-    writer = await served.writer(CompletionWriter, body, request, Translator.plan)
-    return await answer(request, served.choices.run, writer)
+    return await served.answer(CompletionWriter, body, request, Translator.plan)
 
 
 _ANSWERS = {200: {"model": Embeddings}, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504)}
@@ -39,5 +36,4 @@ _ANSWERS = {200: {"model": Embeddings}, **errors(*REFUSED_BODY, 404, 429, 500, 5
 @router.post("/v1/embeddings", responses=_ANSWERS)
 async def create_embeddings(body: EmbeddingsRequest, request: Request, served: Served) -> Response:
     """Texts as vectors, where the server was told to make them."""
-    writer = await served.writer(EmbeddingsWriter, body, request, plan_embeddings)
-    return await answer(request, served.choices.run, writer)
+    return await served.answer(EmbeddingsWriter, body, request, plan_embeddings)

@@ -17,7 +17,6 @@ from server.models.services import Services, tenant_of
 from server.models.table import Models
 from server.plan import ignored_header
 from server.reply.responses import ModelResponse, ResponseEvent, ResponsesWriter
-from server.reply.streaming import answer
 from server.request.large_bodies import LARGE, BodyRoute, LargeBody
 from server.request.responses import (
     Known,
@@ -26,7 +25,7 @@ from server.request.responses import (
     references,
 )
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=BodyRoute)
 _NAMING = (b'"previous_response_id"', b'"item_reference"')
 
 
@@ -41,16 +40,15 @@ _COUNTED = {200: {"model": InputTokens}, **errors(*REFUSED_BODY, 404, 429, 500, 
 _OF_ONE = errors(401, 404, 500, 503)
 
 
+@router.post(_PATH, responses=_ANSWERS)
 async def create_response(body: ResponsesRequest, request: Request, served: Served) -> Response:
     """A response to a conversation, sent whole or going on from a response that is kept."""
     given, known = await _with_known(body, request, served)
-    work = partial(plan_response, known=known)
-    writer = await served.writer(ResponsesWriter, given, request, work)
-    if writer.plan.repeated["response"]["store"]:
-        writer.keep = partial(served.ask_store, "keep", tenant_of(request))
-    return await answer(request, served.choices.run, writer)
+    kind = partial(ResponsesWriter, keep=partial(served.ask_store, "keep", tenant_of(request)))
+    return await served.answer(kind, given, request, partial(plan_response, known=known))
 
 
+@router.post(f"{_PATH}/input_tokens", responses=_COUNTED)
 async def count_input_tokens(body: ResponsesRequest, request: Request, served: Served) -> Response:
     """The tokens of the prompt that an input makes."""
     await served.charge(request)
@@ -94,12 +92,3 @@ async def _with_known(
     if not isinstance(body, LargeBody) and sum(map(len, known.values())) > LARGE:
         return LargeBody(ResponsesRequest, body), known
     return body, known
-
-
-for _path, _endpoint, _answers in (
-    (_PATH, create_response, _ANSWERS),
-    (f"{_PATH}/input_tokens", count_input_tokens, _COUNTED),
-):
-    router.add_api_route(
-        _path, _endpoint, methods=["POST"], responses=_answers, route_class_override=BodyRoute
-    )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.responses import Response
 
 from engine.process.streams import EventStreams
 from engine.request.errors import TryLaterError
@@ -17,7 +18,9 @@ from server.http.middleware import KEY_OF
 from server.metrics.prometheus import RequestMetrics
 from server.plan import RequestPlan, ignored_header
 from server.reply.choices import ChoiceSource
+from server.reply.streaming import answer
 from server.reply.token_texts import TokenTexts
+from server.reply.writers import WholeWriter
 from server.request.body import Body
 from server.request.large_bodies import BodyReader, LargeBody
 from server.request.speculative import ChangeSpeculation, SpeculativeResolver
@@ -25,7 +28,6 @@ from server.request.translate import Translator
 from server.response_store import AskStore
 from server.tenants.terms import Terms
 
-Writer = TypeVar("Writer")
 Result = TypeVar("Result")
 Few = Sequence[str] | None
 ARRIVAL = "slipstream.arrival"
@@ -51,22 +53,22 @@ class Services:
     has_chat_template: bool
     step_timeout: float
 
-    async def writer(
+    async def answer(
         self,
-        kind: Callable[[RequestPlan, TokenTexts, str, str], Writer],
+        kind: Callable[[RequestPlan, TokenTexts, str], WholeWriter],
         body: Body | LargeBody,
         request: Request,
         work: Callable[..., RequestPlan],
-    ) -> Writer:
-        """Returns what writes the reply to a request, on the terms of its key. ``work`` makes a plan as
-        ``Translator.plan`` does. Raises ApiError."""
+    ) -> Response:
+        """Returns the reply to a request on the terms of its key, as a ``kind`` writes it. ``work`` makes
+        a plan as ``Translator.plan`` does. Raises ApiError, EngineError."""
         terms = terms_of(request)
         arrival = request.scope.get(ARRIVAL) or time.perf_counter()
         plan = await self.read(body, request, partial(work, arrival_time=arrival))
         if terms and terms.tenant.name:
             plan = terms.on(plan)
-        name = plan.adapter or self.model_name
-        return kind(plan, self.texts, name, self.fingerprint_of(plan.adapter))
+        writer = kind(plan, self.texts, self.fingerprint_of(plan.adapter))
+        return await answer(request, self.choices.run, writer)
 
     async def read(
         self, body: Body | LargeBody, request: Request, work: Callable[..., Result]

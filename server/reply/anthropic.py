@@ -7,19 +7,18 @@ messages and of ``message_start``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired
 
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from server.errors import ApiError, anthropic_error
-from server.formats.parts import CallArguments, CallStart, Content, Part, Reasoning
+from server.formats.parts import CallArguments, CallStart, Part, Reasoning
 from server.plan import RequestPlan
-from server.reply.deltas import ChoiceDelta, ChoiceEnd
+from server.reply.deltas import ChoiceEnd
 from server.reply.token_texts import TokenTexts
 from server.reply.usage import SpeculativeUsage, Usage
-from server.reply.writers import Writer, event
+from server.reply.writers import NamedEventWriter, event
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
@@ -65,18 +64,14 @@ class AnthropicEvent(TypedDict):
     type: str
 
 
-class MessagesWriter(Writer):
-    """``/v1/messages``. ``plan.repeated``: ``max_tokens`` as it was asked for."""
+class MessagesWriter(NamedEventWriter):
+    """``/v1/messages``."""
 
-    def __init__(
-        self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
-    ) -> None:
-        super().__init__(plan, texts, model_name, fingerprint)
+    def __init__(self, plan: RequestPlan, texts: TokenTexts, fingerprint: str) -> None:
+        super().__init__(plan, texts, fingerprint)
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False
         self._arguments = ""
-        self._told: list[bytes] = []
-        self._end: ChoiceEnd | None = None
 
     def begin(self) -> bytes:
         usage = self._usage(self.plan.num_prompt_tokens, 0, 0)
@@ -86,14 +81,6 @@ class MessagesWriter(Writer):
 
     def pause(self) -> bytes:
         self._tell("ping")
-        return self._take()
-
-    def events(self, delta: ChoiceDelta) -> bytes:
-        for part in delta.parts or ((Content(delta.text),) if delta.text else ()):
-            self._add(part)
-        if delta.end is not None:
-            self._end = delta.end
-            self._close()
         return self._take()
 
     def finish(self, usage: Usage) -> bytes:
@@ -106,18 +93,6 @@ class MessagesWriter(Writer):
 
     def bare_failure(self, error: ApiError) -> bytes:
         return event(anthropic_error(error), "error")
-
-    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
-        self.events(choices[0])
-        return self._ended(usage)
-
-    def _tell(self, kind: str, **fields: Any) -> None:
-        self._told.append(event({"type": kind, **fields}, kind))
-
-    def _take(self) -> bytes:
-        """Returns the events told since the last call."""
-        told, self._told = self._told, []
-        return b"".join(told)
 
     # --- blocks ---
 
@@ -174,16 +149,15 @@ class MessagesWriter(Writer):
         told["speculative"] = usage["speculative"]
         message = self._message(told)
         message["stop_reason"], message["stop_sequence"] = self._stop(self._end)
-        if "context_management" in self.plan.repeated:
-            message["context_management"] = self.plan.repeated["context_management"]
+        if "context_management" in self.plan.ignored:
+            message["context_management"] = {"applied_edits": []}
         return message
 
     def _stop(self, end: ChoiceEnd) -> tuple[StopReason, str | None]:
         if end.reason == "tool_calls":
             return "tool_use", None
         if end.reason == "length":
-            most = self.plan.choices[0].request.sampling.max_tokens
-            is_whole = most == self.plan.repeated["max_tokens"]
+            is_whole = self.plan.choices[0].request.sampling.max_tokens == self.plan.limit
             return "max_tokens" if is_whole else "model_context_window_exceeded", None
         if isinstance(end.stop_reason, str):
             return "stop_sequence", end.stop_reason
@@ -203,7 +177,7 @@ class MessagesWriter(Writer):
             "id": f"msg_{self.plan.request_id}",
             "type": "message",
             "role": "assistant",
-            "model": self._model_name,
+            "model": self.plan.model,
             "content": self._blocks,
             "stop_reason": None,
             "stop_sequence": None,

@@ -38,9 +38,9 @@ class EmbeddingsWriter(WholeWriter):
     """``/v1/embeddings``."""
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
-        as_text = self.plan.repeated["encoding_format"] == "base64"
         vectors = (
-            b64encode(each).decode() if as_text else numbers(each) for each in embeddings(choices)
+            b64encode(each).decode() if self.plan.as_base64 else numbers(each)
+            for each in embeddings(choices)
         )
         return Embeddings(
             object="list",
@@ -48,7 +48,7 @@ class EmbeddingsWriter(WholeWriter):
                 Embedding(object="embedding", index=index, embedding=each)
                 for index, each in enumerate(vectors)
             ],
-            model=self._model_name,
+            model=self.plan.model,
             usage=EmbeddingsUsage(
                 prompt_tokens=usage["prompt_tokens"], total_tokens=usage["prompt_tokens"]
             ),

@@ -122,15 +122,13 @@ class CallsUnderWay:
 
 
 class OllamaWriter(Writer):
-    """Both endpoints. ``plan.repeated["model"]``: the name that the client used."""
+    """Both endpoints."""
 
     media_type = "application/x-ndjson"
 
-    def __init__(
-        self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
-    ) -> None:
-        super().__init__(plan, texts, model_name, fingerprint)
-        self._chat = ChatWriter(plan, texts, model_name, fingerprint)
+    def __init__(self, plan: RequestPlan, texts: TokenTexts, fingerprint: str) -> None:
+        super().__init__(plan, texts, fingerprint)
+        self._chat = ChatWriter(plan, texts, fingerprint)
         self._calls = CallsUnderWay()
         self._end: ChoiceEnd | None = None
 
@@ -171,8 +169,8 @@ class OllamaWriter(Writer):
         return {"message": message}
 
     def _object(self, done: bool, piece: dict[str, Any], **more: Any) -> dict[str, Any]:
-        model = self.plan.repeated["model"]
-        return {"model": model, "created_at": timestamp(), **piece, "done": done, **more}
+        head = {"model": self.plan.model, "created_at": timestamp()}
+        return {**head, **piece, "done": done, **more}
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, list[ChatLogprob]]:
         if self.plan.num_logprobs is None:
@@ -223,7 +221,7 @@ class EmbedWriter(WholeWriter):
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
         infos = [each.end.info for each in choices if each.end is not None]
         return OllamaEmbeddings(
-            model=self.plan.repeated["model"],
+            model=self.plan.model,
             embeddings=[numbers(each) for each in embeddings(choices)],
             total_duration=_nanoseconds(max(each.e2e_seconds for each in infos)),
             load_duration=int(max(each.queue_seconds for each in infos) * NANOSECONDS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from pydantic_core import from_json
@@ -11,10 +11,10 @@ from typing_extensions import TypedDict
 from server.errors import ApiError
 from server.formats.parts import CallArguments, CallStart, Content, Part, Reasoning
 from server.plan import RequestPlan
-from server.reply.deltas import ChoiceDelta, ChoiceEnd
+from server.reply.deltas import ChoiceDelta
 from server.reply.token_texts import TokenTexts
 from server.reply.usage import PromptTokensDetails, SpeculativeUsage, Usage
-from server.reply.writers import Writer, as_json, event
+from server.reply.writers import NamedEventWriter, as_json
 
 
 class OutputTokensDetails(TypedDict):
@@ -67,21 +67,24 @@ _FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
 """What a call has of the model's text, by the item's type."""
 
 
-class ResponsesWriter(Writer):
+class ResponsesWriter(NamedEventWriter):
     """``/v1/responses``. A stream's events are numbered from 0; they show items as they are by then.
-    ``keep``: takes the response's id, and all that has to be known to go on from it; None: nobody may."""
-
-    keep: Callable[[str, bytes], Awaitable[Any]] | None = None
+    ``keep``: takes the response's id, and all that has to be known to go on from it."""
 
     def __init__(
-        self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
+        self,
+        plan: RequestPlan,
+        texts: TokenTexts,
+        fingerprint: str,
+        keep: Callable[[str, bytes], Awaitable[Any]],
     ) -> None:
-        super().__init__(plan, texts, model_name, fingerprint)
+        super().__init__(plan, texts, fingerprint)
+        assert plan.response is not None, "plans of responses have their part"
+        self._asked = plan.response
+        self._keep = keep
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._number = 0
-        self._told: list[bytes] = []
-        self._end: ChoiceEnd | None = None
         self._arguments = ""
         self._whole: dict[str, Any] = {}
 
@@ -92,16 +95,9 @@ class ResponsesWriter(Writer):
         return self._take()
 
     def events(self, delta: ChoiceDelta) -> bytes:
-        for part in delta.parts or ((Content(delta.text),) if delta.text else ()):
-            self._add(part)
-        self._end = delta.end
-        if delta.end is not None:
-            if not self._items:  # a response without any has an empty message
-                self._add(Content(""))
-            is_call = self._items[-1]["type"] == "function_call"
-            is_cut = delta.end.cuts_call if is_call else delta.end.reason == "length"
-            self._close("incomplete" if is_cut else "completed")
-        return self._take()
+        if delta.end is not None and not (self._items or delta.parts or delta.text):
+            self._add(Content(""))  # a response without any item has an empty message
+        return super().events(delta)
 
     def finish(self, usage: Usage) -> bytes:
         response = self._ended(usage)
@@ -114,24 +110,14 @@ class ResponsesWriter(Writer):
         self._tell("response.failed", response=response)
         return self._take()
 
-    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
-        self.events(choices[0])
-        return self._ended(usage)
-
     async def settle(self) -> None:
-        if self.keep is not None:
-            record = {"items": self.plan.repeated["items"], "response": self._whole}
-            await self.keep(f"resp_{self.plan.request_id}", as_json(record))
+        if self._asked.repeated["store"]:
+            record = {"items": self._asked.items, "response": self._whole}
+            await self._keep(f"resp_{self.plan.request_id}", as_json(record))
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        content = {"type": kind, "sequence_number": self._number, **fields}
-        self._told.append(event(content, kind))
+        super()._tell(kind, sequence_number=self._number, **fields)
         self._number += 1
-
-    def _take(self) -> bytes:
-        """Returns the events told since the last call."""
-        told, self._told = self._told, []
-        return b"".join(told)
 
     # --- items ---
 
@@ -139,7 +125,7 @@ class ResponsesWriter(Writer):
         if isinstance(part, CallStart):
             self._close()
             named = {"type": "function_call", "name": part.name}
-            call = self.plan.repeated["calls"].get(part.name, named)
+            call = self._asked.calls.get(part.name, named)
             kind, self._arguments = call["type"], ""
             prefix = "fc" if kind == "function_call" else "ctc"
             self._begin(kind, prefix, {"call_id": part.call_id, **call, _FIELDS[kind]: ""})
@@ -158,12 +144,15 @@ class ResponsesWriter(Writer):
         self._open[field] += text
         self._tell(f"response.{kind}_{field}.delta", **self._place(), delta=text)
 
-    def _close(self, status: str = "completed") -> None:
-        """The item that is open, if one is, is as long as it gets."""
+    def _close(self) -> None:
         item, place = self._open, self._place()
         if item is None:
             return
-        item["status"] = status
+        is_cut = False
+        if self._end is not None:
+            is_call = item["type"] == "function_call"
+            is_cut = self._end.cuts_call if is_call else self._end.reason == "length"
+        item["status"] = "incomplete" if is_cut else "completed"
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
             self._tell("response.function_call_arguments.done", **place, **done)
@@ -245,12 +234,12 @@ class ResponsesWriter(Writer):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._model_name,
+            "model": self.plan.model,
             "output": self._items,
             "usage": None,
             "system_fingerprint": self._fingerprint,
             "seed": self.plan.seed,
-            **self.plan.repeated["response"],
+            **self._asked.repeated,
         }
 
 

@@ -20,8 +20,9 @@ from typing_extensions import TypedDict
 
 from engine.request.events import TokenLogprobs
 from server.errors import ApiError
+from server.formats.parts import Content, Part
 from server.plan import RequestPlan
-from server.reply.deltas import ChoiceDelta, FinishReason
+from server.reply.deltas import ChoiceDelta, ChoiceEnd, FinishReason
 from server.reply.token_texts import TokenTexts
 from server.reply.usage import ReplyMetrics, RunningUsage, Usage, reply_metrics
 
@@ -114,12 +115,9 @@ def _account(usage: Usage) -> dict[str, Any]:
 class WholeWriter(ABC):
     """Puts one request's choices into an endpoint's shape."""
 
-    def __init__(
-        self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
-    ) -> None:
+    def __init__(self, plan: RequestPlan, texts: TokenTexts, fingerprint: str) -> None:
         self.plan = plan
         self._texts = texts
-        self._model_name = model_name
         self._fingerprint = fingerprint
 
     @abstractmethod
@@ -163,6 +161,48 @@ class Writer(WholeWriter):
         return event(error.body())
 
 
+class NamedEventWriter(Writer):
+    """Streams as events named by their types, which tell of one choice. ``_end``: the choice's, where it
+    has come to it."""
+
+    def __init__(self, plan: RequestPlan, texts: TokenTexts, fingerprint: str) -> None:
+        super().__init__(plan, texts, fingerprint)
+        self._told: list[bytes] = []
+        self._end: ChoiceEnd | None = None
+
+    def events(self, delta: ChoiceDelta) -> bytes:
+        for part in delta.parts or ((Content(delta.text),) if delta.text else ()):
+            self._add(part)
+        if delta.end is not None:
+            self._end = delta.end
+            self._close()
+        return self._take()
+
+    def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
+        self.events(choices[0])
+        return self._ended(usage)
+
+    @abstractmethod
+    def _add(self, part: Part) -> None:
+        """Tell of what was written."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """What is open, if anything is, is as long as it gets."""
+
+    @abstractmethod
+    def _ended(self, usage: Usage) -> Mapping[str, Any]:
+        """Returns the whole reply."""
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._told.append(event({"type": kind, **fields}, kind))
+
+    def _take(self) -> bytes:
+        """Returns the events told since the last call."""
+        told, self._told = self._told, []
+        return b"".join(told)
+
+
 class ChunkWriter(Writer):
     """Streams as chunks that look like the whole: what completions and chats share."""
 
@@ -172,10 +212,8 @@ class ChunkWriter(Writer):
     """The ``object`` of whole replies, ``chunk`` that of chunks."""
     chunk: ClassVar[str]
 
-    def __init__(
-        self, plan: RequestPlan, texts: TokenTexts, model_name: str, fingerprint: str
-    ) -> None:
-        super().__init__(plan, texts, model_name, fingerprint)
+    def __init__(self, plan: RequestPlan, texts: TokenTexts, fingerprint: str) -> None:
+        super().__init__(plan, texts, fingerprint)
         self._shows_tokens = (
             plan.return_token_ids or plan.return_drafted or plan.num_logprobs is not None
         )
@@ -183,7 +221,7 @@ class ChunkWriter(Writer):
         self._envelope: Envelope = {
             "id": f"{self.id_prefix}-{plan.request_id}",
             "created": plan.created,
-            "model": model_name,
+            "model": plan.model,
             "system_fingerprint": fingerprint,
             "seed": plan.seed,
         }

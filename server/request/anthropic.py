@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import MaxLen, MinLen
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
-from server.errors import ApiError, refused
+from server.errors import refused
 from server.plan import RequestPlan
 from server.request.anthropic_blocks import InputMessage, SystemField, Turn, system_text, turns
 from server.request.body import (
@@ -25,7 +25,18 @@ from server.request.body import (
     optional,
     refusal,
 )
-from server.request.messages import CACHED, MAX_TOOLS, NAME_PATTERN, ParametersField
+from server.request.foreign_parts import refuse_foreign_parts
+from server.request.grammars import ResponseFormat
+from server.request.messages import (
+    CACHED,
+    MAX_TOOLS,
+    NAME_PATTERN,
+    ChatMessage,
+    FunctionDefinition,
+    ParametersField,
+    Tool,
+)
+from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
     EFFORT,
@@ -73,12 +84,15 @@ class CustomTool(Body):
             raise refusal("type", message=message)
         return data
 
-    def for_chat(self) -> dict[str, Any]:
+    def for_chat(self) -> Tool:
         examples = {"examples": self.input_examples} if self.input_examples else {}
-        function = {"name": self.name, "parameters": {**self.input_schema, **examples}}
-        told = {"description": self.description, "strict": self.strict}
-        given = {name: value for name, value in told.items() if value is not None}
-        return {"type": "function", "function": {**function, **given}}
+        function = FunctionDefinition.of(
+            name=self.name,
+            description=self.description,
+            parameters={**self.input_schema, **examples},
+            strict=self.strict,
+        )
+        return Tool.of(function=function)
 
 
 class ToolChoice(Body):
@@ -138,6 +152,18 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tool_choice.function": "tool_choice",
+    "thinking": "thinking.type",
+    "reasoning.max_tokens": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+}
+
+
 class MessageFields(Body):
     """The fields of both endpoints."""
 
@@ -164,18 +190,17 @@ class MessageFields(Body):
     )
     thread: JsonValue | None = optional("Refused by a code at which clients send messages whole.")
 
-    def turns(self) -> list[Turn]:
-        """The messages of a chat that say the same, the system prompt first."""
+    def for_chat(self) -> tuple[dict[str, Any], OwnNames]:
+        """The fields of the chat request that says the same, and their names here."""
         found = turns(self.messages)
         if self.system is not None and (text := system_text(self.system)):
             found.insert(0, Turn({"role": "system", "content": text}, "system"))
-        return found
-
-    def for_chat(self) -> dict[str, Any]:
-        """The fields of the chat request that says the same."""
-        messages = [turn.message for turn in self.turns()]
+        paths = {f"messages.{index}.*": turn.field for index, turn in enumerate(found)}
+        for index in range(len(self.tools or ())):
+            paths[f"tools.{index}.function"] = f"tools.{index}"
+            paths[f"tools.{index}.function.parameters"] = f"tools.{index}.input_schema"
         given: dict[str, Any] = {
-            "messages": messages,
+            "messages": [ChatMessage.of(**turn.message) for turn in found],
             "chat_template_kwargs": self.chat_template_kwargs,
             "reasoning_effort": self.output_config and self.output_config.effort,
             "tools": [tool.for_chat() for tool in self.tools or ()],
@@ -183,14 +208,14 @@ class MessageFields(Body):
         if self.thinking is not None and self.thinking.type != "adaptive":
             given["thinking"] = self.thinking.type
             given["reasoning"] = {"max_tokens": self.thinking.budget_tokens}
-        last = messages[-1]
+        last = found[-1].message
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             given |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tool_choice is not None:
             given["tool_choice"] = self.tool_choice.for_chat()
             if self.tool_choice.disable_parallel_tool_use:
                 given["parallel_tool_calls"] = False
-        return given
+        return given, OwnNames(_NAMES | paths)
 
     def form(self) -> OutputFormat | None:
         """What the text has to match. Raises ApiError 400."""
@@ -227,50 +252,39 @@ class MessagesRequest(CommonFields, MessageFields):
         "'user_id', and what else is to be in the request's log line.", max_length=16
     )
 
-    def to_chat(self, translator: Translator) -> ChatRequest:
-        """The chat request that says the same. Raises ApiError 400, in the chat's words."""
-        given = self.for_chat()
+    def to_chat(self, translator: Translator) -> tuple[ChatRequest, OwnNames]:
+        """The chat request that says the same, and its fields' names here. Raises ApiError 400."""
+        given, names = self.for_chat()
         own = (*CommonFields.model_fields, "top_p", "top_k", "max_tokens")
         given |= {name: getattr(self, name) for name in own}
         given["stop"] = self.stop_sequences
         if (form := self.form()) is not None:
-            schema = {"name": "output", "schema": form.schema_}
-            given["response_format"] = {"type": "json_schema", "json_schema": schema}
+            given["response_format"] = ResponseFormat.matching("output", form.schema_)
         if self.thinking is not None and self.thinking.display == "omitted":
             given["include_reasoning"] = not translator.formats.splits_reasoning
-        return check(ChatRequest, given)
+        return check(ChatRequest, given, names), names
 
 
 def plan_messages(
     translator: Translator, body: MessagesRequest, arrival_time: float
 ) -> RequestPlan:
-    """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
-    one."""
+    """``Translator.plan`` for the chat request that says the same. Raises ApiError."""
     _refuse_the_unserved(body, translator)
-    try:
-        plan = translator.plan(body.to_chat(translator), arrival_time)
-    except ApiError as error:
-        raise _in_own_words(error, body) from error
-    repeated: dict[str, JsonValue] = {"max_tokens": body.max_tokens}
-    if body.context_management is not None:
-        repeated["context_management"] = {"applied_edits": []}
-    return plan.in_words_of(_own_name, body.ignored(), repeated)
+    chat, names = body.to_chat(translator)
+    return translator.plan(chat, arrival_time, names).ignoring(body.ignored())
 
 
 def count_tokens(translator: Translator, body: CountTokensRequest) -> int:
     """The tokens of the prompt that the messages make. Raises ApiError."""
     _refuse_the_unserved(body, translator)
-    given = body.for_chat()
-    names = {"messages", "tools", *TemplateFields.model_fields}
+    body.form()
+    given, names = body.for_chat()
+    fields = {"messages", "tools", *TemplateFields.model_fields}
     if given.get("tool_choice") == "none":
-        names.remove("tools")
-    asked = {name: value for name, value in given.items() if name in names}
-    try:
-        body.form()
-        tokens = translator.tokenize(check(TokenizeRequest, asked | {"model": body.model}))
-    except ApiError as error:
-        raise _in_own_words(error, body) from error
-    return len(tokens)
+        fields.remove("tools")
+    asked = {name: value for name, value in given.items() if name in fields}
+    asked["model"] = body.model
+    return len(translator.tokenize(check(TokenizeRequest, asked, names), names))
 
 
 def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
@@ -278,38 +292,4 @@ def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
     if body.thread not in (None, False):
         # The client's loop of tools asks for one, and on this code goes on without.
         raise refused("thread", f"is not supported: {_STATELESS}", "thread_unsupported_request")
-    for index, message in enumerate(body.messages):
-        for place, part in message.foreign_parts():
-            raise part.refusal(f"messages.{index}.{place}", translator.info.unserved)
-
-
-_RENAMED = {
-    "stop": "stop_sequences",
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "tool_choice.function": "tool_choice",
-    "thinking": "thinking.type",
-    "reasoning.max_tokens": "thinking.budget_tokens",
-    "reasoning_effort": "output_config.effort",
-}
-
-
-def _in_own_words(error: ApiError, body: MessageFields) -> ApiError:
-    """A refusal of the chat request, with the field of this one that is at fault."""
-    param = error.param or ""
-    first, _, rest = param.partition(".")
-    if first == "messages" and rest:
-        index, _, _ = rest.partition(".")
-        return error.about(body.turns()[int(index)].field)
-    return error.about(_own_name(param)) if param else error
-
-
-def _own_name(param: str) -> str:
-    """The field of this request that became one of the chat request's."""
-    if param.startswith("tools."):
-        return param.replace(".function.parameters", ".input_schema").replace(".function", "")
-    for name, own in _RENAMED.items():
-        if f"{param}.".startswith(f"{name}."):
-            return own + param.removeprefix(name)
-    return param
+    refuse_foreign_parts(body.messages, "messages", translator.info.unserved)

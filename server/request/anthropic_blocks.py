@@ -4,17 +4,16 @@ same: a tool's result, a block of the user's message here, is a message of its o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from server.request.body import Body, WithoutEffect, part_of, refusal
+from server.request.body import Body, WithoutEffect, refusal
 from server.request.foreign_parts import ForeignPart, find_foreign_part
-from server.request.messages import CACHED, ArgumentsField, TextPart, text_of
+from server.request.kinds import Kinds, any_of, parse_as
+from server.request.messages import CACHED, ArgumentsField, MessageToolCall, TextPart, text_of
 
 _NOTHING_RUNS = "no tool runs here; its results come from the client, as 'tool_result'"
 _ACCOUNT_LINE = "x-anthropic-billing-header:"
@@ -96,7 +95,7 @@ class ToolUseBlock(Block):
     caller: _DirectCaller | None = None
 
 
-def _blocks(kinds: Mapping[str, type[Body]]) -> Any:
+def _blocks(kinds: Kinds) -> Any:
     """A validator of a content: text, blocks of these kinds, or the first that is no text at all."""
 
     def parse(value: object) -> Any:
@@ -108,27 +107,20 @@ def _blocks(kinds: Mapping[str, type[Body]]) -> Any:
             _parse_block(kinds, index, each) for index, each in enumerate(value)
         ]
 
-    return PlainValidator(parse, json_schema_input_type=_described(kinds))
+    union: Any = any_of(kinds)
+    return PlainValidator(parse, json_schema_input_type=str | list[union])
 
 
-def _described(kinds: Mapping[str, type[Body]]) -> Any:
-    union: Any = reduce(or_, kinds.values())
-    return str | list[union]
-
-
-def _parse_block(kinds: Mapping[str, type[Body]], index: int, block: object) -> Body:
+def _parse_block(kinds: Kinds, index: int, block: object) -> Any:
     kind = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
-        if isinstance(kind, str) and (kind in _SERVER_BLOCKS or kind.endswith("_tool_result")):
-            message = f"{kind!r} is not supported: {_NOTHING_RUNS}"
-        else:
-            message = f"must be an object of type {', '.join(kinds)}"
+    if isinstance(kind, str) and (kind in _SERVER_BLOCKS or kind.endswith("_tool_result")):
+        message = f"{kind!r} is not supported: {_NOTHING_RUNS}"
         raise refusal(index, "type", message=message)
-    return part_of(kinds[kind], index, block)
+    return parse_as(kinds, block, at=[index])
 
 
 _SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
-_OF_RESULTS: dict[str, type[Body]] = {"text": TextPart, "document": DocumentBlock}
+_OF_RESULTS: Kinds = {"text": TextPart, "document": DocumentBlock}
 
 
 class ToolResultBlock(Block):
@@ -144,7 +136,7 @@ class ToolResultBlock(Block):
         return f"Error: {text_of(self.content)}" if self.is_error else text_of(self.content)
 
 
-_KINDS: dict[str, type[Body]] = {
+_KINDS: Kinds = {
     "text": TextPart,
     "document": DocumentBlock,
     "thinking": ThinkingBlock,
@@ -184,14 +176,6 @@ class InputMessage(Body):
             return [TextPart(type="text", text=self.content)]
         return [] if isinstance(self.content, ForeignPart) else self.content
 
-    def foreign_parts(self) -> Iterator[tuple[str, ForeignPart]]:
-        """Yields what is no text, with the path of the content that it stands in."""
-        if isinstance(self.content, ForeignPart):
-            yield "content", self.content
-        for index, block in enumerate(self.blocks):
-            if isinstance(getattr(block, "content", None), ForeignPart):
-                yield f"content.{index}.content", block.content
-
 
 def system_text(content: str | list[TextPart]) -> str:
     """The system prompt, without the line that is for Anthropic's books."""
@@ -201,7 +185,7 @@ def system_text(content: str | list[TextPart]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of a chat, and the field that it came from."""
+    """The fields of a chat's message, and the field that it came from."""
 
     message: dict[str, Any]
     field: str
@@ -250,10 +234,9 @@ def _assistant(blocks: Sequence[Any]) -> dict[str, Any]:
     thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
     if any(thoughts):
         told["reasoning_content"] = "\n".join(thoughts)
-    calls = [_call(each) for each in blocks if isinstance(each, ToolUseBlock)]
+    calls = [
+        MessageToolCall.to(each.name, each.input, each.id)
+        for each in blocks
+        if isinstance(each, ToolUseBlock)
+    ]
     return told | ({"tool_calls": calls} if calls else {})
-
-
-def _call(block: ToolUseBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": block.input}
-    return {"id": block.id, "type": "function", "function": function}

@@ -135,6 +135,12 @@ class Body(BaseModel):
         body._left_out = left_out
         return body
 
+    @classmethod
+    def of(cls, **fields: Any) -> Self:
+        """Returns one of fields that another model has checked; None stands for what is not given."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        return cls.model_construct(**given)
+
     def hints(self) -> Iterator[GivenHint]:
         """Yields the hints that were given here and in the parts within, and fields without effect. The
         paths of a list's parts have no place in them: a thousand messages would fill the header."""

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from engine.request.params import PLAIN
-from server.errors import ApiError, bad_request, refused
+from server.errors import bad_request, refused
 from server.plan import RequestPlan
 from server.request.body import Body, PromptField, WithoutEffect, optional
+from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import MAX_COUNT, WITHOUT_EFFECT, CompletionRequest, sharing
 from server.request.translate import Translator
@@ -41,9 +42,10 @@ class EmbeddingsRequest(Body):
 
 
 def plan_embeddings(
-    translator: Translator, body: EmbeddingsRequest, arrival_time: float
+    translator: Translator, body: EmbeddingsRequest, arrival_time: float, field: str = "input"
 ) -> RequestPlan:
-    """Returns a plan with a choice for each text. Raises ApiError."""
+    """Returns a plan with a choice for each text. ``field``: the client's that has them. Raises
+    ApiError."""
     if translator.info.embeddings == "none":
         raise bad_request(
             None,
@@ -58,11 +60,8 @@ def plan_embeddings(
     given |= {"prompt": body.input, "max_tokens": 1, "seed": 0, "allow_special_tokens": False}
     if body.truncate_prompt_tokens is not None:
         given["truncation_side"] = "right"
-    try:
-        request = check(CompletionRequest, given)
-        plan = translator.plan(request, arrival_time, max_choices=MAX_TEXTS)
-    except ApiError as error:
-        raise error.about("input") if error.param == "prompt" else error from error
+    names = OwnNames({"prompt": field})
+    plan = translator.plan(check(CompletionRequest, given, names), arrival_time, names, MAX_TEXTS)
     choices = tuple(
         replace(
             each,
@@ -70,5 +69,5 @@ def plan_embeddings(
         )
         for each in plan.choices
     )
-    plan = replace(plan, choices=choices, ignored=())
-    return plan.in_words_of(str, body.ignored(), {"encoding_format": body.encoding_format})
+    as_base64 = body.encoding_format == "base64"
+    return replace(plan, choices=choices, ignored=(), as_base64=as_base64).ignoring(body.ignored())

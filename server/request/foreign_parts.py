@@ -4,10 +4,12 @@ model lacks, which only a translator knows.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from server.errors import ApiError, refused
+from server.errors import refused
+from server.request.body import Body
 
 _KINDS = {
     "image": "vision",
@@ -32,18 +34,26 @@ class ForeignPart:
     kind: str
     index: int
 
-    def refusal(self, field: str, unserved: Collection[str]) -> ApiError:
-        """Returns a 400 for a content at ``field``. ``unserved``: the model's parts besides text."""
-        needed = _KINDS[self.kind]
-        if needed == "file":
-            reason = "files are not read here; send their text"
-        elif needed in unserved:
-            reason = f"this model's {needed} part is not served here, only its text half"
-        elif unserved:
-            reason = "only this model's text half is served here"
-        else:
-            reason = f"this model takes text only; it has no {needed} part"
-        return refused(f"{field}.{self.index}", f": {self.kind!r}: {reason}", "unsupported_content")
+
+def refuse_foreign_parts(value: object, field: str, unserved: Collection[str]) -> None:
+    """Raises ApiError 400 for the first content within the value of ``field`` that is not text alone.
+    ``unserved``: the model's parts besides text."""
+    if isinstance(value, ForeignPart):
+        reason = f": {value.kind!r}: {_reason(_KINDS[value.kind], unserved)}"
+        raise refused(f"{field}.{value.index}", reason, "unsupported_content")
+    within: Iterable[tuple[Any, Any]] = value if isinstance(value, Body) else ()
+    for name, each in enumerate(value) if isinstance(value, list) else within:
+        refuse_foreign_parts(each, f"{field}.{name}", unserved)
+
+
+def _reason(needed: str, unserved: Collection[str]) -> str:
+    if needed == "file":
+        return "files are not read here; send their text"
+    if needed in unserved:
+        return f"this model's {needed} part is not served here, only its text half"
+    if unserved:
+        return "only this model's text half is served here"
+    return f"this model takes text only; it has no {needed} part"
 
 
 def find_foreign_part(content: object) -> ForeignPart | None:

@@ -15,6 +15,7 @@ from server.errors import refused
 from server.formats.json_rules import AS_WRITTEN, SchemaError, json_rule
 from server.formats.schemas import SchemaReader
 from server.request.body import Body, in_case, optional
+from server.request.own_names import OwnNames
 from server.request.parsing import read_float
 
 _Grammar = Annotated[str, Field(min_length=1, max_length=1 << 17)]
@@ -48,6 +49,10 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+    @classmethod
+    def matching(cls, name: str, schema: Schema) -> ResponseFormat:
+        return cls.of(type="json_schema", json_schema=JsonSchema.of(name=name, schema=schema))
 
 
 _WAYS: dict[str, JsonDict] = {
@@ -100,6 +105,10 @@ class Grammar(NamedTuple):
 
     def __bool__(self) -> bool:
         return bool(self.text)
+
+    def renamed(self, names: OwnNames) -> Grammar:
+        fields = ((names.of(path), part) for path, part in self.fields)
+        return self._replace(fields=tuple(fields), ignored=tuple(map(names.of, self.ignored)))
 
 
 def grammar_of(

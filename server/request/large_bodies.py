@@ -103,7 +103,7 @@ def wish_of(body: Body | LargeBody, named: str | None) -> Wish:
 class BodyRoute(APIRoute):
     """Reads a body of JSON, and hands it to the endpoint as the model that its ``body`` is annotated
     with; a large one unread, as ``LargeBody``. The endpoint's other parameters are the request and
-    ``Served``.
+    ``Served``. An endpoint without a ``body`` is FastAPI's own.
 
     FastAPI's own reading knows neither where a body ceases to be JSON, nor large ones. ``needs_type``: a
     body has to be called JSON.
@@ -112,7 +112,9 @@ class BodyRoute(APIRoute):
     needs_type = True
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        kind: type[Body] = get_type_hints(self.endpoint)["body"]
+        kind: type[Body] | None = get_type_hints(self.endpoint).get("body")
+        if kind is None:
+            return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
             try:
@@ -165,6 +167,12 @@ class TableRoute(AnyTypeRoute):
 Result = TypeVar("Result")
 Work = Callable[[Translator, Any], Result]
 """The work on a body that is a model by then; from a module's top, so that it can be sent."""
+
+
+def as_it_is(translator: Translator, body: Any) -> Any:
+    """Returns the model that the body becomes."""
+    del translator
+    return body
 
 
 def _read(translator: Translator, body: Body | LargeBody, work: Work[Result]) -> Result:

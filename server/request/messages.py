@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -226,6 +226,10 @@ class MessageToolCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    @classmethod
+    def to(cls, name: str, arguments: str, call_id: str) -> MessageToolCall:
+        return cls.of(id=call_id, function=CalledFunction.of(name=name, arguments=arguments))
+
 
 class TextPart(Body):
     without_effect: ClassVar[WithoutEffect] = {
@@ -322,6 +326,8 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
+        if len(self.tool_calls or ()) > MAX_TOOLS:  # several of a client's messages may be one here
+            raise refusal("tool_calls", message=f"takes at most {MAX_TOOLS} calls")
         for name in _foreign_to(self.role):
             if getattr(self, name, None):
                 raise refusal(name, message=f"messages of {self.role!r} have no place for it")
@@ -337,14 +343,6 @@ class ChatMessage(Body):
         if name == "content":
             return self.content is not None
         return bool(getattr(self, name))
-
-
-def refuse_foreign_parts(messages: Sequence[ChatMessage], unserved: Collection[str]) -> None:
-    """Raises ApiError 400 for the first content that is not text alone. ``unserved``: the model's parts
-    besides text."""
-    for index, message in enumerate(messages):
-        if isinstance(message.content, ForeignPart):
-            raise message.content.refusal(f"messages.{index}.content", unserved)
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -9,15 +9,25 @@ nothing else of their callers'.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, PlainValidator
 
-from server.errors import ApiError, refused
+from server.errors import refused
 from server.plan import RequestPlan
 from server.request.body import MAX_SEED, SWITCHES, Body, Hint, StopField, WithoutEffect, optional
 from server.request.embeddings import EmbeddingsRequest, plan_embeddings
-from server.request.messages import MAX_TOOLS, TEXT_ONLY, CalledFunction, Tool
+from server.request.grammars import ResponseFormat
+from server.request.messages import (
+    MAX_TOOLS,
+    TEXT_ONLY,
+    CalledFunction,
+    ChatMessage,
+    MessageToolCall,
+    Tool,
+)
+from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
     MAX_COUNT,
@@ -38,7 +48,7 @@ _OWN = ("priority", "timeout", "cache_salt", "user", "metadata", "speculative")
 """Fields of this server, which stand among the options."""
 
 
-_Model = TypeVar("_Model", bound=Body)
+_Asked = ChatRequest | CompletionRequest
 
 
 @sharing(*_OWN)
@@ -66,7 +76,8 @@ class OllamaOptions(Body):
     def for_request(self, models: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a chat or a completion that say the same, but for its length. ``models``:
         defaults that go before Ollama's."""
-        given = {**self.model_dump(exclude={"num_predict"}), "stop": list(self.stop)}
+        given = {**dict(self), "stop": list(self.stop)}
+        del given["num_predict"]
         for name, usual in _USUAL.items():
             if given[name] is None and name not in models:
                 given[name] = usual
@@ -120,10 +131,24 @@ _Duration = Annotated[str, Field(pattern=DURATION, max_length=64)]
 _KeepAlive = Annotated[float | _Duration | None, Hint()]
 
 
+_NAMES = {
+    "max_completion_tokens": "options.num_predict",
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "response_format.json_schema.schema": "format",
+    "response_format": "format",
+    "thinking": "think",
+    _EFFORT: "think",
+    **{name: f"options.{name}" for name in OllamaOptions.model_fields},
+}
+
+
 class _OllamaRequest(Body):
-    """The fields of both. ``asks_by``: the one without which there is nothing to answer."""
+    """The fields of both. ``asks_by``: the one without which there is nothing to answer; ``names``: those
+    of fields of the request that says the same."""
 
     asks_by: ClassVar[str]
+    names: ClassVar[OwnNames] = OwnNames(_NAMES)
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT | {
         "truncate": (False,),
         "shift": (False,),
@@ -150,8 +175,8 @@ class _OllamaRequest(Body):
         """Whether nothing is asked but that the model goes."""
         return self.is_empty and self.keep_alive is not None and seconds_of(self.keep_alive) == 0
 
-    def for_translator(self, translator: Translator) -> ChatRequest | CompletionRequest:
-        """The request that says the same. Raises ApiError 400."""
+    def for_translator(self, translator: Translator) -> tuple[type[_Asked], dict[str, Any]]:
+        """The kind of the request that says the same, and its fields. Raises ApiError 400."""
         raise NotImplementedError
 
     def _for_request(self, translator: Translator) -> dict[str, Any]:
@@ -165,20 +190,17 @@ class _OllamaRequest(Body):
         }
 
     def _for_chat(
-        self, translator: Translator, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-    ) -> ChatRequest:
-        return check(
-            ChatRequest,
-            {
-                **self._for_request(translator),
-                **thinking_fields(self.think, translator),
-                "messages": messages,
-                "tools": tools,
-                "max_completion_tokens": self.options.limit,
-                "logprobs": self.logprobs,
-                "top_logprobs": self.top_logprobs,
-            },
-        )
+        self, translator: Translator, messages: list[ChatMessage], tools: list[Tool] | None = None
+    ) -> tuple[type[_Asked], dict[str, Any]]:
+        return ChatRequest, {
+            **self._for_request(translator),
+            **thinking_fields(self.think, translator),
+            "messages": messages,
+            "tools": tools,
+            "max_completion_tokens": self.options.limit,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
+        }
 
 
 class OllamaChatRequest(_OllamaRequest):
@@ -189,16 +211,15 @@ class OllamaChatRequest(_OllamaRequest):
     messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
 
-    def for_translator(self, translator: Translator) -> ChatRequest:
-        messages = list(_messages(self.messages))
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
-        return self._for_chat(translator, messages, tools)
+    def for_translator(self, translator: Translator) -> tuple[type[_Asked], dict[str, Any]]:
+        return self._for_chat(translator, list(_messages(self.messages)), self.tools)
 
 
 class OllamaGenerateRequest(_OllamaRequest):
     """``POST /api/generate``."""
 
     asks_by: ClassVar[str] = "prompt"
+    names: ClassVar[OwnNames] = OwnNames({**_NAMES, "messages": "prompt", "messages.*": "prompt"})
     unsupported: ClassVar[dict[str, str]] = {
         "images": TEXT_ONLY,
         "template": "the tokenizer's own template is used; with 'raw' the prompt is taken as it is",
@@ -219,27 +240,24 @@ class OllamaGenerateRequest(_OllamaRequest):
     def is_empty(self) -> bool:
         return not (self.prompt or self.suffix)
 
-    def for_translator(self, translator: Translator) -> ChatRequest | CompletionRequest:
+    def for_translator(self, translator: Translator) -> tuple[type[_Asked], dict[str, Any]]:
         if self.raw or self.suffix:
-            return self._for_completion(translator)
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": self.prompt})
-        return self._for_chat(translator, messages, [])
+            return CompletionRequest, self._for_completion(translator)
+        said = {"system": self.system, "user": self.prompt}
+        messages = [ChatMessage.of(role=x, content=said[x]) for x in said if said[x] or x == "user"]
+        return self._for_chat(translator, messages)
 
-    def _for_completion(self, translator: Translator) -> CompletionRequest:
+    def _for_completion(self, translator: Translator) -> dict[str, Any]:
         for name in ("system", "think"):
             if getattr(self, name):
                 raise refused(name, "has no effect with 'raw' or 'suffix'")
-        return check(
-            CompletionRequest,
-            {
-                **self._for_request(translator),
-                "prompt": self.prompt,
-                "suffix": self.suffix,
-                "max_tokens": self.options.limit or -1,
-                "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
-            },
-        )
+        return {
+            **self._for_request(translator),
+            "prompt": self.prompt,
+            "suffix": self.suffix,
+            "max_tokens": self.options.limit or -1,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+        }
 
 
 class OllamaShowRequest(Body):
@@ -264,6 +282,8 @@ class OllamaPullRequest(Body):
 
 
 class _EmbedFields(Body):
+    """``holds``: the field of the texts."""
+
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
     model: str | None = optional("The served model's name, with ':latest' or without.")
@@ -271,26 +291,26 @@ class _EmbedFields(Body):
     truncate: bool | None = optional("Keep what there is room for of a longer text.")
     keep_alive: _KeepAlive = None
     options: OllamaOptions | None = optional("They say nothing of embeddings, and are told.")
+    holds: ClassVar[str]
+
+    @property
+    def texts(self) -> list[str]:
+        given = getattr(self, self.holds)
+        return [given] if isinstance(given, str) else given
 
 
 class OllamaEmbedRequest(_EmbedFields):
     """``POST /api/embed``."""
 
+    holds: ClassVar[str] = "input"
     input: TextsField = Field(description="A text, or a list of texts.")
-
-    @property
-    def texts(self) -> list[str]:
-        return [self.input] if isinstance(self.input, str) else self.input
 
 
 class OllamaEmbeddingsRequest(_EmbedFields):
     """``POST /api/embeddings``, of Ollama's older clients."""
 
+    holds: ClassVar[str] = "prompt"
     prompt: str = Field(min_length=1)
-
-    @property
-    def texts(self) -> list[str]:
-        return [self.prompt]
 
 
 def plan_ollama_embeddings(
@@ -300,20 +320,19 @@ def plan_ollama_embeddings(
     name = known_name(body.model, translator.served_names)
     given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
     given["truncate_prompt_tokens"] = -1 if body.truncate else None
-    try:
-        plan = plan_embeddings(translator, check(EmbeddingsRequest, given), arrival_time)
-    except ApiError as error:
-        is_old = isinstance(body, OllamaEmbeddingsRequest) and error.param == "input"
-        raise error.about("prompt") if is_old else error from error
+    asked = check(EmbeddingsRequest, given, OwnNames({"input": body.holds}))
+    plan = plan_embeddings(translator, asked, arrival_time, body.holds)
     options = () if body.options is None else sorted(body.options.model_fields_set)
     ignored = [f"options.{each}" for each in options]
-    repeated = {"model": body.model or translator.model_name}
-    return plan.in_words_of(str, [*ignored, *_ignored(body, translator)], repeated)
+    return _as_called(plan.ignoring(ignored), body, translator)
 
 
-def _ignored(body: Body, translator: Translator) -> list[str]:
-    """The hints that nothing comes of."""
-    return [each for each in body.ignored() if each != "keep_alive" or not translator.may_go]
+def _as_called(
+    plan: RequestPlan, body: _OllamaRequest | _EmbedFields, translator: Translator
+) -> RequestPlan:
+    """The plan with the client's name of the model, and the hints that nothing comes of."""
+    hints = (each for each in body.ignored() if each != "keep_alive" or not translator.may_go)
+    return replace(plan.ignoring(hints), model=body.model or translator.model_name)
 
 
 def known_name(name: str | None, served: Iterable[str]) -> str | None:
@@ -345,42 +364,35 @@ def thinking_fields(think: bool | str | None, translator: Translator) -> dict[st
     return {"thinking": bool(think), _EFFORT: level, **shows}
 
 
-def _response_format(wanted: str | dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(wanted: str | dict[str, Any] | None) -> ResponseFormat | None:
     if isinstance(wanted, dict):
-        return {"type": "json_schema", "json_schema": {"name": "format", "schema": wanted}}
-    return {"type": "json_object"} if wanted else None
+        return ResponseFormat.matching("format", wanted)
+    return ResponseFormat.of(type="json_object") if wanted else None
 
 
-def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
+def _messages(messages: Sequence[OllamaMessage]) -> Iterator[ChatMessage]:
     """The messages of a chat that say the same: calls have ids, and what tools say names them. Raises
     ApiError 400."""
     # (id, name) of calls that nothing has answered yet.
     unanswered: list[tuple[str, str]] = []
     for index, message in enumerate(messages):
         field = f"messages.{index}"
+        calls = [
+            MessageToolCall.of(id=call.id or f"call_{index}_{place}", function=call.function)
+            for place, call in enumerate(message.tool_calls or ())
+        ]
+        unanswered += [(each.id, each.function.name) for each in calls]
         told: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.thinking:
-            told["reasoning_content"] = message.thinking
-        if message.tool_calls:
-            told["tool_calls"] = [
-                _call(call, f"call_{index}_{place}")
-                for place, call in enumerate(message.tool_calls)
-            ]
-            unanswered += [(each["id"], each["function"]["name"]) for each in told["tool_calls"]]
+        told |= {"reasoning_content": message.thinking or None, "tool_calls": calls or None}
         if message.role == "tool":
             told["tool_call_id"] = _answered(message, unanswered, field)
         else:
-            told |= {"name": message.name} if message.name else {}
+            told["name"] = message.name or None
             for name in ("tool_name", "tool_call_id"):
                 if getattr(message, name):
                     reason = f": messages of {message.role!r} have no place for it"
                     raise refused(f"{field}.{name}", reason)
-        yield told
-
-
-def _call(call: OllamaToolCall, own_id: str) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    return {"id": call.id or own_id, "type": "function", "function": function}
+        yield ChatMessage.of(**told)
 
 
 def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], field: str) -> str:
@@ -394,44 +406,12 @@ def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], field: 
     raise refused(f"{field}.{at_fault}", ": no message before this one has such a call to answer")
 
 
-_RENAMED = {
-    "max_completion_tokens": "options.num_predict",
-    "max_tokens": "options.num_predict",
-    "repetition_penalty": "options.repeat_penalty",
-    "response_format.json_schema.schema": "format",
-    "response_format": "format",
-    "thinking": "think",
-    _EFFORT: "think",
-    **{name: f"options.{name}" for name in OllamaOptions.model_fields},
-}
-
-
 def plan_ollama(
     translator: Translator, body: OllamaChatRequest | OllamaGenerateRequest, arrival_time: float
 ) -> RequestPlan:
-    """``Translator.plan`` for the request that says the same. Raises ApiError in the words of
-    this one."""
+    """``Translator.plan`` for the request that says the same. Raises ApiError."""
     if body.is_empty:
         raise refused(body.asks_by, "is missing")
-    try:
-        plan = translator.plan(body.for_translator(translator), arrival_time)
-    except ApiError as error:
-        raise _in_own_words(error, body) from error
-    name = body.model or translator.model_name
-    return plan.in_words_of(_own_name, _ignored(body, translator), {"model": name})
-
-
-def _in_own_words(error: ApiError, body: OllamaChatRequest | OllamaGenerateRequest) -> ApiError:
-    """A refusal of the other request, with the field of this one that is at fault."""
-    param = error.param or ""
-    if param.startswith("messages") and isinstance(body, OllamaGenerateRequest):
-        return error.about("prompt")
-    return error.about(_own_name(param)) if param else error
-
-
-def _own_name(param: str) -> str:
-    """The field of this request that became one of the other's."""
-    for name, own in _RENAMED.items():
-        if param == name or param.startswith(f"{name}."):
-            return own + ("" if own == "think" else param.removeprefix(name))
-    return param
+    kind, given = body.for_translator(translator)
+    plan = translator.plan(check(kind, given, body.names), arrival_time, body.names)
+    return _as_called(plan, body, translator)

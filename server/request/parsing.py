@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from server.errors import ApiError, bad_request, clip, from_validation
 from server.request.body import DROPS_UNKNOWN
+from server.request.own_names import SAME, OwnNames
 
 MAX_CONTENT_TYPE_CHARS = 60
 Model = TypeVar("Model", bound=BaseModel)
@@ -46,12 +47,13 @@ def parse(kind: type[Model], content: bytes, *, drops_unknown: bool = False) -> 
         DROPS_UNKNOWN.reset(before)
 
 
-def check(kind: type[Model], data: dict[str, Any]) -> Model:
-    """The same of what was read already. Raises ApiError 400."""
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_input=False)) from error
+def check(kind: type[Model], data: dict[str, Any], names: OwnNames = SAME) -> Model:
+    """The same of what was read already. Raises ApiError 400 with these names of the fields at fault."""
+    with names.in_refusals():
+        try:
+            return kind.model_validate(data)
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False, include_input=False)) from error
 
 
 def _read_json(content: bytes) -> dict[str, Any]:

@@ -5,40 +5,16 @@ Tools that other servers run are left aside. A tool whose input is a text is a f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, JsonValue, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import ConfigDict, Field, JsonValue, PlainValidator, WithJsonSchema
 
 from server.errors import refused
-from server.request.body import Body, Hint, WithoutEffect, refusal
+from server.request.body import Body, Hint, WithoutEffect
+from server.request.kinds import Kinds, any_of, each_of, one_of, parse_as
 from server.request.messages import MAX_TOOLS, NAME_PATTERN, FunctionDefinition
-
-Kinds = Mapping[str, type[Body]]
-"""The models of objects, by their ``type``."""
-
-
-def parse_as(kinds: Kinds, value: object, default: str = "", at: Sequence[int] = ()) -> Any:
-    kind = value.get("type", default) if isinstance(value, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
-        raise refusal(*at, "type", message=f"must be an object of type {', '.join(kinds)}")
-    try:
-        return kinds[kind].model_validate(value)
-    except ValidationError as error:
-        # Where a text or parts may stand, what is wrong with the parts says more.
-        found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
-        place = [each for each in found["loc"] if each != "str" and "list[" not in str(each)]
-        raise refusal(*at, *place, message=str(found["msg"])) from error
-
-
-def parse_each(kinds: Kinds, value: object, default: str = "", most: int = MAX_TOOLS) -> Any:
-    if not isinstance(value, list):
-        raise ValueError("must be a list")
-    if len(value) > most:
-        raise ValueError(f"takes at most {most} items")
-    return [parse_as(kinds, each, default, [index]) for index, each in enumerate(value)]
 
 
 def qualified(name: str, namespace: str | None) -> str:
@@ -59,8 +35,8 @@ class FunctionTool(FunctionDefinition):
 
     type: Literal["function"]
 
-    def shown(self) -> dict[str, Any]:
-        return self.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
+    def shown(self) -> FunctionDefinition:
+        return self
 
 
 class TextFormat(Body):
@@ -76,12 +52,6 @@ class GrammarFormat(Body):
     definition: str = Field(min_length=1, max_length=1 << 17)
 
 
-_InputFormat = PlainValidator(
-    partial(parse_as, {"text": TextFormat, "grammar": GrammarFormat}),
-    json_schema_input_type=TextFormat | GrammarFormat,
-)
-
-
 class CustomTool(Body):
     """A tool whose input is a text: to the model a function with that one argument."""
 
@@ -90,9 +60,9 @@ class CustomTool(Body):
     type: Literal["custom"]
     name: str = Field(pattern=NAME_PATTERN)
     description: str | None = None
-    format: Annotated[Any, _InputFormat] = None
+    format: Annotated[Any, one_of({"text": TextFormat, "grammar": GrammarFormat})] = None
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> FunctionDefinition:
         said, text, is_regex = self.description or "", {"type": "string"}, False
         if isinstance(self.format, GrammarFormat):
             is_regex = self.format.syntax == "regex"
@@ -100,7 +70,7 @@ class CustomTool(Body):
             text |= {"pattern": f"^(?:{self.format.definition})$"} if is_regex else {}
         schema: dict[str, Any] = {"properties": {"input": text}, "required": ["input"]}
         schema |= {"type": "object", "additionalProperties": False}
-        return {"description": said.strip(), "parameters": schema, "strict": is_regex}
+        return FunctionDefinition.of(description=said.strip(), parameters=schema, strict=is_regex)
 
 
 _CALLABLE: dict[str, type[Body]] = {"function": FunctionTool, "custom": CustomTool}
@@ -112,12 +82,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: str = Field(pattern=NAME_PATTERN)
     description: str | None = None
-    tools: Annotated[
-        Any,
-        PlainValidator(
-            partial(parse_each, _CALLABLE), json_schema_input_type=list[FunctionTool | CustomTool]
-        ),
-    ]
+    tools: Annotated[Any, each_of(_CALLABLE)]
 
 
 _HOSTED = (  # noqa: SIM905
@@ -135,9 +100,8 @@ class HostedTool(Body):
     type: Annotated[str, WithJsonSchema({"enum": _HOSTED})]
 
 
-_Tool = FunctionTool | CustomTool | NamespaceTool | HostedTool
 _TOOLS: Kinds = {**_CALLABLE, "namespace": NamespaceTool, **dict.fromkeys(_HOSTED, HostedTool)}
-TOOLS_FIELD = PlainValidator(partial(parse_each, _TOOLS), json_schema_input_type=list[_Tool])
+TOOLS_FIELD = each_of(_TOOLS)
 
 
 class NamedTool(Body):
@@ -170,18 +134,16 @@ def _parse_choice(value: object) -> Any:
 
 
 CHOICE_FIELD = PlainValidator(
-    _parse_choice,
-    json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    _parse_choice, json_schema_input_type=Literal["none", "auto", "required"] | any_of(_CHOICES)
 )
 
 
 class ShownTool(NamedTuple):
-    """A tool as the model is shown it. ``place``: the tool's field; ``schema``: that of its arguments'
-    form; ``call``: what an item that calls it begins with."""
+    """A tool as the model is shown it. ``place``: the tool's field; ``call``: what an item that calls it
+    begins with."""
 
-    shown: dict[str, Any]
+    shown: FunctionDefinition
     place: str
-    schema: str
     call: dict[str, str]
 
     @classmethod
@@ -189,14 +151,25 @@ class ShownTool(NamedTuple):
         cls, tool: FunctionTool | CustomTool, place: str, group: NamespaceTool | None, about: str
     ) -> ShownTool:
         """``about``: what is said before the tool's own description."""
-        kind, schema = "function_call", f"{place}.parameters"
-        if isinstance(tool, CustomTool):
-            kind, schema = "custom_tool_call", f"{place}.format.definition"
+        kind = "custom_tool_call" if isinstance(tool, CustomTool) else "function_call"
         namespace = None if group is None else group.name
         call = {"type": kind, "name": tool.name} | ({"namespace": namespace} if namespace else {})
-        shown = tool.shown() | {"name": qualified(tool.name, namespace)}
-        shown["description"] = f"{about}\n\n{shown.get('description', '')}".strip()
-        return cls(shown, place, schema, call)
+        shown = FunctionDefinition.of(
+            name=qualified(tool.name, namespace),
+            description=f"{about}\n\n{tool.shown().description or ''}".strip(),
+            parameters=tool.shown().parameters,
+            strict=tool.shown().strict,
+        )
+        return cls(shown, place, call)
+
+    def names(self, tool: str) -> dict[str, str]:
+        """The paths of its fields by those of the chat's ``tool``."""
+        found = {f"{tool}.function": self.place}
+        if self.call["type"] == "custom_tool_call":
+            # The schema around a pattern is of our making.
+            schema = f"{tool}.function.parameters"
+            found |= dict.fromkeys((schema, f"{schema}.*"), f"{self.place}.format.definition")
+        return found
 
     def is_called(self, name: object) -> bool:
         """Whether that is its own name, or its namespace's."""

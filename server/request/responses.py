@@ -7,8 +7,8 @@ into the next as it is, and so does what other servers and their tools left ther
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MaxLen, MinLen
@@ -24,11 +24,13 @@ from pydantic import (
 
 from engine.request.params import SamplingParams
 from server.errors import ApiError, bad_request, clip, refused
-from server.plan import RequestPlan
+from server.plan import OfResponse, RequestPlan
 from server.request.body import Body, WithoutEffect, optional
-from server.request.foreign_parts import ForeignPart, find_foreign_part
-from server.request.grammars import Schema
-from server.request.messages import NAME_PATTERN, ArgumentsField, text_of
+from server.request.foreign_parts import find_foreign_part, refuse_foreign_parts
+from server.request.grammars import JsonSchema, ResponseFormat, Schema
+from server.request.kinds import Kinds, any_of, one_of, parse_as, parse_each
+from server.request.messages import ArgumentsField, ChatMessage, MessageToolCall, Tool, text_of
+from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
     TOKEN_LIMIT,
@@ -45,12 +47,9 @@ from server.request.response_tools import (
     TOOLS_FIELD,
     AllowedTools,
     HostedTool,
-    Kinds,
     NamedTool,
     ShownTool,
     TextFormat,
-    parse_as,
-    parse_each,
     qualified,
     shown_tools,
 )
@@ -83,7 +82,7 @@ _Content = Annotated[str | list[InputTextPart], WrapValidator(_parse_parts)]
 
 
 class _Item(Body):
-    """The fields of all items. ``for_chat`` returns the message of a chat that says the same."""
+    """The fields of all items. ``for_chat`` returns those of the message of a chat that says the same."""
 
     without_effect: ClassVar[WithoutEffect] = {"name": (), "phase": ()}
 
@@ -202,8 +201,7 @@ class ForeignItem(_Item):
 
 
 def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "tool_calls": [call]}
+    return {"role": "assistant", "tool_calls": [MessageToolCall.to(name, arguments, call_id)]}
 
 
 _ITEMS: Kinds = {
@@ -227,32 +225,24 @@ def _parse_input(value: object) -> Any:
     return parse_each(_ITEMS, value, "message", MAX_ITEMS)
 
 
-_OfCall = InputCall | InputCustomCall | InputCallOutput | ForeignItem
-_Items = Annotated[
-    list[InputMessage | InputReasoning | ItemReference | _OfCall], MinLen(1), MaxLen(MAX_ITEMS)
-]
+_AnyItem = any_of(_ITEMS)
+_Items = Annotated[list[_AnyItem], MinLen(1), MaxLen(MAX_ITEMS)]  # type: ignore[valid-type]
 InputField = Annotated[Any, PlainValidator(_parse_input, json_schema_input_type=str | _Items)]
 
 
 # --- the request ---
 
 
-class SchemaFormat(Body):
+class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
-    name: str = Field(pattern=NAME_PATTERN)
-    description: str | None = Field(default=None, max_length=4096)
     schema_: Schema = Field(alias="schema")
-    strict: bool | None = None
 
 
 _FORMATS: Kinds = {"text": TextFormat, "json_object": TextFormat, "json_schema": SchemaFormat}
-_OutputFormat = PlainValidator(
-    partial(parse_as, _FORMATS), json_schema_input_type=TextFormat | SchemaFormat
-)
 
 
 class TextConfig(Body):
-    format: Annotated[Any, _OutputFormat] = None
+    format: Annotated[Any, one_of(_FORMATS)] = None
     verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
 
 
@@ -303,8 +293,10 @@ class ResponsesRequest(CommonFields):
         own = (x.found(known) if isinstance(x, ItemReference) else x for x in self.input)
         return [*(parse_as(_ITEMS, each, "message") for each in before), *own]
 
-    def for_chat(self, items: Sequence[_Item], functions: Sequence[ShownTool]) -> ChatRequest:
-        """The chat request that says the same. Raises ApiError 400, in the chat's words."""
+    def for_chat(
+        self, items: Sequence[_Item], functions: Sequence[ShownTool], names: OwnNames
+    ) -> ChatRequest:
+        """The chat request that says the same. ``names``: of its fields here. Raises ApiError 400."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "needs 'stream': true")
         messages = _messages(self.instructions, items)
@@ -315,7 +307,7 @@ class ResponsesRequest(CommonFields):
             **{name: getattr(self, name) for name in CommonFields.model_fields},
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [{"type": "function", "function": each.shown} for each in functions],
+            "tools": [Tool.of(function=each.shown) for each in functions],
             "tool_choice": choice.for_chat()
             if isinstance(choice, NamedTool | AllowedTools)
             else choice,
@@ -324,12 +316,12 @@ class ResponsesRequest(CommonFields):
             "reasoning": self.reasoning,
         }
         if self.text is not None and self.text.format is not None:
-            form = self.text.format.model_dump(by_alias=True, exclude_none=True)
-            kind = form.pop("type")
-            given["response_format"] = {"type": kind} | ({"json_schema": form} if form else {})
+            form = self.text.format
+            schema = form if isinstance(form, SchemaFormat) else None
+            given["response_format"] = ResponseFormat.of(type=form.type, json_schema=schema)
         if self.text is not None:
             given["verbosity"] = self.text.verbosity
-        return check(ChatRequest, given)
+        return check(ChatRequest, given, names)
 
     def repeated(self, sampling: SamplingParams) -> dict[str, JsonValue]:
         """Returns the fields that a response repeats. ``sampling``: what became of its fields."""
@@ -365,7 +357,7 @@ _AS_THEY_ARE = (
 )
 
 
-def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, items: Sequence[_Item]) -> list[ChatMessage]:
     """Reasoning, text and calls of one turn are one message of the assistant."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
@@ -379,11 +371,12 @@ def _messages(instructions: str | None, items: Sequence[_Item]) -> list[dict[str
             last |= message | ({"tool_calls": calls} if calls else {})
         elif any(message.keys() - {"role"}):
             messages.append(message)
-    return messages
+    return [ChatMessage.of(**each) for each in messages]
 
 
-_RENAMED = {
-    "messages": "input",
+_NAMES = {
+    # Messages and items are not the same in number.
+    **dict.fromkeys(("messages", "messages.*"), "input"),
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -401,47 +394,21 @@ def references(_: Translator, body: ResponsesRequest) -> list[str]:
 def plan_response(
     translator: Translator, body: ResponsesRequest, arrival_time: float, *, known: Known
 ) -> RequestPlan:
-    """``Translator.plan`` for the chat request that says the same. Raises ApiError in the words of this
-    one."""
-    _refuse_foreign_parts(body.input, translator.info.unserved)
+    """``Translator.plan`` for the chat request that says the same. Raises ApiError."""
+    refuse_foreign_parts(body.input, "input", translator.info.unserved)
     items, functions = body.items(known), shown_tools(body.tools or [], body.tool_choice)
-    own = partial(_own_name, functions)
-    try:
-        plan = translator.plan(body.for_chat(items, functions), arrival_time)
-    except ApiError as error:
-        raise (error.about(own(error.param)) if error.param else error) from error
+    paths = dict(_NAMES)
+    for index, each in enumerate(functions):
+        paths |= each.names(f"tools.{index}")
+    names = OwnNames(paths)
+    plan = translator.plan(body.for_chat(items, functions, names), arrival_time, names)
     unseen = [each for each in body.input if isinstance(each, ForeignItem)]
     ignored = [*body.ignored()]
     ignored += [f"input.{each.type}" for each in unseen if not each.for_chat().keys() - {"role"}]
     ignored += [f"tools.{each.type}" for each in body.tools or [] if isinstance(each, HostedTool)]
-    repeated = {
-        "response": body.repeated(plan.choices[0].request.sampling),
-        "calls": {each.shown["name"]: each.call for each in functions},
-        "items": [each.model_dump(by_alias=True, exclude_none=True) for each in items],
-    }
-    return plan.in_words_of(own, ignored, repeated)
-
-
-def _refuse_foreign_parts(items: Sequence[_Item], unserved: Collection[str]) -> None:
-    for index, item in enumerate(items):
-        for name in ("content", "output"):
-            found = getattr(item, name, None)
-            if isinstance(found, ForeignPart):
-                raise found.refusal(f"input.{index}.{name}", unserved)
-
-
-def _own_name(functions: Sequence[ShownTool], param: str) -> str:
-    """The field of this request that became the chat request's."""
-    if param.startswith("tools."):
-        _, index, *within = param.split(".")
-        own, field = functions[int(index)], ".".join(within).removeprefix("function.")
-        if not field.startswith("parameters"):
-            return f"{own.place}.{field}"
-        # The schema around a pattern is of our making.
-        is_own = own.schema.endswith(".parameters")
-        return own.schema + field.removeprefix("parameters") if is_own else own.schema
-    for name, new in _RENAMED.items():
-        if param == name or param.startswith(f"{name}."):
-            # Messages and items are not the same in number.
-            return new if name == "messages" else new + param.removeprefix(name)
-    return param
+    response = OfResponse(
+        repeated=body.repeated(plan.choices[0].request.sampling),
+        items=[each.model_dump(by_alias=True, exclude_none=True) for each in items],
+        calls={each.shown.name: each.call for each in functions},
+    )
+    return replace(plan, response=response).ignoring(ignored)

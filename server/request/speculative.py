@@ -28,8 +28,9 @@ from drafters.options import (
 from engine.request.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
-from server.errors import ApiError
+from server.errors import RefusalError
 from server.request.body import Body, described_by, integral, optional
+from server.request.own_names import OwnNames
 
 PREDICTION_DRAFTER = "prediction"
 _BUILT_IN = SpeculativeParams()
@@ -93,13 +94,8 @@ class SpeculativeCaps(Body):
         return self.model_dump(exclude_unset=True)
 
 
-class UnfitSpeculationError(ApiError, ValueError):
+class UnfitSpeculationError(RefusalError, ValueError):
     """A field that the engine, the caps or other fields rule out. To an operator it is a ValueError."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(400, f"{field} {reason}", param=field, code="invalid_value")
-        self.field = field
-        self.reason = reason
 
 
 class SpeculativeChange(Body):
@@ -107,6 +103,9 @@ class SpeculativeChange(Body):
 
     defaults: SpeculativeField | None = None
     caps: SpeculativeCaps | None = None
+
+
+_OF_CHANGES = OwnNames({"speculative": "defaults", "speculative_caps": "caps"})
 
 
 class SpeculativeResolver:
@@ -127,7 +126,7 @@ class SpeculativeResolver:
         unknown = sorted(set(wanted or ()) - set(info.drafters))
         if unknown:
             reason = f"name a drafter that is not loaded: {unknown[0]}"
-            raise UnfitSpeculationError("speculative_caps.draft_strategies", reason)
+            raise UnfitSpeculationError(("speculative_caps.draft_strategies", reason))
         self.allowed = [
             name for name in info.drafters if name == NO_DRAFTER or wanted is None or name in wanted
         ]
@@ -146,14 +145,10 @@ class SpeculativeResolver:
             defaults = defaults | change.defaults.given()
         if change.caps is not None:
             caps = caps | change.caps.given()
-        try:
+        with _OF_CHANGES.in_refusals():
             return SpeculativeResolver(
                 self.info, SpeculativeField(**defaults), SpeculativeCaps(**caps)
             )
-        except UnfitSpeculationError as error:
-            group, _, name = error.field.partition(".")
-            own = "defaults" if group == "speculative" else "caps"
-            raise UnfitSpeculationError(f"{own}.{name}", error.reason) from error
 
     def held_to(self, drafters: Sequence[str] | None) -> SpeculativeResolver:
         """Returns what serves requests that may have these drafters only, and plain decoding; None: any.
@@ -248,7 +243,7 @@ class SpeculativeResolver:
             able = (
                 f"one of: {', '.join(takers)}" if takers else "one that this server does not offer"
             )
-            raise UnfitSpeculationError("prediction", f"needs another draft_strategy: {able}")
+            raise UnfitSpeculationError(("prediction", f"needs another draft_strategy: {able}"))
         return self.info.drafters[name]
 
     def _drafter_options(
@@ -355,7 +350,7 @@ of ``SpeculativeResolver.changed``."""
 
 
 def _refuse(name: str, reason: str) -> UnfitSpeculationError:
-    return UnfitSpeculationError(f"speculative.{name}", reason)
+    return UnfitSpeculationError((f"speculative.{name}", reason))
 
 
 def _no_effect(name: str, where: str) -> UnfitSpeculationError:

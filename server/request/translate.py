@@ -20,15 +20,11 @@ from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
 from server.request.body import MAX_SEED
+from server.request.foreign_parts import refuse_foreign_parts
 from server.request.grammars import Grammar, grammar_of
 from server.request.message_formats import MessageFormats
-from server.request.messages import (
-    Tool,
-    refuse_foreign_parts,
-    template_messages,
-    template_tools,
-    text_of,
-)
+from server.request.messages import Tool, template_messages, template_tools, text_of
+from server.request.own_names import SAME, OwnNames
 from server.request.prompts import Prompts
 from server.request.protocol import (
     ChatRequest,
@@ -107,14 +103,26 @@ class Translator:
         self,
         body: CompletionRequest | ChatRequest,
         arrival_time: float,
+        names: OwnNames = SAME,
         max_choices: int | None = None,
     ) -> RequestPlan:
-        """Returns what the engine is to write and how. ``max_choices``: in the place of the server's.
-        Raises ApiError."""
+        """Returns what the engine is to write and how. ``names``: the client's, of this body's fields;
+        ``max_choices``: in the place of the server's. Raises ApiError."""
+        with names.in_refusals():
+            return self._plan(body, arrival_time, names, max_choices)
+
+    def _plan(
+        self,
+        body: CompletionRequest | ChatRequest,
+        arrival_time: float,
+        names: OwnNames,
+        max_choices: int | None,
+    ) -> RequestPlan:
         num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
         self._check(body, num_prompts, max_choices or self._max_choices)
         prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
         text, grammar = self._text(body, prompts[0][0])
+        grammar = grammar.renamed(names)
         _check_agreement(body, grammar)
         speculative = self.resolver.resolve(body.speculative, body.prediction is not None)
         request_id = uuid.uuid4().hex
@@ -122,13 +130,16 @@ class Translator:
         requests = self._requests(body, token_ids, grammar, speculative, request_id, arrival_time)
         streaming = body.stream_options or StreamOptions()
         choices = (ChoicePlan(index, request, text) for index, request in enumerate(requests))
+        ignored = map(names.of, self._ignored(body, max(map(len, token_ids))))
         return RequestPlan(
             request_id=request_id,
             created=int(time.time()),
+            model=body.model or self.model_name,
             n=body.n,
             choices=tuple(choices),
             beginnings=_beginnings(body, [prompt for prompt, _ in prompts]),
             echo=body.echo and isinstance(body, CompletionRequest),
+            limit=body.limit[1],
             stream=body.stream,
             include_usage=streaming.include_usage,
             # As in vLLM it has no effect alone.
@@ -142,13 +153,15 @@ class Translator:
             cache_salt=body.cache_salt or "",
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
-            ignored=tuple(
-                dict.fromkeys((*self._ignored(body, max(map(len, token_ids))), *grammar.ignored))
-            ),
+            ignored=tuple(dict.fromkeys((*ignored, *grammar.ignored))),
         )
 
-    def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Raises ApiError."""
+    def tokenize(self, body: TokenizeRequest, names: OwnNames = SAME) -> list[int]:
+        """Raises ApiError with the client's ``names``."""
+        with names.in_refusals():
+            return self._tokens(body)
+
+    def _tokens(self, body: TokenizeRequest) -> list[int]:
         self.check_model(body.model)
         is_prompt = body.prompt is not None
         if is_prompt == (body.messages is not None):
@@ -156,7 +169,7 @@ class Translator:
         adds = is_prompt if body.add_special_tokens is None else body.add_special_tokens
         allows = is_prompt if body.allow_special_tokens is None else body.allow_special_tokens
         if not is_prompt:
-            refuse_foreign_parts(body.messages or (), self.info.unserved)
+            refuse_foreign_parts(body.messages, "messages", self.info.unserved)
             text = self._render(body, body.tools or (), allows)
             return self._prompts.encode("messages", text, adds)
         for name in (*TemplateFields.model_fields, "tools"):
@@ -209,7 +222,7 @@ class Translator:
             raise refused("max_tokens", "contradicts max_completion_tokens")
         if body.echo and body.messages[-1].role != "assistant":
             raise refused("echo", "needs a last message that is the assistant's")
-        refuse_foreign_parts(body.messages, self.info.unserved)
+        refuse_foreign_parts(body.messages, "messages", self.info.unserved)
         kept = self._kept(body)
         self.formats.check(body)
         text = self._render(body, body.shown_tools, body.allow_special_tokens)
