@@ -42,15 +42,10 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 5
 """The engine gives up after so many failed steps in a row."""
-_SAVED_AT_ONCE = 8
-"""Blocks that are copied while nothing is asked, before the inbox is looked into again: a millisecond
-or so."""
-_WAIT_FOR_TIER = 0.01
 _LEAST_MASK_SECONDS = 0.005
 _LEAST_SHARE = 0.0002
 _GROWTH = 1.05
 """Of the time for masks from step to step: one slow forward says little of the next."""
-_SAVE_SECONDS = 5.0
 _FATAL = (MemoryError, torch.AcceleratorError, RanksError)
 """The process's memory, the device's state or another rank is gone: every later step would break as well.
 A device or an allocator that has no room for one step's tensors (``OutOfMemoryError``, ``RuntimeError``)
@@ -462,28 +457,6 @@ class EngineCore:
         """Send what the step published and evicted."""
         if self.kv_events is not None:
             self.kv_events.flush()
-
-    # --- while nothing is asked, and at the end ---
-
-    def tidy(self) -> float | None:
-        """Copy a few cached blocks to where they outlive memory. Returns after how many seconds to do
-        it again if nothing has come in by then; None: nothing is left to copy."""
-        if self.pool.tier is None or not self.pool.save(_SAVED_AT_ONCE):
-            return None
-        return 0.0 if all(tier.is_ready for tier in self.pool.tiers) else _WAIT_FOR_TIER
-
-    def save_cache(self) -> None:
-        """Copy what is cached to where it outlives the process, as far as some seconds reach. Nothing
-        runs any more."""
-        if self.pool.tier is None or not self.pool.tier.is_lasting:
-            return
-        self.pool.save_anew()
-        deadline = time.monotonic() + _SAVE_SECONDS
-        while (wait := self.tidy()) is not None:
-            if time.monotonic() > deadline:
-                logger.warning("not all of the prefix cache was saved in %.0f s", _SAVE_SECONDS)
-                return
-            time.sleep(wait)
 
     def close(self) -> None:
         """The core is not used any more."""

@@ -31,6 +31,7 @@ from engine.request.params import GenerationRequest, Tenant
 from engine.schedule.limits import TenantLimits
 from engine.schedule.request import Request
 from engine.speculation.gamma import gamma_policy_names
+from kvpool.saving import save_all, save_some
 
 if TYPE_CHECKING:
     # With it comes the model's room, which a process that only begins has no use for.
@@ -170,7 +171,7 @@ class EngineRuntime:
             events.start()
         try:
             self._step_on(post)
-            self.core.save_cache()
+            save_all(self.core.pool)
         finally:
             self.core.close()
             if events is not None:
@@ -206,7 +207,7 @@ class EngineRuntime:
             self.pulse.rest()
         has_tidied = False
         while True:
-            wait = self.core.tidy() if block else None
+            wait = save_some(self.core.pool) if block else None
             if block and wait is None and has_tidied:
                 post(StepResult(stats=self.core.gauges(num_steps=0)))
             has_tidied = wait is not None

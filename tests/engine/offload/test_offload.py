@@ -14,6 +14,7 @@ from engine.core import EngineCore
 from engine.model.runner import ModelRunner
 from engine.offload.rows import BlockRows, parts_of
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from kvpool.saving import save_all, save_some
 from kvpool.slot_file import SlotFile
 from kvpool.tier import BlockTier, MemorySlots
 from worlds.engine_harness import Driver, Setup, circle_prompt, drafting, request, traces_of
@@ -69,12 +70,12 @@ def ask(
 
 def tidied(core: EngineCore) -> None:
     """As the engine does while nothing is asked."""
-    while core.tidy() is not None:
+    while save_some(core.pool) is not None:
         core.pool.check_integrity()
 
 
 def ended(core: EngineCore) -> None:
-    core.save_cache()
+    save_all(core.pool)
     core.close()
 
 
@@ -285,7 +286,7 @@ def test_a_failed_step_forgets_what_is_in_memory_and_keeps_what_was_copied(
 def test_without_a_tier_nothing_is_done(target: EveryDrafterTarget) -> None:
     core = target.core(Setup(max_num_batched_tokens=256))
     Driver(core).run(ask("a", LONG))
-    assert core.tidy() is None
+    assert save_some(core.pool) is None
     assert not core.pool._unsaved
     assert core.gauges().offload_blocks == 0
     core.close()
