@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from drafters.compiled import Loop
+from compiled.loops import Loop
 from drafters.copying.candidate_loops import FEW_CANDIDATES, MAX_ENDS, find_candidates
 from drafters.copying.correction_loops import (
     close_corrections,
@@ -185,4 +185,4 @@ def _extend(s: State, end: int) -> int:
     return 0
 
 
-extend_alignment = Loop(_extend, State, int)
+extend_alignment = Loop(_extend)

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import njit
 
-from drafters.compiled import Loop
+from compiled.loops import Loop
 from drafters.copying.index_loops import hash_tokens
 from drafters.merged.records import Rows, Seen
 
@@ -151,4 +151,4 @@ def _move(before: Rows, rows: Rows) -> int:
     return 0
 
 
-move_rows = Loop(_move, Rows, Rows)
+move_rows = Loop(_move)

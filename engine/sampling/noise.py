@@ -28,7 +28,7 @@ import math
 import struct
 from collections.abc import Sequence
 
-from engine.noise_numbers import (
+from compiled.noise_numbers import (
     GOLDEN,
     GROUP_COUNTER,
     GROUP_TOKENS,

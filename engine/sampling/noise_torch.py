@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.noise_numbers import (
+from compiled.noise_numbers import (
     GOLDEN,
     GROUP_COUNTER,
     GROUP_TOKENS,
