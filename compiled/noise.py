@@ -8,20 +8,10 @@ import math
 import numpy as np
 from numba import njit
 
-from compiled.noise_numbers import (
-    GOLDEN,
-    GROUP_COUNTER,
-    GROUP_TOKENS,
-    MANTISSA_BITS,
-    MIX1,
-    MIX2,
-    TILE_TOKENS,
-    UNIT,
-    signed,
-)
+from compiled import noise_numbers as n
 
-_GOLDEN, _MIX1, _MIX2 = signed(GOLDEN), signed(MIX1), signed(MIX2)
-_MANTISSA = (1 << MANTISSA_BITS) - 1
+_GOLDEN, _MIX1, _MIX2 = n.signed(n.GOLDEN), n.signed(n.MIX1), n.signed(n.MIX2)
+_MANTISSA = (1 << n.MANTISSA_BITS) - 1
 
 
 @njit(inline="always")
@@ -36,20 +26,20 @@ def hash_of(state: int, counter: int) -> int:
 @njit(inline="always")
 def unit_of(bits: int) -> float:
     """From the upper 52 bits, times 2**52: within (0, 2**52)."""
-    return float((bits >> (64 - MANTISSA_BITS)) & _MANTISSA) + 0.5
+    return float((bits >> (64 - n.MANTISSA_BITS)) & _MANTISSA) + 0.5
 
 
 @njit
 def exponential_of(bits: int) -> float:
-    return -math.log1p(-(unit_of(bits) * UNIT))
+    return -math.log1p(-(unit_of(bits) * n.UNIT))
 
 
 @njit
 def noise_of(state: int, token: int) -> float:
     """The noise of one token; ``state``: the hash of the request's key and the position."""
-    group = token // TILE_TOKENS * GROUP_TOKENS + token % GROUP_TOKENS
-    bits = hash_of(state, group + GROUP_COUNTER)
-    arrival = exponential_of(bits) / GROUP_TOKENS
-    if token // GROUP_TOKENS % GROUP_TOKENS != bits & (GROUP_TOKENS - 1):
+    group = token // n.TILE_TOKENS * n.GROUP_TOKENS + token % n.GROUP_TOKENS
+    bits = hash_of(state, group + n.GROUP_COUNTER)
+    arrival = exponential_of(bits) / n.GROUP_TOKENS
+    if token // n.GROUP_TOKENS % n.GROUP_TOKENS != bits & (n.GROUP_TOKENS - 1):
         arrival += exponential_of(hash_of(state, token))
     return float(np.float32(-math.log(arrival)))

@@ -93,11 +93,6 @@ def forget(text: Text, start: int) -> None:
     text.num_contexts, text.num_indexed = 0, start
 
 
-def _index(text: Text, start: int, end: int) -> int:
-    index(text, start, end)
-    return 0
-
-
 def _find(text: Text, ending: Int32s, end: int, most: int, limit: int, places: Int32s) -> int:
     """Writes up to ``limit`` places, those of the longest context first, newest first, ``most`` of each
     length; returns how many."""
@@ -117,12 +112,7 @@ def _find(text: Text, ending: Int32s, end: int, most: int, limit: int, places: I
     return count
 
 
-def _forget(text: Text, start: int) -> int:
-    forget(text, start)
-    return 0
-
-
-def _move(text: Text, table: Int32s, size: int) -> int:
+def _move(text: Text, table: Int32s, size: int) -> None:
     """Moves the index to another table, of zeros."""
     tokens, before = text.tokens, text.table
     for at in range(text.table_size):
@@ -134,10 +124,9 @@ def _move(text: Text, table: Int32s, size: int) -> int:
             while table[slot]:
                 slot = (slot + 1) & (size - 1)
             table[slot] = entry
-    return 0
 
 
-index_text = Loop(_index)
+index_text = Loop(index.py_func)
 find_places = Loop(_find)
-forget_index = Loop(_forget)
+forget_index = Loop(forget.py_func)
 move_index = Loop(_move)

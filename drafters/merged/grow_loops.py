@@ -321,7 +321,7 @@ def _note_nearly(m: Merged, seen: Seen, row: int, said: int) -> None:
     m.num_nearly = count
 
 
-def _hear(m: Merged, seen: Seen, tokens: Int32s, before: int, context: Int32s) -> int:
+def _hear(m: Merged, seen: Seen, tokens: Int32s, before: int, context: Int32s) -> None:
     """Learns from a step, of whose tokens the text had those before ``tokens[before]``."""
     if m.num_expanded:
         judge(m, MOST_GUESSES, tokens, before, before + seen.num_emitted)
@@ -338,7 +338,6 @@ def _hear(m: Merged, seen: Seen, tokens: Int32s, before: int, context: Int32s) -
             if seen.is_emitted[row] and is_next and position < before + seen.num_emitted:
                 _note_nearly(m, seen, row, tokens[position])
                 node, position = row - 1, position + 1
-    return 0
 
 
 grow = Loop(_grow)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numba import njit
 
+from compiled import noise_numbers as n
 from compiled.noise import exponential_of, hash_of, unit_of
-from compiled.noise_numbers import GROUP_COUNTER, GROUP_TOKENS, MANTISSA_BITS, TILE_TOKENS, UNIT
 from compiled.records import Counter, Float64s, Int64s
 from engine.kernels import LANES
 from engine.kernels import lanes as v
@@ -58,7 +58,7 @@ def reference(
     return 0
 
 
-_BIAS = 1023 + MANTISSA_BITS
+_BIAS = 1023 + n.MANTISSA_BITS
 _LN2 = math.log(2.0)
 _SLACK = 1e-3
 """Above what the rounding to float32 adds to any noise."""
@@ -90,7 +90,7 @@ class Arguments(NamedTuple):
 def _most_noise(bits: int) -> float:
     """No noise of a group with this hash is larger: an arrival is at least the uniform number that it
     comes from, over 32, and a logarithm to base 2 at least the exponent plus the fraction."""
-    least_log2 = float(v.bits_of(unit_of(bits))) * UNIT - _BIAS
+    least_log2 = float(v.bits_of(unit_of(bits))) * n.UNIT - _BIAS
     return _LN2 * (5.0 - least_log2) + _SLACK
 
 
@@ -120,10 +120,10 @@ def _bound(row: _Row) -> tuple[Any, int]:
     """Bounds of all groups' scores; returns the largest logit and the group with the best bound."""
     top, best, best_group = LOWEST, -np.inf, 0
     for tile in range(count_tiles(row.vocab_size)):
-        first = tile * GROUP_TOKENS
+        first = tile * n.GROUP_TOKENS
         find_maxima(_tile(row, tile), row.maxima + first)
-        for group in range(first, first + GROUP_TOKENS):
-            most, bits = row.maxima[group], hash_of(row.state, group + GROUP_COUNTER)
+        for group in range(first, first + n.GROUP_TOKENS):
+            most, bits = row.maxima[group], hash_of(row.state, group + n.GROUP_COUNTER)
             bound = float(most) / row.temperature + _most_noise(bits)
             row.bounds[group] = bound
             top = max(top, most)
@@ -140,14 +140,14 @@ def _best_of_group(
     row: _Row, group: int, floor: float, best: float, token: int
 ) -> tuple[float, int]:
     """``best`` and ``token``, unless a token of the group beats them. The lowest token among equals."""
-    bits = hash_of(row.state, group + GROUP_COUNTER)
-    first_arrival = exponential_of(bits) / GROUP_TOKENS
+    bits = hash_of(row.state, group + n.GROUP_COUNTER)
+    first_arrival = exponential_of(bits) / n.GROUP_TOKENS
     most_noise = float(np.float32(-math.log(first_arrival)))
-    earliest, lane = bits & (GROUP_TOKENS - 1), group % GROUP_TOKENS
-    tile = group // GROUP_TOKENS
-    logits, first_token = _tile(row, tile), tile * TILE_TOKENS
-    for member in range(GROUP_TOKENS):
-        at = member * GROUP_TOKENS + lane
+    earliest, lane = bits & (n.GROUP_TOKENS - 1), group % n.GROUP_TOKENS
+    tile = group // n.GROUP_TOKENS
+    logits, first_token = _tile(row, tile), tile * n.TILE_TOKENS
+    for member in range(n.GROUP_TOKENS):
+        at = member * n.GROUP_TOKENS + lane
         scaled = float(logits[at]) / row.temperature
         if scaled < floor or not scaled + most_noise >= best:
             continue
@@ -166,7 +166,7 @@ def _winner(row: _Row, floor: float, first: int) -> int:
     """The token with the best score among those that reach the floor; -1: none does. ``first``: the group
     to begin with."""
     best, token = _best_of_group(row, first, floor, -np.inf, -1)
-    for group in range(count_tiles(row.vocab_size) * GROUP_TOKENS):
+    for group in range(count_tiles(row.vocab_size) * n.GROUP_TOKENS):
         bound = row.bounds[group]
         if bound < best or bound == -np.inf or group == first:
             continue
@@ -184,7 +184,7 @@ def _masses(row: _Row, top: float, kth: float, logit: float) -> tuple[int, int]:
     total = above = 0
     for tile in range(count_tiles(row.vocab_size)):
         logits = _tile(row, tile)
-        for at in range(0, TILE_TOKENS, LANES):
+        for at in range(0, n.TILE_TOKENS, LANES):
             value = v.load(logits, at)
             weight = v.exp((value - peak) / scale) * unit
             total += v.whole_sum(v.only_from(limit, value, weight))
@@ -222,7 +222,7 @@ def _search_row(row: _Row, top_p: float, log_min_p: float, top_k: int, heap: Any
 
 
 def _search(a: Arguments) -> None:
-    worker, num_groups = v.fetch_add(a.num_workers, 1), count_tiles(a.vocab_size) * GROUP_TOKENS
+    worker, num_groups = v.fetch_add(a.num_workers, 1), count_tiles(a.vocab_size) * n.GROUP_TOKENS
     padded, heap = room_for_tile(), a.heap + worker * a.most_kept
     maxima, bounds = a.maxima + worker * num_groups, a.bounds + worker * num_groups
     for index in v.shared(a.next_row, a.num_rows):
@@ -261,7 +261,7 @@ def search_rows(
         ]
     )
     num_threads = min(num_rows, threads_for(logits.numel()))
-    num_groups = num_threads * num_tiles(vocab_size) * GROUP_TOKENS
+    num_groups = num_threads * num_tiles(vocab_size) * n.GROUP_TOKENS
     most_kept = int(top_ks.max(initial=0))
     maxima, bounds = torch.empty(num_groups), torch.empty(num_groups, dtype=torch.float64)
     heap = torch.empty(num_threads * most_kept, dtype=torch.int64)
