@@ -45,6 +45,7 @@ COPY README.md LICENSE ./
 COPY server server
 COPY engine engine
 COPY drafters drafters
+COPY compiled compiled
 COPY kvpool kvpool
 COPY slipstream slipstream
 RUN pip install --no-deps .

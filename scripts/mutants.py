@@ -39,7 +39,7 @@ LEFT_OUT = (
     "site",
 )
 # Compiled kernels are kept by the text of all of these; what is compiled of a fault is thrown away.
-COMPILED = ("engine/kernels/", "engine/noise_numbers.py")
+COMPILED = ("compiled/", "engine/kernels/")
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

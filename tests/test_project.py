@@ -25,7 +25,7 @@ from server.request.protocol import ChatRequest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("server", "engine", "drafters", "kvpool", "slipstream")
+PACKAGES = ("server", "engine", "drafters", "compiled", "kvpool", "slipstream")
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

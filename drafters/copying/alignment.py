@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from drafters.compiled import Memory, address_of
+from compiled.records import Memory, address_of
 from drafters.copying.alignment_loops import extend_alignment
 from drafters.copying.candidate_loops import MAX_ENDS, ROOM_FOR_CANDIDATES
 from drafters.copying.correction_loops import MAX_CORRECTIONS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from drafters.compiled import Loop
+from compiled.loops import Loop
 from drafters.copying.candidate_loops import FEW_CANDIDATES, MAX_ENDS, find_candidates
 from drafters.copying.correction_loops import (
     close_corrections,
@@ -154,7 +154,7 @@ def _walk_correction(s: State, position: int, end: int) -> int:
     return num_same
 
 
-def _extend(s: State, end: int) -> int:
+def _extend(s: State, end: int) -> None:
     """Follows the tokens of the text from ``NUM_TOKENS`` up to ``end``."""
     forget_gone(s)
     own = s.own
@@ -182,7 +182,6 @@ def _extend(s: State, end: int) -> int:
         _walk_correction(s, end, end)
     if not is_settled(s):
         index_up_to(s, end)
-    return 0
 
 
-extend_alignment = Loop(_extend, State, int)
+extend_alignment = Loop(_extend)

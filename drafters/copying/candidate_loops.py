@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from drafters.compiled import is_nowhere
+from compiled.records import is_nowhere
 from drafters.copying.correction_loops import text_of
 from drafters.copying.index_loops import NUM_LEVELS, find, num_equal_before
 from drafters.copying.records import OWN_TEXT, State, Text

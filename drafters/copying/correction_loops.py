@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from drafters.compiled import is_nowhere
+from compiled.records import is_nowhere
 from drafters.copying.index_loops import num_equal_before
 from drafters.copying.records import NO_TEXT, OWN_TEXT, State, Text
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from drafters.compiled import Loop
+from compiled.loops import Loop
 from drafters.copying.alignment_loops import (
     SETTLED_LENGTH,
     is_settled,
@@ -257,4 +257,4 @@ def _draft(s: State, desk: Desk, max_nodes: int, width: int, max_depth: int) -> 
     return _tree(s, desk, count, max_nodes, width, max_depth)
 
 
-write_draft = Loop(_draft, State, Desk, int, int, int)
+write_draft = Loop(_draft)

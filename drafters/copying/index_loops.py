@@ -14,8 +14,9 @@ from typing import Any
 
 from numba import njit
 
+from compiled.loops import Loop
+from compiled.records import Int32s
 from drafters import contexts
-from drafters.compiled import Loop, Tokens
 from drafters.copying.records import Text
 
 NUM_LEVELS = 3
@@ -92,12 +93,7 @@ def forget(text: Text, start: int) -> None:
     text.num_contexts, text.num_indexed = 0, start
 
 
-def _index(text: Text, start: int, end: int) -> int:
-    index(text, start, end)
-    return 0
-
-
-def _find(text: Text, ending: Any, end: int, most: int, limit: int, places: Any) -> int:
+def _find(text: Text, ending: Int32s, end: int, most: int, limit: int, places: Int32s) -> int:
     """Writes up to ``limit`` places, those of the longest context first, newest first, ``most`` of each
     length; returns how many."""
     count = 0
@@ -116,12 +112,7 @@ def _find(text: Text, ending: Any, end: int, most: int, limit: int, places: Any)
     return count
 
 
-def _forget(text: Text, start: int) -> int:
-    forget(text, start)
-    return 0
-
-
-def _move(text: Text, table: Any, size: int) -> int:
+def _move(text: Text, table: Int32s, size: int) -> None:
     """Moves the index to another table, of zeros."""
     tokens, before = text.tokens, text.table
     for at in range(text.table_size):
@@ -133,10 +124,9 @@ def _move(text: Text, table: Any, size: int) -> int:
             while table[slot]:
                 slot = (slot + 1) & (size - 1)
             table[slot] = entry
-    return 0
 
 
-index_text = Loop(_index, Text, int, int)
-find_places = Loop(_find, Text, Tokens, int, int, int, Tokens)
-forget_index = Loop(_forget, Text, int)
-move_index = Loop(_move, Text, Tokens, int)
+index_text = Loop(index.py_func)
+find_places = Loop(_find)
+forget_index = Loop(forget.py_func)
+move_index = Loop(_move)

@@ -6,9 +6,10 @@ tenant's history, and may go while it is open.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from drafters.compiled import Floats, Integers, Many, Tokens
+from compiled.records import Float64s, Int32s, Int64s
 
 OWN_TEXT, NO_TEXT = 0, -1
 
@@ -18,9 +19,9 @@ class Text(Protocol):
     first token that is not indexed is ``num_indexed``, of those before it some may be left out;
     ``serial`` tells texts apart."""
 
-    tokens: Tokens
-    links: Tokens
-    table: Tokens
+    tokens: Int32s
+    links: Int32s
+    table: Int32s
     table_size: int
     num_tokens: int
     num_indexed: int
@@ -78,10 +79,10 @@ class State(Protocol):
     own: Text
     young: Text
     old: Text
-    worth: Floats
-    ends: Many[End]
-    candidates: Many[Candidate]
-    corrections: Many[Correction]
+    worth: Float64s
+    ends: Sequence[End]
+    candidates: Sequence[Candidate]
+    corrections: Sequence[Correction]
     source: int
     position: int
     length: int
@@ -156,14 +157,14 @@ class Desk(Protocol):
     """Room to draft in. ``ending``: the text's last tokens and a path; ``drafted``: token, parent and
     feature of each node."""
 
-    voters: Many[Voter]
-    lists: Integers
-    children: Many[Child]
-    branches: Many[Branch]
-    heap: Integers
-    nodes: Many[Node]
-    ending: Tokens
-    drafted: Tokens
+    voters: Sequence[Voter]
+    lists: Int64s
+    children: Sequence[Child]
+    branches: Sequence[Branch]
+    heap: Int64s
+    nodes: Sequence[Node]
+    ending: Int32s
+    drafted: Int32s
     num_voters: int
     num_listed: int
     num_branches: int

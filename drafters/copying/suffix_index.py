@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from itertools import count
 
-from drafters.compiled import Memory, address_of
+from compiled.records import Memory, address_of
 from drafters.copying import index_loops
 from drafters.copying.index_loops import NUM_LEVELS
 from drafters.copying.records import Text

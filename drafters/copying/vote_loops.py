@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from drafters.compiled import is_nowhere
+from compiled.records import is_nowhere
 from drafters.copying.alignment_loops import TRUSTED_LENGTH
 from drafters.copying.candidate_loops import (
     CURRENT,

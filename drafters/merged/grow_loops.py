@@ -12,7 +12,9 @@ from typing import Any
 
 from numba import njit
 
-from drafters.compiled import Loop, Tokens
+from compiled.loops import Loop
+from compiled.noise import hash_of, noise_of
+from compiled.records import Int32s
 from drafters.copying.alignment_loops import SETTLED_LENGTH
 from drafters.copying.draft_loops import _begin, _pop, _push, _put_all, _write_path
 from drafters.copying.records import Desk, State
@@ -43,7 +45,6 @@ from drafters.merged.chance_loops import (
     share_bucket,
     with_feature,
 )
-from drafters.merged.noise_loops import gumbel, hash_of
 from drafters.merged.records import Merged, Seen
 from drafters.merged.row_loops import (
     LEAST_LOG,
@@ -208,7 +209,7 @@ def _find_guesses(
         state = hash_of(m.key, s.own.num_tokens + depth)
         for at in range(count):
             g = m.guesses[first + at]
-            g.features = with_feature(g.features, NOISE, noise_bucket(gumbel(state, g.token)), 0)
+            g.features = with_feature(g.features, NOISE, noise_bucket(noise_of(state, g.token)), 0)
     set_chances(m, first, count)
     return count
 
@@ -320,7 +321,7 @@ def _note_nearly(m: Merged, seen: Seen, row: int, said: int) -> None:
     m.num_nearly = count
 
 
-def _hear(m: Merged, seen: Seen, tokens: Any, before: int, context: Any) -> int:
+def _hear(m: Merged, seen: Seen, tokens: Int32s, before: int, context: Int32s) -> None:
     """Learns from a step, of whose tokens the text had those before ``tokens[before]``."""
     if m.num_expanded:
         judge(m, MOST_GUESSES, tokens, before, before + seen.num_emitted)
@@ -337,8 +338,7 @@ def _hear(m: Merged, seen: Seen, tokens: Any, before: int, context: Any) -> int:
             if seen.is_emitted[row] and is_next and position < before + seen.num_emitted:
                 _note_nearly(m, seen, row, tokens[position])
                 node, position = row - 1, position + 1
-    return 0
 
 
-grow = Loop(_grow, State, Desk, Merged, int, int, int)
-hear = Loop(_hear, Merged, Seen, Tokens, int, Tokens)
+grow = Loop(_grow)
+hear = Loop(_hear)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from compiled.records import Memory, address_of
 from drafters.base import GREEDY, DraftRequest, DraftSampling, Observation
-from drafters.compiled import Memory, address_of
 from drafters.copying.alignment import Alignment, Desk
 from drafters.copying.suffix_index import Histories
 from drafters.merged.chance_loops import NUM_WEIGHTS

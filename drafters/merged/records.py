@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from drafters.compiled import Floats, Integers, Many, Tokens
+from compiled.records import Float64s, Int32s, Int64s
 
 
 class Rows(Protocol):
@@ -12,8 +13,8 @@ class Rows(Protocol):
     ``frequent``: the tokens that it says most often, and how often each of them was said, of
     ``num_counted``."""
 
-    cells: Tokens
-    frequent: Tokens
+    cells: Int32s
+    frequent: Int32s
     num_counted: int
     size: int
     num_used: int
@@ -42,12 +43,12 @@ class Merged(Protocol):
     """
 
     rows: Rows
-    guesses: Many[Guess]
-    counts: Integers
-    shared: Floats
-    own: Floats
-    nearly: Tokens
-    survivals: Floats
+    guesses: Sequence[Guess]
+    counts: Int64s
+    shared: Float64s
+    own: Float64s
+    nearly: Int32s
+    survivals: Float64s
     num_nearly: int
     num_expanded: int
     temperature: float
@@ -59,11 +60,11 @@ class Seen(Protocol):
     emitted and its top tokens, ``num_top`` of them, -1 where there are fewer, and ``logs``: their logits,
     which become their log-probabilities, as if there were no others."""
 
-    tokens: Tokens
-    parents: Tokens
-    is_emitted: Tokens
-    tops: Tokens
-    logs: Floats
+    tokens: Int32s
+    parents: Int32s
+    is_emitted: Int32s
+    tops: Int32s
+    logs: Float64s
     num_rows: int
     num_top: int
     num_emitted: int

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import njit
 
-from drafters.compiled import Loop
+from compiled.loops import Loop
 from drafters.copying.index_loops import hash_tokens
 from drafters.merged.records import Rows, Seen
 
@@ -139,7 +139,7 @@ def count_token(rows: Rows, token: int) -> None:
             tokens[MOST_FREQUENT + each] //= 2
 
 
-def _move(before: Rows, rows: Rows) -> int:
+def _move(before: Rows, rows: Rows) -> None:
     """Puts what is in ``before`` into empty rows."""
     for row in range(before.size):
         cell = ROW_CELLS * row
@@ -148,7 +148,6 @@ def _move(before: Rows, rows: Rows) -> int:
             for at in range(ROW_CELLS):
                 rows.cells[to + at] = before.cells[cell + at]
     rows.num_written, rows.num_counted = before.num_written, before.num_counted
-    return 0
 
 
-move_rows = Loop(_move, Rows, Rows)
+move_rows = Loop(_move)

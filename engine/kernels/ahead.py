@@ -19,7 +19,8 @@ from importlib import import_module
 
 import torch
 
-from drafters.compiled import Loop, folder_of
+from compiled.cache import folder_of
+from compiled.loops import Loop
 from engine.kernels import find_kernel
 from engine.kernels.compiled import kernels_version
 
@@ -49,7 +50,7 @@ def main() -> None:
     threading.Thread(target=lambda: sys.stdin.read() or os._exit(1), daemon=True).start()
     attention = find_kernel("paged_attention")
     dtypes = (getattr(torch, sys.argv[1]),) * len(attention.attend.layout.floats)
-    attention.attend.kernel(dtypes).compile()
+    attention.attend.loop(dtypes).compile()
     for name in ("alignment_loops", "draft_loops", "index_loops"):
         for each in vars(import_module(f"drafters.copying.{name}")).values():
             if isinstance(each, Loop):

@@ -1,7 +1,7 @@
-"""Compiles loops once for this machine, and runs them in the threads that torch computes with.
+"""Kernels: loops that run in the threads that torch computes with.
 
-A kernel takes one argument, a record (``records``). What several threads share out among them they take
-by an atomic counter in it, so that a thread that is held up holds nobody else up.
+A kernel takes one argument, a record. What several threads share out among them they take by an atomic
+counter in it, so that a thread that is held up holds nobody else up.
 
 The threads are those of the OpenMP that torch has loaded, through the entry point that compilers call:
 further threads of our own would find torch's still spinning on their cores.
@@ -15,82 +15,55 @@ from array import array
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
-from numba import cfunc, types
 
-from drafters.compiled import kept, version_of
-from engine import noise_numbers
+from compiled.cache import version_of
+from compiled.loops import Loop
 from engine.kernels import Renewal, watched
-from engine.kernels.records import Dtypes, Record, layout_of
+from engine.kernels.records import Dtypes, layout_of
 
 logger = logging.getLogger(__name__)
 
 
-class Kernel:
-    """``body`` as machine code, compiled when it is first wanted, which takes an ``argument`` of a type.
-    ``is_long``: other threads of the interpreter go on meanwhile, also where it runs in one thread."""
+class TeamLoop(Loop):
+    """A loop that takes a record, and runs in one thread or several."""
 
-    def __init__(self, body: Callable[[Any], None], argument: Any, is_long: bool) -> None:
-        self._body, self._argument = body, argument
-        # What is over sooner than letting go of the interpreter and taking it again does not.
-        self._kind = ctypes.CFUNCTYPE if is_long else ctypes.PYFUNCTYPE
-        self._code: Any = None
-        self._call: Any = None
-
-    def compile(self) -> None:
-        """Raises what numba raises."""
-        if self._code is not None:
-            return
-        with kept(kernels_version(), self._body, self._argument) as keep:
-            self._code = cfunc(types.void(self._argument), cache=keep)(self._body)
-        self._call = self._kind(None, ctypes.c_void_p)(self._code.address)
-
-    @property
-    def address(self) -> int:
-        """The address of the machine code."""
-        self.compile()
-        return int(self._code.address)
+    def version(self) -> str:
+        return kernels_version()
 
     def run(self, told: array[int], num_threads: int = 1, renewal: Renewal | None = None) -> None:
         """Runs it. What ``told`` points to has to outlive the call. ``renewal``: for those who watch, and
         run it again; None: nothing changes then."""
-        if self._code is None:
-            self.compile()
+        call = self._call or self.compile()
         if watched.watcher is not None:
             watched.watcher.note_kernel(self.address, told[:], num_threads, renewal)
         team = _team() if num_threads > 1 else None
         if team is None:
-            self._call(told.buffer_info()[0])
+            call(told.buffer_info()[0])
         else:
             team(self._code.address, told.buffer_info()[0], num_threads, 0)
 
 
-class Loop:
-    """``body`` as a kernel of arguments that ``declaration`` declares, one for each combination of types
-    of their tensors, compiled when it is first wanted. ``is_long`` as a ``Kernel`` takes it."""
+class Kernel:
+    """``body`` as a loop for each combination of types of tensors in its argument, each compiled when it
+    is first wanted. ``is_long``: as a ``Loop`` is."""
 
-    def __init__(
-        self, body: Callable[[Any], None], declaration: Any, is_long: bool = False
-    ) -> None:
-        self._body, self._declaration, self._is_long = body, declaration, is_long
-        self.layout = layout_of(declaration)
-        self._kernels: dict[Dtypes, Kernel] = {}
+    def __init__(self, body: Callable[[Any], None], is_long: bool = False) -> None:
+        (declaration, _) = get_type_hints(body).values()
+        self._body, self._is_long, self.layout = body, is_long, layout_of(declaration)
+        self.loop = cache(self._loop)
+        """Returns that for tensors of these types (``Dtypes``)."""
 
-    def kernel(self, dtypes: Dtypes) -> Kernel:
-        """Returns the kernel for tensors of ``Floats`` of these types."""
-        found = self._kernels.get(dtypes)
-        if found is None:
-            found = Kernel(self._body, Record(self._declaration, dtypes), self._is_long)
-            self._kernels[dtypes] = found
-        return found
+    def _loop(self, dtypes: Dtypes) -> TeamLoop:
+        return TeamLoop(self._body, self.layout.record(dtypes), is_long=self._is_long)
 
     def run(self, arguments: Any, num_threads: int = 1, kind: Any = None) -> None:
         """``arguments``: an instance of the declaration, whose tensors outlive the call; ``kind``: the
         format of its ``Formatted``, if it has one."""
         told, dtypes = self.layout.pack(arguments)
-        self.kernel(dtypes if kind is None else (*dtypes, kind)).run(told, num_threads)
+        self.loop(dtypes if kind is None else (*dtypes, kind)).run(told, num_threads)
 
 
 @cache
@@ -109,7 +82,7 @@ def _team() -> Any:
 @cache
 def kernels_version() -> str:
     """Returns the name of this version of all kernels."""
-    return version_of([*sorted(Path(__file__).parent.glob("*.py")), Path(noise_numbers.__file__)])
+    return version_of(Path(__file__).parent.glob("*.py"))
 
 
 _NUMBERS_FOR_A_TEAM = 1 << 16
@@ -124,10 +97,8 @@ def threads_for(count: int) -> int:
 @cache
 def function_address(name: str) -> int:
     """Returns where a C function is that the process has loaded, or 0."""
-    loaded = ctypes.CDLL(None)
-    if not hasattr(loaded, name):
-        return 0
-    return ctypes.cast(loaded[name], ctypes.c_void_p).value or 0
+    found: Any = getattr(ctypes.CDLL(None), name, None)
+    return ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
 def releasing() -> int:

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from numba import njit
 
+from compiled.noise import hash_of, noise_of
+from compiled.noise_numbers import GROUP_TOKENS
+from compiled.records import Counter, Float64s, Int64s
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.gumbel_argmax import noise_of, noise_state
-from engine.kernels.records import NOWHERE, Counter, Float32s, Float64s, Int64s
+from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.records import NOWHERE, Float32s
 from engine.kernels.top_tokens import (
     NO_KEY,
     count_tiles,
@@ -32,7 +34,6 @@ from engine.kernels.top_tokens import (
     tile_at,
     token_of,
 )
-from engine.noise_numbers import GROUP_TOKENS
 
 
 def reference(
@@ -111,7 +112,7 @@ def _score(a: Arguments, row: int, logits: Any, heap: Any, scores: Any) -> int:
     while count < a.num_likeliest and heap[count] != NO_KEY:
         scores[count] = float(logits[token_of(heap[count])]) / a.temperatures[row]
         count += 1
-    whole, state = _log_sum(scores, count), noise_state(a.keys[row], a.positions[row])
+    whole, state = _log_sum(scores, count), hash_of(a.keys[row], a.positions[row])
     for at in range(count):
         noise = noise_of(state, _mapped(a, token_of(heap[at])))
         scores[at] = scores[at] - whole + noise
@@ -152,7 +153,7 @@ def _suggest(a: Arguments) -> None:
             _suggest_best(a, row, logits, heap, scores)
 
 
-suggest = Loop(_suggest, Arguments)
+suggest = Kernel(_suggest)
 """Writes tokens and shares of every row, best first."""
 
 

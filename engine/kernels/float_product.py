@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from numba import njit
 
+from compiled.records import Counter, Int64s
 from engine.kernels import KINDS, LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, threads_for
+from engine.kernels.compiled import Kernel, threads_for
 from engine.kernels.float_dots import CHANNELS, add_dots, add_pairs, has_pair_products
 from engine.kernels.instructions import ROWS_AT_ONCE, has_wide_registers
-from engine.kernels.records import NOWHERE, Counter, Float32s, Floats, Int64s
+from engine.kernels.records import NOWHERE, Float32s, Floats
 from engine.kernels.routes import MOST_PAIRS, SEGMENT_INTS, Routes
 
 
@@ -169,7 +170,7 @@ def _multiply(a: Arguments) -> None:
         _finish_block(a, block, first, end, sums)
 
 
-multiply = Loop(_multiply, Arguments, is_long=True)
+multiply = Kernel(_multiply, is_long=True)
 """Writes rows times the weights."""
 
 

@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 
+from compiled.records import Bytes, Counter, Int64s
 from engine.kernels import LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, releasing, threads_for
+from engine.kernels.compiled import Kernel, releasing, threads_for
 from engine.kernels.formats import CHANNELS, GROUP
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.kernels.instructions import ROWS_AT_ONCE
@@ -37,7 +38,7 @@ from engine.kernels.integers import (
     store_int8,
 )
 from engine.kernels.packing import PackedGroups
-from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats, Formatted, Int64s
+from engine.kernels.records import NOWHERE, Float32s, Floats, Formatted
 from engine.kernels.routes import PLACE_INTS, SEGMENT_INTS, Routes
 
 
@@ -200,7 +201,7 @@ def _gate(a: GateArguments) -> None:
         _gated_or_plain(a, row)
 
 
-gate_all = Loop(_gate, GateArguments)
+gate_all = Kernel(_gate)
 """Gates each row."""
 
 
@@ -415,7 +416,7 @@ def _multiply(a: Arguments) -> None:
             _multiply_item(a, item, min(item + 1, end - 1), num_parts, totals)
 
 
-multiply = Loop(_multiply, Arguments, is_long=True)
+multiply = Kernel(_multiply, is_long=True)
 """Writes rows, as they are multiplied, times the weights."""
 
 

@@ -15,10 +15,13 @@ import numpy as np
 import torch
 from numba import njit
 
+from compiled import noise_numbers as n
+from compiled.noise import exponential_of, hash_of, unit_of
+from compiled.records import Counter, Float64s, Int64s
 from engine.kernels import LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.records import Counter, Float32s, Float64s, Int64s
+from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.records import Float32s
 from engine.kernels.top_tokens import (
     LOWEST,
     NO_KEY,
@@ -30,17 +33,6 @@ from engine.kernels.top_tokens import (
     room_for_tile,
     tile_at,
     token_of,
-)
-from engine.noise_numbers import (
-    GOLDEN,
-    GROUP_COUNTER,
-    GROUP_TOKENS,
-    MANTISSA_BITS,
-    MIX1,
-    MIX2,
-    TILE_TOKENS,
-    UNIT,
-    signed,
 )
 
 
@@ -66,9 +58,7 @@ def reference(
     return 0
 
 
-_GOLDEN, _MIX1, _MIX2 = signed(GOLDEN), signed(MIX1), signed(MIX2)
-_MANTISSA = (1 << MANTISSA_BITS) - 1
-_BIAS = 1023 + MANTISSA_BITS
+_BIAS = 1023 + n.MANTISSA_BITS
 _LN2 = math.log(2.0)
 _SLACK = 1e-3
 """Above what the rounding to float32 adds to any noise."""
@@ -96,55 +86,11 @@ class Arguments(NamedTuple):
     num_workers: Counter = 0
 
 
-# --- noise ---
-
-
-@njit(inline="always")
-def _mix(z: int) -> int:
-    """The finaliser of splitmix64. Shifts of int64 drag the sign along; the masks undo it."""
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX1
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX2
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
-
-
-@njit(inline="always")
-def _hash(state: int, counter: int) -> int:
-    return _mix(state + (counter + 1) * _GOLDEN)
-
-
-@njit(inline="always")
-def _unit(bits: int) -> float:
-    """From the upper 52 bits, times 2**52: within (0, 2**52)."""
-    return float((bits >> (64 - MANTISSA_BITS)) & _MANTISSA) + 0.5
-
-
-@njit
-def _exponential(bits: int) -> float:
-    return -math.log1p(-(_unit(bits) * UNIT))
-
-
-@njit
-def noise_state(key: int, position: int) -> int:
-    """Returns the seed that the noise of a position's tokens is hashed from."""
-    return _hash(key, position)
-
-
-@njit
-def noise_of(state: int, token: int) -> float:
-    """The noise of one token."""
-    group = token // TILE_TOKENS * GROUP_TOKENS + token % GROUP_TOKENS
-    bits = _hash(state, group + GROUP_COUNTER)
-    arrival = _exponential(bits) / GROUP_TOKENS
-    if token // GROUP_TOKENS % GROUP_TOKENS != bits & (GROUP_TOKENS - 1):
-        arrival += _exponential(_hash(state, token))
-    return float(np.float32(-math.log(arrival)))
-
-
 @njit(inline="always")
 def _most_noise(bits: int) -> float:
     """No noise of a group with this hash is larger: an arrival is at least the uniform number that it
     comes from, over 32, and a logarithm to base 2 at least the exponent plus the fraction."""
-    least_log2 = float(v.bits_of(_unit(bits))) * UNIT - _BIAS
+    least_log2 = float(v.bits_of(unit_of(bits))) * n.UNIT - _BIAS
     return _LN2 * (5.0 - least_log2) + _SLACK
 
 
@@ -174,10 +120,10 @@ def _bound(row: _Row) -> tuple[Any, int]:
     """Bounds of all groups' scores; returns the largest logit and the group with the best bound."""
     top, best, best_group = LOWEST, -np.inf, 0
     for tile in range(count_tiles(row.vocab_size)):
-        first = tile * GROUP_TOKENS
+        first = tile * n.GROUP_TOKENS
         find_maxima(_tile(row, tile), row.maxima + first)
-        for group in range(first, first + GROUP_TOKENS):
-            most, bits = row.maxima[group], _hash(row.state, group + GROUP_COUNTER)
+        for group in range(first, first + n.GROUP_TOKENS):
+            most, bits = row.maxima[group], hash_of(row.state, group + n.GROUP_COUNTER)
             bound = float(most) / row.temperature + _most_noise(bits)
             row.bounds[group] = bound
             top = max(top, most)
@@ -194,20 +140,20 @@ def _best_of_group(
     row: _Row, group: int, floor: float, best: float, token: int
 ) -> tuple[float, int]:
     """``best`` and ``token``, unless a token of the group beats them. The lowest token among equals."""
-    bits = _hash(row.state, group + GROUP_COUNTER)
-    first_arrival = _exponential(bits) / GROUP_TOKENS
+    bits = hash_of(row.state, group + n.GROUP_COUNTER)
+    first_arrival = exponential_of(bits) / n.GROUP_TOKENS
     most_noise = float(np.float32(-math.log(first_arrival)))
-    earliest, lane = bits & (GROUP_TOKENS - 1), group % GROUP_TOKENS
-    tile = group // GROUP_TOKENS
-    logits, first_token = _tile(row, tile), tile * TILE_TOKENS
-    for member in range(GROUP_TOKENS):
-        at = member * GROUP_TOKENS + lane
+    earliest, lane = bits & (n.GROUP_TOKENS - 1), group % n.GROUP_TOKENS
+    tile = group // n.GROUP_TOKENS
+    logits, first_token = _tile(row, tile), tile * n.TILE_TOKENS
+    for member in range(n.GROUP_TOKENS):
+        at = member * n.GROUP_TOKENS + lane
         scaled = float(logits[at]) / row.temperature
         if scaled < floor or not scaled + most_noise >= best:
             continue
         candidate, noise = first_token + at, most_noise
         if member != earliest:
-            arrival = _exponential(_hash(row.state, candidate)) + first_arrival
+            arrival = exponential_of(hash_of(row.state, candidate)) + first_arrival
             noise = float(np.float32(-math.log(arrival)))
         score = scaled + noise
         if score > best or (score == best and candidate < token):
@@ -220,7 +166,7 @@ def _winner(row: _Row, floor: float, first: int) -> int:
     """The token with the best score among those that reach the floor; -1: none does. ``first``: the group
     to begin with."""
     best, token = _best_of_group(row, first, floor, -np.inf, -1)
-    for group in range(count_tiles(row.vocab_size) * GROUP_TOKENS):
+    for group in range(count_tiles(row.vocab_size) * n.GROUP_TOKENS):
         bound = row.bounds[group]
         if bound < best or bound == -np.inf or group == first:
             continue
@@ -238,7 +184,7 @@ def _masses(row: _Row, top: float, kth: float, logit: float) -> tuple[int, int]:
     total = above = 0
     for tile in range(count_tiles(row.vocab_size)):
         logits = _tile(row, tile)
-        for at in range(0, TILE_TOKENS, LANES):
+        for at in range(0, n.TILE_TOKENS, LANES):
             value = v.load(logits, at)
             weight = v.exp((value - peak) / scale) * unit
             total += v.whole_sum(v.only_from(limit, value, weight))
@@ -276,12 +222,12 @@ def _search_row(row: _Row, top_p: float, log_min_p: float, top_k: int, heap: Any
 
 
 def _search(a: Arguments) -> None:
-    worker, num_groups = v.fetch_add(a.num_workers, 1), count_tiles(a.vocab_size) * GROUP_TOKENS
+    worker, num_groups = v.fetch_add(a.num_workers, 1), count_tiles(a.vocab_size) * n.GROUP_TOKENS
     padded, heap = room_for_tile(), a.heap + worker * a.most_kept
     maxima, bounds = a.maxima + worker * num_groups, a.bounds + worker * num_groups
     for index in v.shared(a.next_row, a.num_rows):
         logits = a.logits + index * a.vocab_size
-        state = noise_state(a.keys[index], a.positions[index])
+        state = hash_of(a.keys[index], a.positions[index])
         limits = a.limits + 3 * index
         temperature, top_p, log_min_p = limits[0], limits[1], limits[2]
         row = _Row(logits, a.vocab_size, state, temperature, padded, maxima, bounds)
@@ -290,7 +236,7 @@ def _search(a: Arguments) -> None:
         a.tokens[index] = max(token, 0)
 
 
-search = Loop(_search, Arguments)
+search = Kernel(_search)
 """Writes the winner of every row."""
 
 
@@ -315,7 +261,7 @@ def search_rows(
         ]
     )
     num_threads = min(num_rows, threads_for(logits.numel()))
-    num_groups = num_threads * num_tiles(vocab_size) * GROUP_TOKENS
+    num_groups = num_threads * num_tiles(vocab_size) * n.GROUP_TOKENS
     most_kept = int(top_ks.max(initial=0))
     maxima, bounds = torch.empty(num_groups), torch.empty(num_groups, dtype=torch.float64)
     heap = torch.empty(num_threads * most_kept, dtype=torch.int64)
@@ -363,7 +309,7 @@ def _weigh(a: WeighArguments) -> None:
             values[at] = v.first_of(v.exp((v.splat(values[at]) - peak) / scale) * unit)
 
 
-weigh = Loop(_weigh, WeighArguments)
+weigh = Kernel(_weigh)
 """Writes the weights that ``search`` sums, of all tokens."""
 
 

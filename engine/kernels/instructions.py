@@ -16,8 +16,9 @@ from numba.core.datamodel import register_default
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic
 
+from compiled.records import Int32s, Pointer, kind_of
 from engine.kernels import LANES
-from engine.kernels.records import Pointer
+from engine.kernels.records import elements
 
 FLOAT, INT8, INT16, INT32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 FLOATS = ir.VectorType(FLOAT, LANES)
@@ -42,8 +43,8 @@ _TYPES = {
     "double": types.float64,
     "int": types.int64,
     "bool": types.boolean,
-    "floats": Pointer(torch.float32),
-    "ints": Pointer(torch.int32),
+    "floats": elements(torch.float32),
+    "ints": kind_of(Int32s),
     "none": types.void,
 }
 

@@ -20,6 +20,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import lower_builtin
 
+from compiled.records import is_nowhere
 from engine.kernels import LANES
 from engine.kernels import instructions as asm
 from engine.kernels.instructions import lanes_type, operation
@@ -89,7 +90,7 @@ rounded = operation("int lanes -> lanes", _ROUNDINGS)
 float32s = operation("int -> floats", lambda _b, at: at)
 int32s = operation("int -> ints", lambda _b, at: at)
 """The same place, as numbers of that type."""
-is_none = operation("int -> bool", lambda b, at: b.icmp_signed("==", at, _INT64(0)))
+is_none = is_nowhere
 """Whether NOWHERE was given for a tensor."""
 line_length = operation(
     "int -> int",

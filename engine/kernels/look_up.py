@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from numba import njit
 
+from compiled.records import Bytes, Counter, Int64s
 from engine.kernels import LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, threads_for
+from engine.kernels.compiled import Kernel, threads_for
 from engine.kernels.formats import CHANNELS, GROUP
 from engine.kernels.integers import half_at, multiply_add
 from engine.kernels.packing import PackedGroups
-from engine.kernels.records import NOWHERE, Bytes, Counter, Float32s, Floats, Int64s
+from engine.kernels.records import NOWHERE, Float32s, Floats
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -107,7 +108,7 @@ def _look_up(a: Arguments) -> None:
                 v.store(a.output, target, v.load(room, at) * by)
 
 
-look_up_all = Loop(_look_up, Arguments)
+look_up_all = Kernel(_look_up)
 """Writes the weights of some channels."""
 
 

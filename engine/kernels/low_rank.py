@@ -9,6 +9,7 @@ step to step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -16,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 
+from compiled.records import Counter, record_of
 from engine.kernels import LANES, MOST_RANK
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.records import Counter, Float32s, Floats, Pointer, packed
+from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.records import Float32s, Floats, packed
 
 _AT_ONCE = 4
 """Sums that go on side by side; ranks are filled up to a multiple of it."""
@@ -46,7 +48,7 @@ class Place(NamedTuple):
 class RowAdapter(NamedTuple):
     """``places``: those of all layers, of the row's adapter; NOWHERE: it has none."""
 
-    places: Annotated[Any, Pointer(Place)]
+    places: Sequence[Place]
 
 
 class Arguments(NamedTuple):
@@ -55,7 +57,7 @@ class Arguments(NamedTuple):
 
     rows: Floats
     output: Floats
-    adapters: Annotated[Any, Pointer(RowAdapter)]
+    adapters: Annotated[Any, record_of(RowAdapter)]
     num_rows: int
     row: int
     output_row: int
@@ -134,7 +136,7 @@ def _add(a: Arguments) -> None:
             _expand(output, a.out_features, place.second, place.rank, sums)
 
 
-add_all = Loop(_add, Arguments, is_long=True)
+add_all = Kernel(_add, is_long=True)
 """Adds each row's product with its adapter to the output."""
 
 

@@ -18,15 +18,17 @@ same bits in whatever company it is computed. What is beyond a row's own keys we
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
+from compiled.records import Counter, Int64s
 from engine.kernels import LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop
-from engine.kernels.records import Counter, Float32s, Floats, Int64s, Pointer, Record
+from engine.kernels.compiled import Kernel
+from engine.kernels.records import Float32s, Floats
 from engine.kernels.tiles import interleave, score4, score8, transpose, weigh16, weigh64
 
 GROUP = LANES
@@ -84,10 +86,10 @@ class Branch(NamedTuple):
 class Tile(NamedTuple):
     """Rows, chunks and branches by number. No row sees a key before ``first_key``; each sees those up to
     its own, and those before ``block_end``. ``least_seen``: the fewest keys up to a row's own;
-    ``most_seen``: the key after the last that a row sees;
-    ``num_queries``: a multiple of ``QUERY_MULTIPLE``; ``groups``: number of the first of ``num_common``
-    groups that all rows share. ``first_part``: where the sums of its chunks are left, if it is one of
-    ``num_tiles`` that divide ``num_chunks``; -1: it is not."""
+    ``most_seen``: the key after the last that a row sees; ``num_queries``: a multiple of
+    ``QUERY_MULTIPLE``; ``groups``: number of the first of ``num_common`` groups that all rows share.
+    ``first_part``: where sums of its chunks are left, if it is one of ``num_tiles`` that divide
+    ``num_chunks``; -1: it is not."""
 
     first_row: int
     end_row: int
@@ -108,16 +110,15 @@ class Tile(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step. ``slot_mapping``: each new row's slot; ``groups``: the first slot of each group, or which
-    sixteen of ``slots`` it is made of, as -1 - number; ``scratch``: ``scratch_size`` floats for each
-    worker; ``parts``: for sums of chunks of divided tiles; ``counters``: how many of a divided tile's
-    tasks are done, by first part and key head. ``num_tasks``: tiles times key heads; ``most_queries``:
-    of a tile."""
+    """``slot_mapping``: each new row's slot; ``groups``: each group's first slot, or which sixteen of
+    ``slots`` it is made of, as -1 - number; ``scratch``: ``scratch_size`` floats for each worker;
+    ``parts``: for sums of chunks of divided tiles; ``counters``: how many of a divided tile's tasks are
+    done, by first part and key head. ``num_tasks``: tiles times key heads; ``most_queries``: a tile's."""
 
     slot_mapping: Int64s
-    tiles: Annotated[Any, Pointer(Tile)]
-    rows: Annotated[Any, Pointer(Row)]
-    branches: Annotated[Any, Pointer(Branch)]
+    tiles: Sequence[Tile]
+    rows: Sequence[Row]
+    branches: Sequence[Branch]
     groups: Int64s
     slots: Int64s
     scratch: Float32s
@@ -142,7 +143,7 @@ class Arguments(NamedTuple):
     keys: Floats
     values: Floats
     sinks: Float32s
-    step: Annotated[Any, Record(Step)]
+    step: Step
     query_row: int
     query_head: int
     new_key_row: int
@@ -188,7 +189,7 @@ def _store_rows(a: Arguments) -> None:
             _store_row(new, place, a.value_dim, np.float32(np.inf))
 
 
-store_rows = Loop(_store_rows, Arguments)
+store_rows = Kernel(_store_rows)
 """Stores every new row of one layer."""
 
 # --- a worker's memory ---
@@ -201,8 +202,7 @@ _SCORES = CHUNK + GROUP
 # Groups from the one that is read to the one that is fetched meanwhile, by lines: blocks lie anywhere,
 # so that no CPU guesses where the next one is, and many lines at once are in the way of what is read.
 _AHEAD = 2
-_PAIR = 2  # groups that are scored at once
-_WEIGHED = 4  # and whose values are weighed at once
+_PAIR, _WEIGHED = 2, 4  # groups that are scored at once, and whose values are weighed at once
 
 
 class Sums(NamedTuple):
@@ -596,5 +596,5 @@ def _attend(a: Arguments) -> None:
         _attend_tile(a, a.step.tiles[task // a.num_kv_heads], task % a.num_kv_heads, memory)
 
 
-attend = Loop(_attend, Arguments)
+attend = Kernel(_attend)
 """Lets every tile's rows attend."""

@@ -12,19 +12,20 @@ values are no multiple of 32, are in the worker's memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
 
+from compiled.records import Counter
 from engine.kernels import LANES
 from engine.kernels import instructions as asm
 from engine.kernels import lanes as v
 from engine.kernels import walks as w
-from engine.kernels.compiled import Loop
-from engine.kernels.records import Counter, Float32s, Floats, Record
+from engine.kernels.compiled import Kernel
+from engine.kernels.records import Float32s, Floats
 
 SLICE, WIDE = 2 * LANES, 8 * LANES
 BLOCK = 8
@@ -62,7 +63,7 @@ class Arguments(NamedTuple):
     beta: Float32s
     states: Float32s
     kept: Float32s
-    step: Annotated[Any, Record(w.Step)]
+    step: w.Step
     query_row: int
     query_head: int
     key_row: int
@@ -514,5 +515,5 @@ def _recur(a: Arguments) -> None:
         w.clear(a.output + (a.step.num_rows + row) * size, size)
 
 
-recur = Loop(_recur, Arguments, is_long=True)
+recur = Kernel(_recur, is_long=True)
 """Takes all walks' states through their entries, and writes what rows read and what is kept of them."""

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from compiled.records import Counter
 from engine.kernels import LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.records import Counter, Float32s, Floats
+from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.records import Float32s, Floats
 
 
 def reference(
@@ -59,7 +60,7 @@ def _normalize(a: Arguments) -> None:
             v.store(target, at, value * v.load(a.weight, at))
 
 
-normalize = Loop(_normalize, Arguments)
+normalize = Kernel(_normalize)
 """Writes every row over its root mean square, times the weight."""
 
 

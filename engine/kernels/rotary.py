@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from numba import njit
 
+from compiled.records import Counter
 from engine.kernels import KINDS, LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.records import Counter, Floats
+from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.records import Floats
 
 
 def reference(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,7 @@ def _rotate(a: Arguments) -> None:
         )  # fmt: skip
 
 
-rotate_all = Loop(_rotate, Arguments)
+rotate_all = Kernel(_rotate)
 """Turns every row's queries and keys."""
 
 

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from numba import njit
 
+from compiled.records import Counter, Int64s
 from engine.kernels import LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.records import Counter, Float32s, Floats, Int64s
+from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.records import Float32s, Floats
 
 SEGMENT_INTS = 3
 """An expert, where its pairs begin and end in their order."""
@@ -98,7 +99,7 @@ def _route(a: Arguments) -> None:
         first = end
 
 
-route_all = Loop(_route, Arguments)
+route_all = Kernel(_route)
 """Writes the routes, in one thread."""
 
 
@@ -167,7 +168,7 @@ def _add_up(a: SumArguments) -> None:
                 v.store_some(target, total, count)
 
 
-add_up = Loop(_add_up, SumArguments)
+add_up = Kernel(_add_up)
 """Writes each row's sum."""
 
 

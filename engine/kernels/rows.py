@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from compiled.records import Counter, Int64s
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, Loop, threads_for
-from engine.kernels.records import NOWHERE, Counter, Int64s
+from engine.kernels.compiled import Kernel, TeamLoop, threads_for
+from engine.kernels.records import NOWHERE
 
 _WORD = 8
 """Bytes that are copied at a time."""
@@ -49,13 +50,13 @@ def _copy(a: Arguments) -> None:
             output[at] = source[at]
 
 
-copy_all = Loop(_copy, Arguments)
+copy_all = Kernel(_copy)
 
 
 class Recorded(NamedTuple):
     """A kernel, what it is told, and in how many threads it runs."""
 
-    kernel: Kernel
+    kernel: TeamLoop
     arguments: array[int]
     num_threads: int
 
@@ -116,4 +117,4 @@ def recorded_side(source: torch.Tensor, output: torch.Tensor, first: int) -> Rec
 def _recorded(arguments: Arguments) -> Recorded:
     told, dtypes = copy_all.layout.pack(arguments)
     num_threads = threads_for(arguments.num_rows * arguments.num_words)
-    return Recorded(copy_all.kernel(dtypes), told, num_threads)
+    return Recorded(copy_all.loop(dtypes), told, num_threads)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from compiled.records import Counter, Int64s
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, function_address, releasing
-from engine.kernels.records import Counter, Int64s
+from engine.kernels.compiled import Kernel, function_address, releasing
 
 NODE_INTS = 3
 _CODE, _ARGUMENTS, _NUM_THREADS = range(NODE_INTS)
@@ -48,7 +48,7 @@ def _run(a: Arguments) -> None:
             v.wait_until(a.num_arrived, expected, a.release)
 
 
-run_all = Loop(_run, Arguments, is_long=True)
+run_all = Kernel(_run, is_long=True)
 """Runs all of the nodes."""
 
 

@@ -7,16 +7,17 @@ lie in and whoever else is in the step.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
+from compiled.records import Counter
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels import walks as w
-from engine.kernels.compiled import Loop
-from engine.kernels.records import Counter, Float32s, Floats, Record
+from engine.kernels.compiled import Kernel
+from engine.kernels.records import Float32s, Floats
 
 MOST_CHANNELS = 512
 """Channels of a task, at most."""
@@ -49,7 +50,7 @@ class Arguments(NamedTuple):
     bias: Float32s
     states: Float32s
     kept: Float32s
-    step: Annotated[Any, Record(w.Step)]
+    step: w.Step
     row: int
     num_rows: int
     channels: int
@@ -144,5 +145,5 @@ def _convolve(a: Arguments) -> None:
             w.clear(a.output + (row * a.channels + begin), count)
 
 
-convolve = Loop(_convolve, Arguments, is_long=True)
+convolve = Kernel(_convolve, is_long=True)
 """Convolves all rows, and writes what is kept of them."""

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from compiled.records import Counter
 from engine.kernels import KINDS, LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, Loop, threads_for
-from engine.kernels.records import Counter, Floats
+from engine.kernels.compiled import Kernel, TeamLoop, threads_for
+from engine.kernels.records import Floats
 
 
 def reference(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,7 @@ def _add(a: Arguments) -> None:
             v.store(a.output, at, v.load(a.left, at) + v.load(a.right, at))
 
 
-add_all = Loop(_add, Arguments)
+add_all = Kernel(_add)
 
 
 def can_add(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -54,7 +55,7 @@ def can_add(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def recorded_sum(
     left: torch.Tensor, right: torch.Tensor, output: torch.Tensor
-) -> tuple[Kernel, array[int], int]:
+) -> tuple[TeamLoop, array[int], int]:
     """Returns the kernel for a sum, what it is told, and in how many threads it runs."""
     told, dtypes = add_all.layout.pack(Arguments(left, right, output, left.numel()))
-    return add_all.kernel(dtypes), told, threads_for(left.numel())
+    return add_all.loop(dtypes), told, threads_for(left.numel())

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from numba import njit
 
+from compiled.noise_numbers import GROUP_TOKENS, TILE_TOKENS
+from compiled.records import Counter, Int64s
 from engine.kernels import LANES
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop, threads_for
-from engine.kernels.records import Counter, Float32s, Int64s
-from engine.noise_numbers import GROUP_TOKENS, TILE_TOKENS
+from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.records import Float32s
 
 
 def reference(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,7 +174,7 @@ def _find(a: Arguments) -> None:
             values[rank] = LOWEST if is_missing else logits[tokens[rank]]
 
 
-find = Loop(_find, Arguments)
+find = Kernel(_find)
 """Writes tokens and values of every row, best first."""
 
 
@@ -214,7 +215,7 @@ def _sum(a: SumArguments) -> None:
         a.sums[row] = sum_row(logits, a.vocab_size, padded)
 
 
-sum_all = Loop(_sum, SumArguments)
+sum_all = Kernel(_sum)
 """Writes of every row the logarithm of the sum of its exponentials; the sum's order is fixed: each lane
 of a tile, then the tiles, then the lanes."""
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from engine.kernels import LANES
 from engine.kernels import lanes as v
-from engine.kernels.records import Float32s, Pointer
+from engine.kernels.records import Float32s
 from engine.kernels.walk_layout import Entry as Entry
 from engine.kernels.walk_layout import Walk as Walk
 
@@ -18,8 +19,8 @@ class Step(NamedTuple):
     """A step. Rows from ``num_rows`` on are padding. ``scratch``: ``scratch_size`` floats for each
     worker; ``num_parts``: tasks that a walk is divided into, or a head of it."""
 
-    walks: Annotated[Any, Pointer(Walk)]
-    entries: Annotated[Any, Pointer(Entry)]
+    walks: Sequence[Walk]
+    entries: Sequence[Entry]
     scratch: Float32s
     scratch_size: int
     num_walks: int

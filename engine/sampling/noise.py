@@ -28,17 +28,7 @@ import math
 import struct
 from collections.abc import Sequence
 
-from engine.noise_numbers import (
-    GOLDEN,
-    GROUP_COUNTER,
-    GROUP_TOKENS,
-    MANTISSA_BITS,
-    MIX1,
-    MIX2,
-    TILE_TOKENS,
-    UNIT,
-    signed,
-)
+from compiled import noise_numbers as n
 
 MASK = (1 << 64) - 1
 STREAM_COUNTER = 1 << 41
@@ -48,23 +38,23 @@ _FLOAT32 = struct.Struct("f")
 
 
 def _mix_int(z: int) -> int:
-    z = ((z ^ (z >> 30)) * MIX1) & MASK
-    z = ((z ^ (z >> 27)) * MIX2) & MASK
+    z = ((z ^ (z >> 30)) * n.MIX1) & MASK
+    z = ((z ^ (z >> 27)) * n.MIX2) & MASK
     return z ^ (z >> 31)
 
 
 def _hash_int(state: int, counter: int) -> int:
-    return _mix_int((state + (counter + 1) * GOLDEN) & MASK)
+    return _mix_int((state + (counter + 1) * n.GOLDEN) & MASK)
 
 
 def _unit_float(bits: int) -> float:
     """Uniform in (0, 1), never 0 nor 1, finest near 0: noise reaches 36 and beyond."""
-    return ((bits >> (64 - MANTISSA_BITS)) + 0.5) * UNIT
+    return ((bits >> (64 - n.MANTISSA_BITS)) + 0.5) * n.UNIT
 
 
 def request_key(seed: int, choice_index: int) -> int:
     """The key of one choice of a request, as a signed 64-bit integer. Any integer seed will do."""
-    return signed(_hash_int(_mix_int(seed & MASK), choice_index))
+    return n.signed(_hash_int(_mix_int(seed & MASK), choice_index))
 
 
 def step_key(key: int, stream: int, step: int) -> int:
@@ -72,7 +62,7 @@ def step_key(key: int, stream: int, step: int) -> int:
 
     ``step`` counts the steps in which the request emitted, from 0.
     """
-    return signed(_hash_int(_hash_int(key & MASK, STREAM_COUNTER + stream), step))
+    return n.signed(_hash_int(_hash_int(key & MASK, STREAM_COUNTER + stream), step))
 
 
 def uniform_scalar(key: int, counter: int) -> float:
@@ -90,10 +80,10 @@ def gumbel_list(key: int, position: int, token_ids: Sequence[int]) -> list[float
 
 
 def _gumbel(state: int, token_id: int) -> float:
-    group = (token_id // TILE_TOKENS) * GROUP_TOKENS + token_id % GROUP_TOKENS
-    bits = _hash_int(state, group + GROUP_COUNTER)
-    arrival = -math.log1p(-_unit_float(bits)) / GROUP_TOKENS
-    if bits % GROUP_TOKENS != (token_id // GROUP_TOKENS) % GROUP_TOKENS:
+    group = (token_id // n.TILE_TOKENS) * n.GROUP_TOKENS + token_id % n.GROUP_TOKENS
+    bits = _hash_int(state, group + n.GROUP_COUNTER)
+    arrival = -math.log1p(-_unit_float(bits)) / n.GROUP_TOKENS
+    if bits % n.GROUP_TOKENS != (token_id // n.GROUP_TOKENS) % n.GROUP_TOKENS:
         arrival -= math.log1p(-_unit_float(_hash_int(state, token_id)))
     rounded: float = _FLOAT32.unpack(_FLOAT32.pack(-math.log(arrival)))[0]
     return rounded

@@ -5,19 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.noise_numbers import (
-    GOLDEN,
-    GROUP_COUNTER,
-    GROUP_TOKENS,
-    MANTISSA_BITS,
-    MIX1,
-    MIX2,
-    TILE_TOKENS,
-    UNIT,
-    signed,
-)
+from compiled import noise_numbers as n
 
-_GOLDEN_S, _MIX1_S, _MIX2_S = signed(GOLDEN), signed(MIX1), signed(MIX2)
+_GOLDEN_S, _MIX1_S, _MIX2_S = n.signed(n.GOLDEN), n.signed(n.MIX1), n.signed(n.MIX2)
 
 
 def gumbel(keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
@@ -27,12 +17,12 @@ def gumbel(keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     ``[k]`` for the same tokens in every row. Returns ``[num_rows, k]``.
     """
     states = _hash(keys, positions)[:, None]  # [num_rows, 1]
-    groups = (token_ids // TILE_TOKENS) * GROUP_TOKENS + token_ids % GROUP_TOKENS
-    members = (token_ids // GROUP_TOKENS) % GROUP_TOKENS
-    bits = _hash(states, groups + GROUP_COUNTER)
+    groups = (token_ids // n.TILE_TOKENS) * n.GROUP_TOKENS + token_ids % n.GROUP_TOKENS
+    members = (token_ids // n.GROUP_TOKENS) % n.GROUP_TOKENS
+    bits = _hash(states, groups + n.GROUP_COUNTER)
     # The low bits of a group's hash name its earliest member, the high ones its arrival.
-    later = (bits & (GROUP_TOKENS - 1)) != members
-    arrivals = _exponential(bits) / GROUP_TOKENS
+    later = (bits & (n.GROUP_TOKENS - 1)) != members
+    arrivals = _exponential(bits) / n.GROUP_TOKENS
     return (arrivals + _exponential(_hash(states, token_ids)) * later).log_().neg_().float()
 
 
@@ -50,5 +40,5 @@ def _hash(states: Tensor, counters: Tensor) -> Tensor:
 
 def _exponential(bits: Tensor) -> Tensor:
     """Exp(1) from the upper 52 bits, float64."""
-    mantissa = (bits >> (64 - MANTISSA_BITS)).bitwise_and_((1 << MANTISSA_BITS) - 1)
-    return mantissa.double().add_(0.5).mul_(-UNIT).log1p_().neg_()
+    mantissa = (bits >> (64 - n.MANTISSA_BITS)).bitwise_and_((1 << n.MANTISSA_BITS) - 1)
+    return mantissa.double().add_(0.5).mul_(-n.UNIT).log1p_().neg_()

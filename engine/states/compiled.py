@@ -183,7 +183,7 @@ class CompiledPlan:
         packed, dtypes = loop.layout.pack(arguments)
         held = held, arguments.states, arguments.kept
         renewal = Renewal(key, loop.layout.places["step"], held)
-        loop.kernel(dtypes).run(packed, self._step(key).num_threads, renewal)
+        loop.loop(dtypes).run(packed, self._step(key).num_threads, renewal)
 
     def _step(self, key: Key) -> _Step:
         """Returns what operations of one kind share, made once."""

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "extend.md"
 COPIED = (
-    *("server", "engine", "drafters", "kvpool", "slipstream"),
+    *("server", "engine", "drafters", "compiled", "kvpool", "slipstream"),
     *("deploy", "docs", "tests", "pyproject.toml"),
 )
 _FILE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)

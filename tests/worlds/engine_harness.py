@@ -396,7 +396,7 @@ def _parts(path: str, thing: object) -> list[tuple[str, object]]:
         ]
     if isinstance(thing, list | tuple | set | frozenset):
         return [(f"{path}[]", item) for item in thing]
-    if type(thing).__module__.split(".")[0] in ("engine", "drafters", "kvpool"):
+    if type(thing).__module__.split(".")[0] in ("engine", "drafters", "compiled", "kvpool"):
         names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
         names += list(getattr(thing, "__dict__", ()))
         return [(f"{path}.{name}", getattr(thing, name, None)) for name in names]

@@ -6,10 +6,10 @@ from functools import cache
 
 import torch
 
+from compiled.noise_numbers import TILE_TOKENS
 from engine.kernels import is_host
 from engine.kernels.triton import Variant, is_interpreted, missing_for
 from engine.kernels.triton.ops import lanes
-from engine.noise_numbers import TILE_TOKENS
 
 _INTERPRETED_ROWS = 16
 """Rows of a program under the interpreter, whose operations cost a call of numpy each, whatever their

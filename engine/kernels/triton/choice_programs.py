@@ -9,7 +9,7 @@ their maxima: a row's token hangs on nothing else in the batch, nor on how tiles
 import triton
 import triton.language as tl
 
-from engine import noise_numbers as n
+from compiled import noise_numbers as n
 
 _GOLDEN, _MIX1, _MIX2 = (tl.constexpr(each) for each in (n.GOLDEN, n.MIX1, n.MIX2))
 _GROUP, _GROUP_COUNTER = tl.constexpr(n.GROUP_TOKENS), tl.constexpr(n.GROUP_COUNTER)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import time
-from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
@@ -13,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from compiled.records import Counter, Float64s, Int64s
 from engine.kernels import KINDS, LANES, compiled, grouped_product, sequence
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop
-from engine.kernels.records import NOWHERE, Counter, Float32s, Float64s, Floats, Int64s, layout_of
+from engine.kernels.compiled import Kernel
+from engine.kernels.records import NOWHERE, Float32s, Floats, layout_of
 
 
 class Tasks(NamedTuple):
@@ -34,7 +33,7 @@ def count_tasks(a: Tasks) -> None:
 
 def run(num_threads: int = 1) -> list[int]:
     done = torch.zeros(51, dtype=torch.int64)
-    Loop(count_tasks, Tasks).run(Tasks(done, 50), num_threads)
+    Kernel(count_tasks).run(Tasks(done, 50), num_threads)
     return [int(each) for each in done]
 
 
@@ -76,13 +75,13 @@ def test_fields_are_read_by_name_for_tensors_of_any_type(
     for is_weighed, factor in ((True, weight[1]), (False, 1.0)):
         target, doubles = torch.zeros(32, dtype=output), torch.tensor([0.1, 0.0, 0.0]).double()
         told = Fields(rows, target, weight, doubles, 0.75, 3, is_weighed)
-        Loop(read_fields, Fields).run(told)
+        Kernel(read_fields).run(told)
         expected = (rows[3:19].float() * 0.75 * factor).to(output)
         assert torch.equal(target[LANES:], expected)
         assert not target[:LANES].any()
         assert doubles[2] == doubles[0] - 7
     told = Fields(rows, target, NOWHERE, doubles, 0.75, 3, True)
-    Loop(read_fields, Fields).run(told)
+    Kernel(read_fields).run(told)
     assert torch.equal(target[LANES:], (rows[3:19].float() * 0.75).to(output))
 
 
@@ -108,10 +107,10 @@ def spin(a: Spinning) -> None:
 
 
 @pytest.mark.parametrize("loop", [grouped_product.multiply, sequence.run_all])
-def test_long_kernels_let_other_threads_go_on(loop: Loop) -> None:
-    assert loop.kernel(())._kind is ctypes.CFUNCTYPE
+def test_long_kernels_let_other_threads_go_on(loop: Kernel) -> None:
+    assert loop.loop(())._kind._flags_ == ctypes.CFUNCTYPE(None)._flags_
     flags = torch.zeros(2, dtype=torch.int64)
-    spinning = Loop(spin, Spinning, is_long=True)
+    spinning = Kernel(spin, is_long=True)
     thread = Thread(target=spinning.run, args=(Spinning(flags),))
     thread.start()
     deadline = time.monotonic() + 60
@@ -121,27 +120,3 @@ def test_long_kernels_let_other_threads_go_on(loop: Loop) -> None:
     flags[1] = 1  # which this thread could not do, if the other held the interpreter
     thread.join(60)
     assert not thread.is_alive()
-
-
-def test_machine_code_is_kept_for_the_next_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """That of versions which nobody has used for long is not."""
-    folder = tmp_path / "slipstream" / "kernels"
-    for name, days in (("recent", 20), ("old", 40)):
-        (folder / name / "inner").mkdir(parents=True)
-        used = time.time() - days * 24 * 3600
-        os.utime(folder / name, (used, used))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run()
-    (kept,) = tmp_path.rglob("*count_tasks*.nbi")
-    version = kept.relative_to(folder).parts[0]
-    assert sorted(each.name for each in folder.iterdir()) == sorted(["recent", version])
-
-
-def test_a_place_that_cannot_be_written_is_done_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "slipstream").write_text("a file, not a folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert run() == [1] * 51

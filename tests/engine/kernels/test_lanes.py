@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from compiled.records import Counter, Int64s
 from engine.kernels import KINDS, LANES, STORED_KINDS, tiles
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Loop
-from engine.kernels.records import Counter, Floats, Int64s
+from engine.kernels.compiled import Kernel
+from engine.kernels.records import Floats
 
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, 3.3e38, -1e-8]
 FLOAT8 = torch.float8_e4m3fn
@@ -25,13 +26,13 @@ class Pair(NamedTuple):
     count: int
 
 
-loop_of = cache(Loop)
+kernel_of = cache(Kernel)
 
 
 def mapped(function: Callable[[Any], None], source: torch.Tensor, like: torch.Tensor) -> Any:
     """What ``function`` leaves in a tensor like ``like``."""
     target = torch.empty_like(like)
-    loop_of(function, Pair).run(Pair(source, target, source.numel()))
+    kernel_of(function).run(Pair(source, target, source.numel()))
     return target
 
 
@@ -95,7 +96,7 @@ def copy_some(a: Pair) -> None:
 def test_some_of_sixteen_are_read_and_written_alone(dtype: torch.dtype) -> None:
     for count in range(LANES + 1):
         target = torch.full((LANES,), 7.0)
-        loop_of(copy_some, Pair).run(Pair(drawn(count).to(dtype)[:count], target, count))
+        kernel_of(copy_some, Pair).run(Pair(drawn(count).to(dtype)[:count], target, count))
         assert torch.equal(target[:count], drawn(count).to(dtype).float()[:count])
         assert torch.equal(target[count:], torch.full((LANES - count,), 7.0))
 
@@ -170,7 +171,7 @@ def test_sixteen_rows_are_transposed(dtype: torch.dtype, columns: int) -> None:
     """Several columns at a time where several lie in 32 bits, and one by one what is left."""
     rows = torch.randn(16, 104).to(dtype)
     got = torch.zeros(columns, 32)
-    loop_of(turn, Pair).run(Pair(rows, got, 16 * columns))
+    kernel_of(turn, Pair).run(Pair(rows, got, 16 * columns))
     assert torch.equal(got[:, :16], rows[:, :columns].float().T)
 
 
@@ -222,7 +223,7 @@ def take_runs(a: Runs) -> None:
             v.fetch_add(a.times + number, 1)
 
 
-take_all_runs = Loop(take_runs, Runs)
+take_all_runs = Kernel(take_runs)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -244,5 +245,5 @@ def first_run(a: Runs) -> None:
 
 def test_the_first_run_is_long() -> None:
     size = torch.zeros(1, dtype=torch.int64)
-    Loop(first_run, Runs).run(Runs(size, 128, 2))
+    Kernel(first_run).run(Runs(size, 128, 2))
     assert size.item() == 48

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from compiled.records import Counter, Int64s
 from engine.kernels import lanes as v
 from engine.kernels import sequence
-from engine.kernels.compiled import Loop, releasing
-from engine.kernels.records import Counter, Int64s
+from engine.kernels.compiled import Kernel, releasing
 from engine.kernels.sequence import run_sequence
 
 COUNT = 64
@@ -30,7 +30,7 @@ def add_neighbours(a: Circle) -> None:
         a.target[place] = a.source[left] + a.source[right]
 
 
-ADD = Loop(add_neighbours, Circle)
+ADD = Kernel(add_neighbours)
 
 
 def summed(num_threads: list[int]) -> torch.Tensor:
@@ -39,7 +39,7 @@ def summed(num_threads: list[int]) -> torch.Tensor:
     planes[0] = torch.arange(COUNT) % 5 - 2
     pairs = zip(planes, planes[1:], strict=False)
     told = [ADD.layout.pack(Circle(*pair))[0] for pair in pairs]
-    code = ADD.kernel(()).address
+    code = ADD.loop(()).address
     nodes = [
         (code, each.buffer_info()[0], count) for each, count in zip(told, num_threads, strict=True)
     ]

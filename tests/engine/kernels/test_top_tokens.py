@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled.noise_numbers import TILE_TOKENS
 from engine.kernels import LANES
 from engine.kernels.top_tokens import log_sums, reference, top_rows
-from engine.noise_numbers import TILE_TOKENS
 from worlds.device_world import no_host
 from worlds.sampled_rows import top_probs, top_tokens
 

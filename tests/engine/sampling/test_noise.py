@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling.noise import _hash_int, _unit_float, request_key, signed
+from compiled.noise_numbers import signed
+from engine.sampling.noise import _hash_int, _unit_float, request_key
 from engine.sampling.noise_torch import _hash, gumbel
 from worlds.sampled_rows import DEVICES, gumbel_scalar
 

@@ -1,25 +1,26 @@
-"""Loops are compiled with the records that Python fills in; where machine code is kept, see
-tests/engine/kernels/test_compiled.py."""
+"""Loops are compiled once for a machine, with the records that Python fills in."""
 
 from __future__ import annotations
 
+import os
+import time
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 from numba import njit
 
-from drafters.compiled import (
-    Floats,
-    Integers,
-    Loop,
-    Many,
+from compiled.cache import sources_of, version_of
+from compiled.loops import Loop
+from compiled.records import (
+    Float64s,
+    Int32s,
+    Int64s,
     Memory,
-    Tokens,
     address_of,
     is_nowhere,
-    version_of,
 )
 
 
@@ -29,10 +30,10 @@ class Part(Protocol):
 
 
 class Whole(Protocol):
-    tokens: Tokens
-    numbers: Integers
-    shares: Floats
-    parts: Many[Part]
+    tokens: Int32s
+    numbers: Int64s
+    shares: Float64s
+    parts: Sequence[Part]
     best: Part
     missing: Part
     count: int
@@ -55,7 +56,7 @@ def _sum(w: Whole, start: int) -> int:
     return total if is_nowhere(w.missing) and not is_nowhere(w.best) else -1
 
 
-ADD = Loop(_sum, Whole, int)
+ADD = Loop(_sum)
 
 
 def test_compiled_code_reads_and_writes_what_python_does() -> None:
@@ -90,3 +91,42 @@ def test_the_same_files_in_another_place_are_another_version(tmp_path: Path) -> 
         (tmp_path / name / "loops.py").write_text("pass")
     one, other = (version_of([tmp_path / name / "loops.py"]) for name in "ab")
     assert one == version_of([tmp_path / "a" / "loops.py"]) != other
+
+
+def test_a_version_is_of_all_files_that_are_imported() -> None:
+    from drafters.merged import grow_loops
+
+    files = sources_of(Path(str(grow_loops.__file__)), "drafters")
+    names = {path.name for path in files}
+    assert {"grow_loops.py", "row_loops.py", "index_loops.py", "weights.py", "contexts.py"} <= names
+    assert {path.parent.name for path in files if path.name == "records.py"} == {
+        "copying",
+        "merged",
+    }
+    assert not names & {"suffix.py", "registry.py"}
+
+
+def test_machine_code_is_kept_for_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That of versions which nobody has used for long is not."""
+    folder = tmp_path / "slipstream" / "kernels"
+    for name, days in (("recent", 20), ("old", 40)):
+        (folder / name / "inner").mkdir(parents=True)
+        used = time.time() - days * 24 * 3600
+        os.utime(folder / name, (used, used))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    loop = Loop(_sum)
+    loop.compile()
+    (kept,) = tmp_path.rglob("*_sum*.nbi")
+    version = kept.relative_to(folder).parts[0]
+    assert version == loop.version()
+    assert sorted(each.name for each in folder.iterdir()) == sorted(["recent", version])
+
+
+def test_a_place_that_cannot_be_written_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "slipstream").write_text("a file, not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert callable(Loop(_sum).compile())
