@@ -201,7 +201,7 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """What the engine calls the model."""
+        """The engine's name for the model."""
         return BUNDLED_NAME if self.is_bundled else called(self.served_model)
 
     def _check_kv_events(self) -> None:

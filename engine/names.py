@@ -1,6 +1,5 @@
-"""Names that mean a model wherever one can be named: those that come with Slipstream, or with a package
-that can be installed beside it, and those on the hub. Needs no torch.
-"""
+"""Model names accepted wherever a model can be named: models included with Slipstream, models in
+installable packages, and models on the hub. Needs no torch."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class BlockPoolError(RuntimeError):
 
 
 class CacheListener(Protocol):
-    """Is told which blocks the prefix cache can serve: by the pool, on its thread, after each change and
-    in the order of changes."""
+    """Hears which blocks the prefix cache can serve: called by the pool, on its thread, after each
+    change and in the order of changes."""
 
     def stored(
         self, digest: bytes, parent: bytes | None, token_ids: Sequence[int], cache_salt: str
@@ -100,9 +100,9 @@ class Restoration:
 class BlockPool:
     """All methods that name a request raise BlockPoolError if it is not open (``open``: if it is).
 
-    ``num_prefix_queries`` and ``num_prefix_hits`` count tokens and only ever grow. ``listener`` is told
-    what the prefix cache holds. ``tier`` keeps blocks that are evicted. ``states``: of a model whose
-    layers keep some; its requests begin where there is one.
+    ``num_prefix_queries`` and ``num_prefix_hits`` count tokens and only ever grow. ``listener`` hears
+    about changes of the prefix cache. ``tier`` keeps evicted blocks. ``states``: slots for a model with
+    states, whose requests start where there is a state.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class BlockPool:
     # Life of a request
 
     def restore(self, wanted: Restoration) -> bool:
-        """Bring back from the tier what ``open`` would find if it had not been evicted. True: there is no
-        more to bring; False: call again in the next step.
+        """Bring back from the tier what ``open`` would find if it had not been evicted. True: nothing
+        is left to restore; False: call again in the next step.
 
-        A step brings a bounded number of blocks, into those that are available. They are cached then, and
-        in no table: where others need the place, they go again.
+        A step restores a bounded number of blocks, into available ones. They are then cached without an
+        owner, and may be evicted again.
         """
         if self.tier is None or not self.enable_prefix_cache:
             return True

@@ -65,7 +65,7 @@ class Slots(Protocol):
         """Whether a block may be written now; else it is lost, or waits with its owner."""
 
     def entries(self) -> Iterable[tuple[int, Entry]]:
-        """What lies in slots from an earlier life."""
+        """Entries left in the slots by an earlier process."""
 
     def write(self, slot: int, entry: Entry, content: Bytes) -> None:
         """Keeps ``content``, which is the slot's from then on. Not to be called unless ``is_ready``."""

@@ -290,8 +290,8 @@ class CapturedForward:
 
 
 class _Kernels:
-    """Kernels with nothing between them. ``renewed``: what attention's keys stand for, where in the
-    arguments, and of which kernels."""
+    """Consecutive kernels. ``renewed``: for each of attention's keys, its positions in the arguments
+    and the kernels concerned."""
 
     def __init__(self, calls: Sequence[KernelCall]) -> None:
         sequence = find_kernel("sequence")

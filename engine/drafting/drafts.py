@@ -39,7 +39,7 @@ class NamedDraft:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What drafts for the drafter ``name``. ``path``: a folder, GGUF file or hub id, or "mtp"."""
+    """The source of the drafter ``name``. ``path``: a folder, GGUF file or hub id, or "mtp"."""
 
     name: str
     path: str

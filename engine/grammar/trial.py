@@ -93,8 +93,8 @@ def _on_the_way(matcher: Any) -> str:
 
 
 class Rules(NamedTuple):
-    """``of[symbol]``: sequences of symbols, each of which it may be. A symbol without any is a terminal;
-    ``empty`` are those of them that match no text."""
+    """``of[symbol]``: the sequences of symbols it expands to. A symbol without any is a terminal;
+    ``empty`` are the terminals that match no text."""
 
     of: Mapping[str, Sequence[Sequence[str]]]
     empty: frozenset[str]

@@ -1,4 +1,4 @@
-"""What llguidance has to know of a tokenizer, and the bounds that it works within."""
+"""Describes a tokenizer to llguidance, and sets the limits within which llguidance works."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MAX_GRAMMAR_SIZE = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's definition as JSON, the number of tokens that a mask is about, and those that end a
-    text."""
+    """A tokenizer's definition as JSON, the number of tokens that a mask covers, and the end-of-text
+    tokens."""
 
     tokenizer: str
     size: int

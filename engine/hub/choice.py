@@ -69,8 +69,8 @@ def choose(name: HubName, files: Sequence[HubFile]) -> Choice:
 
 
 def gguf_choices(files: Iterable[HubFile]) -> list[Choice]:
-    """Returns the models in GGUF files, by name, each of which is there in all its parts; without parts
-    for images. Where two have weights of one type, the second is called as its file."""
+    """Returns the models in GGUF files, by name, if all of their parts are listed; without image parts.
+    If two have the same weight type, the second is named after its file."""
     sets: dict[str, list[HubFile]] = {}
     for file in sorted(files, key=lambda each: (each.path.count("/"), each.path)):
         if _MODEL.fullmatch(file.path):

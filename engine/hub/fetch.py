@@ -231,7 +231,7 @@ def _is_there(folder: Path, sha: str, file: HubFile) -> bool:
 
 
 def _part(folder: Path, file: HubFile) -> Path:
-    """What has come of a large file; earlier versions of the library left it under the same name."""
+    """Returns a large file's partial download, named as in earlier versions of the library."""
     return folder / "blobs" / f"{file.blob}.incomplete"
 
 

@@ -199,8 +199,8 @@ def _empty(own: Any) -> None:
 def grouped_experts(
     own: Any, weights: dict[str, ExpertWeights], method: str, dtype: torch.dtype, keeps_inputs: bool
 ) -> PackedExperts:
-    """Returns experts over ``weights``, whose products' names are those of ``StoredExperts``. Raises
-    UnpackableError for those that no kernel takes."""
+    """Returns experts over ``weights``, with products named as in ``StoredExperts``. Raises
+    UnpackableError for weights without a kernel."""
     weights = dict(weights)
     down = weights.pop(_DOWN)
     scheme = ", ".join(dict.fromkeys(each.scheme for each in (*weights.values(), down)))

@@ -388,9 +388,9 @@ def _wrap(
 
 
 def _steady(model: nn.Module, failures: set[str]) -> None:
-    """Runs modules that multiply by weights of their own under ``OneOrderProducts``, and those that
-    compute with tails in whole vectors. transformers' experts are left on other devices alone: there they
-    are computed one by one."""
+    """Runs modules that multiply by their own weights under ``OneOrderProducts``, and modules with
+    vector remainders in whole vectors. transformers' experts are left alone on other devices, where
+    they are computed one by one."""
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         model.set_experts_implementation("eager")  # type: ignore[operator]
     for module in model.modules():

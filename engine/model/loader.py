@@ -70,13 +70,13 @@ def load_model(
     packed: bool = True,
     max_model_len: int | None = None,
 ) -> PreTrainedModel:
-    """Returns the model in eval mode on ``device``, still on transformers' own attention; of several
-    ranks, which load it at the same time, each gets its part. ``packed``: weights of a checkpoint in few
-    bits stay so, where the device has kernels for it; else floats are made of them. ``max_model_len``: a
-    length that it has to be made for.
+    """Returns the model in eval mode on ``device``, still on transformers' own attention; each of
+    several ranks, which load it at the same time, gets its part. ``packed``: a checkpoint's quantized
+    weights stay quantized if the device has kernels for them; otherwise they become floats.
+    ``max_model_len``: a length that the model must support.
 
-    Raises UnsupportedModelError for what the configuration already rules out and for weights that are
-    not those that it asks for, OSError if there is no such folder or name, or no model in it.
+    Raises UnsupportedModelError for an unsupported configuration and for weights that do not match it,
+    OSError if there is no such folder or name, or no model in it.
     """
     path = locate(model, revision)
     with naming(model):

@@ -1,8 +1,7 @@
-"""Weights in few bits in a model's layers: those that a checkpoint brings are packed as they are, floats
-are rounded.
+"""Quantized weights in a model's layers: a checkpoint's are packed as they are, floats are rounded.
 
-Which layers share an input is seen in a forward, not guessed from names: queries, keys and values in most
-models, gate and up projections, all that hang under one parent and read the same tensor.
+Layers that share an input are found in a forward, not guessed from names: queries, keys and values in
+most models, gate and up projections, all children of one parent that read the same tensor.
 """
 
 from __future__ import annotations
@@ -406,8 +405,8 @@ def quantization_info(model: PreTrainedModel) -> QuantizationInfo | None:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[int, int, str]]:
-    """Yields how many weights, of how many bits, of which scheme: of each layer, and of an embedding that
-    is no head as well."""
+    """Yields number, bits and scheme of the weights of each layer, and of each embedding that is not
+    also a head."""
     held = set()
     for each in model.modules():
         if isinstance(each, GroupedLinear):
@@ -444,7 +443,7 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, Packed]]:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Returns how many weights there are; those that layers share count once."""
+    """Returns the number of weights; shared ones count once."""
     packed = sum(count for count, *_ in _weights(model))
     biased = {each for _, each in packed_weights(model) if each.bias is not None}
     biases = sum(each.num_experts * each.out_features for each in biased)

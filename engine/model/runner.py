@@ -85,8 +85,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> ForwardOutput:
-        """Keys and values of all rows are in the store afterwards. On a GPU that is in the order of its
-        work: the forward is launched, and nobody waits for it."""
+        """Runs a step. Keys and values of all rows are in the store afterwards; on a GPU in stream
+        order: the forward is only launched."""
         if batch.moved is not None and not self.attention.can_move(batch):
             batch = settle(batch, self.store.block_size)
         watch = Stopwatch(self.device) if self.device.type == "cuda" else None

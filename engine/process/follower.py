@@ -72,7 +72,7 @@ class Followers:
             lost(f"rank {number}: {reason or f'its process ended: {describe(status)}'}")
 
     def stop(self) -> None:
-        """End those that are left, and wait until they have gone."""
+        """End the remaining ones, and wait until they have gone."""
         self._stopping.set()
         for child in self._children:
             child.link.call("stop")

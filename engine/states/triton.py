@@ -34,7 +34,7 @@ _ROW, _PARENT, _STORE, _SNAPSHOT = (
 
 
 class Room(NamedTuple):
-    """What launches are made for: the most of each that a step has."""
+    """Sizes of launches: the largest numbers that a step has."""
 
     num_walks: int
     num_entries: int

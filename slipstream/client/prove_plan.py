@@ -114,7 +114,8 @@ class Trial:
         return {**self.case.labels, **self.arm.labels, "company": company}
 
     def fields(self, text: str = "") -> dict[str, Any]:
-        """``text``: the case's without drafts, of which most is predicted where an arm reads that."""
+        """Returns the request's fields. ``text``: the case's text without drafts; most of it becomes
+        the prediction if an arm reads one."""
         found = with_drafts(self.case.fields, self.arm.speculative, self.cache)
         guess = text[: len(text) // 3] + text[len(text) // 3 + 8 :]
         is_told = self.arm.takes_prediction and guess

@@ -60,7 +60,7 @@ class Service:
     def body(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """A request of these fields that asks for everything the display needs.
 
-        Raises FlagError for a ``speculative`` object where nobody would read it.
+        Raises FlagError for a ``speculative`` object if the server would not read it.
         """
         body = {**self.usual, **fields}
         if self.model is not None:

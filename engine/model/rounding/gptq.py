@@ -35,8 +35,8 @@ _SMALLEST_SCALE = 2.0**-24
 
 
 class Grid(NamedTuple):
-    """What codes of a group of features mean in each channel: ``scales`` and ``minima``, ``[channels]``
-    float32 that are held exactly in what is kept of them."""
+    """The meaning of a group's codes in each channel: ``scales`` and ``minima``, ``[channels]``
+    float32, exactly representable in their stored type."""
 
     scales: torch.Tensor
     minima: torch.Tensor
@@ -109,8 +109,8 @@ def round_to_nearest(
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """Returns the upper triangular U of which ``U.T @ U`` is the damped Hessian's inverse: the Cholesky
-    factor of the features in descending order, inverted, so that nothing is inverted twice."""
+    """Returns the upper triangular U with ``U.T @ U`` equal to the damped Hessian's inverse: the
+    Cholesky factor of the features in descending order, inverted, so that nothing is inverted twice."""
     damped = hessian.clone()
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1

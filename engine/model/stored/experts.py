@@ -19,9 +19,9 @@ from engine.request.errors import UnsupportedModelError
 
 
 class ExpertWeights(NamedTuple):
-    """One product of all experts. ``parts``: yields an expert's weights, some output channels at a time;
-    ``bias``: ``[num_experts, out_features]``, or None; ``scheme``: what users are told. ``packs``: if
-    not, ``floats`` says what an expert's weights are, given it and a type."""
+    """One product of all experts. ``parts``: yields an expert's weights, some output channels at a
+    time; ``bias``: ``[num_experts, out_features]``, or None; ``scheme``: as shown to users. ``packs``:
+    if false, ``floats`` returns an expert's weights, given its index and a type."""
 
     out_features: int
     in_features: int
