@@ -36,7 +36,7 @@ _SHARED_DECAY = 0.99
 _TRIAL_SHARE = 0.01
 """Trials cost no more than this part of what is written."""
 _MOST_QUIET = 32
-"""Steps for which nobody is asked without another look at who it would be."""
+"""Steps in which no request is asked before the ledger looks again."""
 
 
 def expected_tokens(tree: DraftTree, survivals: Sequence[float]) -> float:
@@ -99,7 +99,7 @@ class Ledger:
         """``seconds``: what a batch of so many requests takes; None: as ``took`` was told.
         ``num_trial_steps``: how often in a row a request has to be asked before that shows anything."""
         self._gains: dict[Hashable, dict[int, DiscountedMean]] = {}
-        """By kind of traffic; the one that was not opened for longest comes first."""
+        """Benefits by kind of traffic; the kind whose last request is longest ago comes first."""
         self._times = BatchTimes()
         self._seconds = self._times.expect if seconds is None else seconds
         self._num_trial_steps = num_trial_steps
@@ -108,7 +108,7 @@ class Ledger:
         """Tokens since the last trial, and how many more the next one waits for."""
         self._num_trials = 0
         self._num_quiet = self._num_resting = self._load = 0
-        """Steps in which nobody is asked yet, how many of those who rest may be there, and how many
+        """Steps in which no request is asked yet, how many resting requests there may be, and how many
         others."""
         self._trier, self._num_left = "", 0
         """Whose trial lasts, and in how many steps more it is asked."""

@@ -281,8 +281,8 @@ def _quantize(
     reference: torch.Tensor,
     config: EngineConfig,
 ) -> QuantizationInfo | None:
-    """Gives linear layers 8 or 4 bits where that is asked for, and rounds their inputs, too, as those of
-    weights that came in few bits. Raises UnsupportedModelError where it cannot be had."""
+    """Quantizes linear layers to 8 or 4 bits if requested, and rounds their inputs as well, like those
+    of quantized checkpoints. Raises UnsupportedModelError if that is impossible."""
     is_packed = has_packed_weights(model)
     if is_packed and config.quantization is not None:
         raise UnsupportedModelError(

@@ -166,15 +166,15 @@ class BlockPool:
     ) -> int:
         """Start a table with the longest cached run of full blocks; returns ``num_cached_tokens``.
 
-        These tokens are committed for the request. At most ``max_cached_tokens`` are taken (the
-        caller needs at least one row's logits, so it passes less than ``len(token_ids)``); 0 asks
-        the cache nothing and counts no query. Nor does a request that is not new: what comes back
-        after a preemption finds its own blocks, which says nothing of the cache.
+        These tokens are committed for the request. At most ``max_cached_tokens`` are taken (the caller
+        needs at least one row's logits, so it passes less than ``len(token_ids)``); 0 asks the cache
+        nothing and counts no query. Nor does a request that is not new: one that comes back after a
+        preemption finds its own blocks, which says nothing of the cache.
 
         ``num_usable`` is asked of the blocks that were found, if there are any: how many of their
-        tokens, from the first on, are of use to the request, or more if all are. The hit is cut to
-        the full blocks among these. The request computes the rest into blocks of its own, and once
-        they are full they take over the names of those that it could not use.
+        tokens, from the first on, are of use to the request, or more if all are. The hit is cut to the
+        full blocks among these. The request computes the rest into its own blocks, which take over the
+        names of the unusable ones once they are full.
         """
         if request_id in self._tables:
             raise BlockPoolError(f"request {request_id!r} is already open")

@@ -96,14 +96,14 @@ class Desk:
 
 
 class Alignment:
-    """One request's text, its index, and what is being copied.
+    """One request's text, its index, and the current copy.
 
-    Text that is being copied from a place already indexed is not indexed again, but for the last
-    tokens before the copy breaks off: its contexts lead to the original. So a step costs next to
-    nothing while a long copy lasts.
+    Text that is being copied from a place already indexed is not indexed again, but for the last tokens
+    before the copy breaks off: its contexts lead to the original. So a step costs next to nothing while
+    a long copy lasts.
 
-    Memory: the text's (``IndexedText``), of which at most ``MAX_INDEXED_TOKENS`` are indexed, beyond
-    that anew from the last half of them; and 19 KB.
+    Memory: the text's (``IndexedText``), with at most ``MAX_INDEXED_TOKENS`` indexed, beyond that anew
+    from the last half of them; and 19 KB.
     """
 
     def __init__(self, token_ids: Sequence[int], history: TenantHistory | None, desk: Desk) -> None:

@@ -35,7 +35,7 @@ from kvpool.store import KVStore, RowShape
 IMPLEMENTATION = "slipstream"
 
 KV_LAYER = "kv_layer"
-"""Of an attention layer: its number in the store, where it is not its number in the model."""
+"""An attention layer's number in the store, if it differs from its number in the model."""
 
 LARGEST_KEY = 2.0**60
 """Keys are limited to it: no model has any as large, and sums of their products stay finite."""

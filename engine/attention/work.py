@@ -36,10 +36,9 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 class Cut:
     """Parameters for cutting work into items. ``chunk``: keys of the shortest chunk; beyond
     ``most_chunks`` chunks their length doubles, up to ``longest_chunk``, a multiple by a power of two;
-    ``tile_pairs``: tile sizes, in pairs of a row and one of the heads that share a key head, of which
-    there are at most ``share``; ``num_programs``: as many items keep a device busy, each item counting
-    once per ``num_kv_heads``; ``max_partials``: the most rows times chunks whose sums may wait to be
-    joined."""
+    ``tile_pairs``: tile sizes, in pairs of a row and a head, for at most ``share`` heads that share a
+    key head; ``num_programs``: as many items keep a device busy, each item counting once per
+    ``num_kv_heads``; ``max_partials``: the most rows times chunks whose sums may wait to be joined."""
 
     block_size: int
     chunk: int

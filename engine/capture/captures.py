@@ -86,7 +86,7 @@ class _Shape(NamedTuple):
 
 class _Capture:
     """A shape's recording. ``num_seen``: forwards without one; ``num_padding_rows``: padding rows of
-    those that ran in a larger shape's; ``is_trusted``: a replay was bit-identical to the model's own
+    forwards that ran in a larger shape's; ``is_trusted``: a replay was bit-identical to the model's own
     forward."""
 
     def __init__(self) -> None:

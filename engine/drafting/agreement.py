@@ -26,7 +26,7 @@ from engine.model.runner import ModelRunner
 
 _NUM_TEXTS = 8
 _NUM_TOKENS = 16
-"""Of each text: 128 places in all, so that a share of 0.6 is known to 0.05."""
+"""Tokens per text: 128 places in all, so that a share of 0.6 is known to 0.05."""
 _ROOM = 64
 """Slots behind each text, for heads that draft by masks."""
 

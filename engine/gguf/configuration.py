@@ -79,7 +79,7 @@ _SHOWN = {
     "ssm_norm.weight": "mamba_rms_norm",
     "shortconv.in_proj.bias": "conv_bias",
 }
-"""What layers have, by a tensor of theirs that shows it."""
+"""Configuration fields about layers' parts, by a tensor that shows the part."""
 
 
 class Said:

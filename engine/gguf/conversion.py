@@ -47,7 +47,7 @@ def less_one(pattern: str) -> Undo:
 
 
 DECAY = Undo(r"A_log$", values=lambda values: np.log(-values))
-"""Of every layer with a state the file has -exp(A_log)."""
+"""For every layer with a state the file has -exp(A_log)."""
 
 
 def _grouped(config: Any, first: int, count: int) -> Array:

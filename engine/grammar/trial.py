@@ -24,7 +24,8 @@ _NUM_WALKS = 4
 _WALK_TOKENS = 32
 _WALK_SECONDS = 0.05
 _STEP_SECONDS = 0.05
-"""Of a mask, or of taking in a token: in the engine every request of the step waits for it."""
+"""The limit for a mask, or for consuming a token: in the engine every request of the step waits for it.
+"""
 _NOWHERE = "NoExtensionBias"
 _INNER = re.compile(r"#\d+|start(#\d+)?|gg(#\d+)?|.*_")
 

@@ -10,10 +10,10 @@ from typing import Any
 from engine.request.errors import RequestError
 
 _MAX_ITEMS = 50_000
-"""Of the parser, for one mask or one run of forced text. Also in one row, whose number, 2,000 by default,
-is looked at only when a token is taken in, which the mask has allowed by then."""
+"""The parser's limit for one mask or one run of forced text. It applies to one row as well, whose own
+limit, 2,000 by default, is only checked when a token is consumed, after the mask has allowed it."""
 _MAX_LEXER_STATES = 50_000
-"""Of one grammar, for all that share it; 1 to 2 kB each."""
+"""The limit for one grammar, for all requests that share it; 1 to 2 kB each."""
 _MAX_GRAMMAR_SIZE = 100_000
 
 

@@ -11,7 +11,7 @@ from engine.hub.name import HubName, bits_of, label_of, num_parts, without_part
 
 _USUAL = "Q4_K_M"
 _LEAST_BITS = 4
-"""Below them models write noticeably other texts: nobody gets them unasked."""
+"""Below this, models generate noticeably different texts, so such files must be requested explicitly."""
 _MODEL = re.compile(r"(?!.*(mmproj|imatrix)[^/]*$).*\.gguf", re.IGNORECASE)
 """Other GGUF files hold parts for images, or what was measured while rounding."""
 _BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")

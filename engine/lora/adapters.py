@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class LoadedAdapter:
     info: AdapterInfo
     rows: Adapter
-    """What its requests' rows have."""
+    """The value that its requests' rows carry."""
 
 
 class Adapters:

@@ -27,7 +27,7 @@ from engine.model.layers import GroupedLinear, LayerShape, PackedLinear, is_plai
 from engine.transfer import upload
 
 Parts = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""By a layer's name: what an adapter adds, ``first`` ``[rank, in_features]`` and ``second``
+"""An adapter's matrices by layer name: ``first`` ``[rank, in_features]`` and ``second``
 ``[out_features, rank]``, float32."""
 
 

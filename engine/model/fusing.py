@@ -221,7 +221,7 @@ _LARGEST = (4.0, 100.0)
 
 
 class GatedGroups(FusedParts):
-    """A network in few bits. ``is_first``: of the two halves that ``both`` makes the first is gated."""
+    """A quantized network. ``is_first``: the first of the two halves that ``both`` makes is gated."""
 
     def __init__(self, both: Any, down: Any, is_first: bool, activation: str) -> None:
         from engine.kernels.grouped_product import Gate, gate_rows

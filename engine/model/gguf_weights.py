@@ -245,11 +245,11 @@ class _Reading:
         self._orders: dict[str, torch.Tensor] = {}
         """Which features their columns are for, where these are in another order."""
         self._packed: dict[str, list[str]] = {}
-        """By names of parameters, those that get their blocks."""
+        """Names of the modules that get a parameter's blocks, by its name."""
         self._experts: dict[str, dict[str, int]] = {}
         """The types of experts that keep their blocks, by names of modules and of products."""
         self._products: dict[str, list[tuple[str, tuple[StoredTensor, ...]]]] = {}
-        """By names of experts' parameters, what stands in their place, and the tensors that it has."""
+        """Replacements of experts' parameters by name, each with its tensors."""
         self._said: dict[str, torch.Tensor] = {}
         """Parameters that the metadata says."""
         tied: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", None) or {}

@@ -188,7 +188,7 @@ class ShapeProbe:
 
 
 def _are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether they are views of the same memory, all of which is still in use."""
+    """Whether they are views of the same memory, with every part still in use."""
     return all(
         (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
         for one, other in zip(some, others, strict=True)
@@ -247,12 +247,12 @@ def state_shapes(model: PreTrainedModel) -> tuple[StateShape, ...]:
 
 
 def max_position(config: Any) -> int:
-    """Returns the positions that the model was made for.
+    """Returns the number of positions that the model supports.
 
     Some rotary embeddings change their frequencies for the whole call once any row of it passes a
-    length. There they end: else a request's tokens would depend on who shares its step. Layers with
-    chunks see all before them until the first chunk ends, and so do those that scale queries by how far
-    down the call they stand.
+    length. Support ends there: otherwise a request's tokens would depend on the other requests of its
+    step. Layers with chunks see everything before them until the first chunk ends, and so do layers
+    that scale queries by how far down the call they stand.
     """
     lengths = [getattr(config, "max_position_embeddings", None) or 4096]
     ropes = getattr(config, "rope_parameters", None) or {}

@@ -81,7 +81,7 @@ class ModelRunner:
         self._replays = make_replays(attention, graphs, can_capture, states)
         self._chooses = False
         self.adapted: AdaptedLayers | None = None
-        """What gives rows their adapters; None: no batch may have any."""
+        """Gives rows their adapters; None: no batch may have any."""
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> ForwardOutput:

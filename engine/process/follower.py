@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _END_SECONDS = 10.0
 _NETWORK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-"""All ranks are on this machine, and nobody else is to reach them."""
+"""All ranks are on this machine, and no other host needs to reach them."""
 
 
 class Followers:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from engine.request.stats import StepStats
 
 TELL_SECONDS = 0.05
-"""How old what is told may be while the same requests go on."""
+"""The longest delay of statistics while the same requests go on."""
 
 
 class StepTally:

@@ -17,13 +17,12 @@ SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
-    """The part of a model whose weights are held in few bits. ``method``: the format they came in, or
-    "int8" or "int4" where they were rounded. ``source``: "checkpoint", or "start": they were rounded
-    when the model was loaded. ``bits``: of a weight, on average, without scales;
-    ``activation_bits``: of the inputs that they are multiplied with. ``schemes``: weights by what is
-    said of their codes and scales. ``num_quantized`` of ``num_parameters`` weights, in ``num_layers``
-    linear layers; ``num_bytes``: of all weights as they are held. ``head``: whether the output head is
-    among them."""
+    """The quantized part of a model. ``method``: the checkpoint's format, or "int8" or "int4" if
+    rounded. ``source``: "checkpoint", or "start": rounded when the model was loaded. ``bits``: per
+    weight, on average, without scales; ``activation_bits``: of the inputs. ``schemes``: number of
+    weights by description of their codes and scales. ``num_quantized`` of ``num_parameters`` weights,
+    in ``num_layers`` linear layers; ``num_bytes``: of all weights as they are held. ``head``: whether
+    the output head is quantized."""
 
     method: str
     source: Literal["checkpoint", "start"]

@@ -262,7 +262,7 @@ class StepStats:
     """Sent, and lost to a full queue."""
     offload_blocks: int = 0
     offload_bytes: int = 0
-    """What is kept of evicted blocks, and the room it takes."""
+    """Evicted blocks that are kept, and their size."""
     offload_restored_tokens: int = 0
     offload_damaged: int = 0
     offload_dropped: int = 0

@@ -25,7 +25,7 @@ _CHANNELS_FOR_A_TEAM = 1 << 15
 _TASKS_PER_THREAD = 4
 
 Key = tuple[str, StateShape]
-"""Operations of one shape share what they are told of a step."""
+"""Operations of one shape share their arguments for a step."""
 
 
 class CompiledStates:

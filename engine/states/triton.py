@@ -23,9 +23,9 @@ from kvpool.state_slots import NOWHERE
 from kvpool.state_store import RecurrenceShape, StateStore
 
 _CHANNELS = 256
-"""Of a program."""
+"""Channels per program."""
 _VALUES = 32
-"""Of a head's, of a program."""
+"""Values of a head per program."""
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _Ints = NDArray[np.int32]
 _ROW, _PARENT, _STORE, _SNAPSHOT = (

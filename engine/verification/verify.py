@@ -260,7 +260,7 @@ def begin_logprobs(
     waits: bool = False,
 ) -> Callable[[], None]:
     """The log-probabilities that requests asked for: of tokens emitted in this step, and of prompt
-    tokens that follow its known rows, all of which have logits then. ``tokens``: the target's tokens at
+    tokens that follow its known rows, which all have logits then. ``tokens``: the target's tokens at
     every row, with which matching compares drafts.
 
     If reading ``waits``, all rows of a matched draft are scored, by the tokens chosen there. Elsewhere,

@@ -17,7 +17,7 @@ FALSE_ALARMS = 1e-6
 """The probability that any of a run's tests accuses a server that draws as it should."""
 FREEDOM = 15
 _NUM_BINS = 4
-"""Of each side of the square that pairs fall into: ``_NUM_BINS ** 2 == FREEDOM + 1``."""
+"""Bins per side of the square that pairs fall into: ``_NUM_BINS ** 2 == FREEDOM + 1``."""
 _FEWEST_PAIRS = 80
 """Below so many the statistic is not distributed as chi-squared is."""
 

@@ -43,7 +43,7 @@ from engine.drafting.published.folder import (
 from engine.drafting.published.vocabulary import read_token_map
 
 _KINDS = ("dflash", "dflash2", "dspark")
-"""Of speculators' format; the second is recognised in order to be refused by name."""
+"""Kinds in speculators' format; the second is recognized in order to be refused by name."""
 _NESTED = "dflash_config"
 _NESTED_KEYS = (
     "block_size",

@@ -57,7 +57,7 @@ FAMILIES: Mapping[str, Blocks] = MappingProxyType(
         ),
     }
 )
-"""By ``model_type``."""
+"""Layer classes by ``model_type``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ FAULTS = (
     TypeError,
     ValueError,
 )
-"""What transformers raises for values that it cannot use."""
+"""Exceptions that transformers raises for values that it cannot use."""
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_INDEX_BYTES = 1 << 26
 _LARGEST_SIZE = 1 << 24

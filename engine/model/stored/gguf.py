@@ -189,9 +189,9 @@ def _read_q6_k(blocks: torch.Tensor) -> GroupedWeight:
 
 
 IQ4_VALUES = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
-"""What codes of IQ4_NL and IQ4_XS stand for, plus 128."""
+"""Values of the codes of IQ4_NL and IQ4_XS, plus 128."""
 MXFP4_VALUES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""What codes of MXFP4 stand for: twice the numbers of 4 bits (a sign, two bits of exponent, one of
+"""Values of the codes of MXFP4: twice the 4-bit numbers (a sign, two bits of exponent, one of
 fraction), plus 12."""
 
 

@@ -1,5 +1,5 @@
-"""Layers as a checkpoint in few bits brings them: places for its tensors, which transformers' loader
-fills, and what these tensors mean.
+"""Layers of a quantized checkpoint: placeholders for its tensors, which transformers' loader fills, and
+the meaning of these tensors.
 
 They last from loading to packing (``engine.model.quantization``), and compute nothing.
 """

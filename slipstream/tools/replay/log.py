@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 _FIELDS = ("prompt", "messages", "completion", "cache_salt")
 _MAX_TOKEN_ID = 2**24 - 2
-"""What the drafters' packed contexts hold."""
+"""The largest id that fits into the drafters' packed contexts."""
 
 
 class Tokenizer(Protocol):

@@ -106,4 +106,4 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
     "least_loaded": LeastLoaded,
     "affinity": Affinity,
 }
-"""By the name that the command line knows."""
+"""Routings by their names on the command line."""
