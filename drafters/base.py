@@ -365,7 +365,7 @@ class Drafter:
     """The most tokens of a cached prefix that the engine computes again where ``num_usable_tokens`` says
     so. Of a request with more it takes the whole prefix, and the drafter has to do without."""
     weighed_seconds: float = 0.0
-    """The part of its last call that it has itself weighed against the engine's progress meanwhile."""
+    """What of its last call it has weighed by itself against what the engine writes meanwhile."""
     num_slots: int = 0
     """With ``draft_slots`` among its needs: the slots that it wants however little it is to draft."""
     hidden_layers: Sequence[int] = (NORMED,)

@@ -182,9 +182,9 @@ def build_engine_for(
     name: str = "model",
     ranks: Ranks | None = None,
 ) -> AsyncEngine:
-    """Returns an engine around a model from ``prepare_model`` or ``load_model``, which the engine owns
-    from then on. ``ranks``: the ranks that share the model; this is the first. Raises
-    UnsupportedModelError, DrafterPluginError, and ValueError for another engine's model."""
+    """Returns an engine around a model that ``prepare_model`` or ``load_model`` gave back, and that is
+    the engine's from then on. ``ranks``: those that the model is divided among, of which this is the
+    first. Raises UnsupportedModelError, DrafterPluginError, and ValueError for another engine's model."""
     if model.config._attn_implementation == IMPLEMENTATION:
         raise ValueError("the model belongs to another engine; load it once more")
     if ranks is None and config.tensor_parallel_size > 1:
@@ -281,8 +281,8 @@ def _quantize(
     reference: torch.Tensor,
     config: EngineConfig,
 ) -> QuantizationInfo | None:
-    """Quantizes linear layers to 8 or 4 bits if requested, and rounds their inputs as well, like those
-    of quantized checkpoints. Raises UnsupportedModelError if that is impossible."""
+    """Gives linear layers 8 or 4 bits where that is asked for, and rounds their inputs, too, as those of
+    weights that came in few bits. Raises UnsupportedModelError where it cannot be had."""
     is_packed = has_packed_weights(model)
     if is_packed and config.quantization is not None:
         raise UnsupportedModelError(

@@ -33,7 +33,7 @@ class Request:
     sampling: SamplingState
     arrival_order: int = 0
     adapter: Any = None
-    """The adapter of its rows (``engine.model.adapted.Adapter``)."""
+    """What its rows have (``engine.model.adapted.Adapter``)."""
     stats: RequestStats = field(init=False)
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
