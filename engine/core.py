@@ -52,8 +52,7 @@ _WAIT_FOR_TIER = 0.01
 _LEAST_MASK_SECONDS = 0.005
 _LEAST_SHARE = 0.0002
 _GROWTH = 1.05
-"""The largest growth of the time for masks from step to step: one slow forward says little of the next.
-"""
+"""Of the time for masks from step to step: one slow forward says little of the next."""
 _SAVE_SECONDS = 5.0
 _FATAL = (MemoryError, torch.AcceleratorError, RanksError)
 """The process's memory, the device's state or another rank is gone: every later step would break as well.
