@@ -436,7 +436,7 @@ class Drafter:
 
         The engine asks for 0 after ``open``, and then in every step for some until it was fewer than it
         asked for, so that no long prompt stops all requests. Until then the request gets empty drafts
-        and observes nothing: it reads what was emitted meanwhile, too. Where nobody calls this, the
+        and observes nothing: it reads what was emitted meanwhile, too. If this is never called, the
         first draft is made when all is read.
         """
         state = self._states.get(request_id)
@@ -470,10 +470,10 @@ class Drafter:
     def observe(self, observations: Sequence[Observation]) -> None:
         """Learns from verified rows. Raises KeyError for a request that is not open.
 
-        Steps for which a drafter was not asked are told when it is asked again or the request ends: all
-        at once, as a chain that was verified and accepted, without top tokens. Drafters with
-        ``hidden_rows``, ``draft_slots``, ``draft_model`` or ``all_or_nothing`` among their needs are
-        told of every step.
+        Steps for which a drafter was not asked come when it is asked again or the request ends: all at
+        once, as a chain that was verified and accepted, without top tokens. Drafters with
+        ``hidden_rows``, ``draft_slots``, ``draft_model`` or ``all_or_nothing`` among their needs
+        observe every step.
         """
         for observation in observations:
             state = self._states[observation.request_id]

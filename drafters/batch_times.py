@@ -22,8 +22,8 @@ class BatchTimes:
         self._seconds[key] = known + _EMA * (min(seconds, 4 * known) - known)
 
     def expect(self, size: int) -> float:
-        """What is known at least: of a size that was not timed yet, the time of a smaller one, or a part
-        of a larger one's; 0 while nothing was."""
+        """Returns a lower bound for a size that was not timed yet: the time of a smaller one, or a part
+        of a larger one's; 0 before anything was timed."""
         key = size.bit_length()
         if key in self._seconds or not self._seconds or not key:
             return self._seconds.get(key, 0.0)

@@ -1,9 +1,9 @@
 """Estimates of how likely draft nodes are accepted, counted per request over a prior that all share.
 
-The gamma policies ask; what was in fact emitted answers. Drafts that nobody verified are judged
-too, by the tokens emitted later ("shadow" labels): under sample-and-match a node is accepted if and
-only if the target's own token is the node's, so equality with the text is an unbiased label. It
-costs no forward, and a request that stopped drafting can find out that drafting would pay again.
+The gamma policies ask; the emitted tokens answer. Unverified drafts are judged, too, by the tokens
+emitted later ("shadow" labels): under sample-and-match a node is accepted if and only if the target's
+own token is the node's, so equality with the text is an unbiased label. It costs no forward, and a
+request that stopped drafting can find out that drafting would pay again.
 """
 
 from __future__ import annotations

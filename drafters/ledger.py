@@ -1,14 +1,14 @@
-"""Who is asked for drafts that take time: those for whom they bring more tokens than are written
-meanwhile.
+"""Chooses the requests to ask for drafts that take time: the ones that gain more tokens than the batch
+could generate meanwhile.
 
-One ledger is kept for each drafter whose calls are weighed: by the engine for the drafters that requests
-name, by ``auto`` for the head that it asks. What a draft brings is counted in tokens, for each request
-over those of its kind of traffic; what a call takes is measured for batches of about the same size, since
-a call costs about as much for one request as for many.
+One ledger is kept for each drafter whose calls are weighed: by the engine for the drafters that
+requests name, by ``auto`` for its head. Benefits are counted in tokens, for each request over those of
+its kind of traffic; the price of a call is measured for batches of about the same size, since a call
+costs about as much for one request as for many.
 
-Requests for which a draft does not pay are tried: one at a time, however many there are, each in its
-turn, and only as often as the tokens allow that were written since the last trial. So what is dear is
-tried seldom, and what costs next to nothing, as copies that come in runs, hardly rests.
+Requests for which a draft does not pay are tried: one at a time, in turn, and only as often as the
+tokens generated since the last trial allow. So expensive drafts are tried seldom, and almost free ones,
+such as copies that come in runs, hardly rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHARED_DECAY = 0.99
 _TRIAL_SHARE = 0.01
 """Trials cost no more than this part of what is written."""
 _MOST_QUIET = 32
-"""Steps for which nobody is asked without another look at who it would be."""
+"""Steps in which no request is asked before the ledger looks again."""
 
 
 def expected_tokens(tree: DraftTree, survivals: Sequence[float]) -> float:
@@ -56,7 +56,8 @@ def _bucket(num_free: float) -> int:
 
 @dataclass(slots=True)
 class Gain:
-    """What a draft brings one request, in tokens. ``shared``: what all requests of its kind have seen."""
+    """The benefit of a draft for one request, in tokens. ``shared``: the average of all requests of its
+    kind."""
 
     shared: dict[int, DiscountedMean]
     own: dict[int, DiscountedMean] = field(default_factory=dict)
@@ -78,10 +79,10 @@ class Gain:
 
 
 class Hope(NamedTuple):
-    """A request for which the drafter may be asked: the tokens that its draft is expected to bring,
-    less those that are not written while its rows are verified, and what the engine writes per second
-    meanwhile (as in ``DraftRequest``; 0: cost is not weighed). ``rows``: the price of its rows, in
-    tokens, where it would be tried; ``request_id``: whose trial it is."""
+    """A request for which the drafter may be asked: the tokens expected from its draft, less the tokens
+    forgone while its rows are verified, and the tokens the engine generates per second meanwhile (as in
+    ``DraftRequest``; 0: cost is not weighed). ``rows``: the price of its rows, in tokens, if it were
+    tried; ``request_id``: whose trial it is."""
 
     gain: float
     tokens_per_second: float
@@ -98,7 +99,7 @@ class Ledger:
         """``seconds``: what a batch of so many requests takes; None: as ``took`` was told.
         ``num_trial_steps``: how often in a row a request has to be asked before that shows anything."""
         self._gains: dict[Hashable, dict[int, DiscountedMean]] = {}
-        """By kind of traffic; the one that was not opened for longest comes first."""
+        """Benefits by kind of traffic; the kind whose last request is longest ago comes first."""
         self._times = BatchTimes()
         self._seconds = self._times.expect if seconds is None else seconds
         self._num_trial_steps = num_trial_steps
@@ -107,7 +108,7 @@ class Ledger:
         """Tokens since the last trial, and how many more the next one waits for."""
         self._num_trials = 0
         self._num_quiet = self._num_resting = self._load = 0
-        """Steps in which nobody is asked yet, how many of those who rest may be there, and how many
+        """Steps in which no request is asked yet, how many resting requests there may be, and how many
         others."""
         self._trier, self._num_left = "", 0
         """Whose trial lasts, and in how many steps more it is asked."""
@@ -121,8 +122,9 @@ class Ledger:
         return Gain(shared)
 
     def choose(self, hopes: Sequence[Hope]) -> list[int]:
-        """Returns the indices of the requests to ask for in one batch: those that do not weigh cost, and
-        of the others, the most hopeful first, as many as the batch as a whole gains most by."""
+        """Returns the indices of the requests to ask in one batch: those that do not weigh cost, and of
+        the others, the most promising first, the number with the largest gain for the batch as a whole.
+        """
         order = sorted(range(len(hopes)), key=lambda at: self._place(hopes[at]))
         first = sum(not each.tokens_per_second for each in hopes)
         rate = max((each.tokens_per_second for each in hopes), default=0.0)
@@ -140,14 +142,14 @@ class Ledger:
         return sorted(chosen)
 
     def _rest(self, num_requests: int) -> None:
-        """Nobody is asked: as long as nobody else comes, nor a trial, nothing is learned of those who
-        rest, and they need not be looked at. Each writes a token in a step."""
+        """Records that no request is asked: until others come, or a trial, nothing is learned of the
+        resting ones, and they need not be examined. Each generates one token per step."""
         self._num_resting = num_requests
         self._num_quiet = max(0, min(_MOST_QUIET, int(self._num_missing / num_requests)))
 
     def rests(self, num_requests: int, load: int = 0) -> bool:
-        """Whether nobody of so many requests, all of which weigh cost, is asked in this step; it need not
-        be told of them then. ``load``: how many others there are, without whom drafts may pay."""
+        """Whether none of ``num_requests``, all of which weigh cost, is asked in this step; then they
+        need not be examined. ``load``: the number of other requests, without which drafts may pay."""
         if load != self._load:
             self._load, self._num_quiet = load, 0
         if self._num_quiet <= 0 or num_requests > self._num_resting:

@@ -40,8 +40,8 @@ class Overlay(TreeBuilder):
         return replace(tree, survivals=[self.weights[node] for node in nodes])
 
     def _ranked(self, nodes: Sequence[int] | None, depth: int) -> dict[int, list[int]]:
-        """Returns the children of each node; the last one is that of which most tokens are expected, down
-        to ``depth``, the first added among equals."""
+        """Returns the children of each node, the one with the largest expected number of tokens last,
+        down to ``depth``, the first added among equals."""
         gains = self._gains(depth)
         children: dict[int, list[int]] = {}
         for node in range(len(self)) if nodes is None else nodes:

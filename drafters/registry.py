@@ -78,7 +78,7 @@ def drafter_names() -> tuple[str, ...]:
 
 
 def drafter_settings() -> Mapping[str, type]:
-    """Returns the ``Drafter.settings`` of the core by name, of those that have any."""
+    """Returns the ``Drafter.settings`` of core drafters by name, if they have any."""
     declared = {name: REGISTERED[name].settings for name in _NAMES}
     return {name: kind for name, kind in declared.items() if kind is not None}
 

@@ -121,9 +121,9 @@ class DraftTree:
         )
 
     def validate(self, vocab_size: int = 0) -> None:
-        """Raises ValueError where shape or types break the class's contract: lists, tuples or ranges of
-        Python's own integers (numpy's would come out as other types elsewhere), and a mapping; and
-        for what is no token. ``vocab_size`` 0: nobody knows how many there are."""
+        """Raises ValueError if shape or types break the class's contract: lists, tuples or ranges of
+        Python's own integers (numpy's would come out as other types elsewhere), and a mapping; and for
+        invalid tokens. ``vocab_size`` 0: unknown."""
         sequences = (self.token_ids, self.parents, self.features)
         if not all(isinstance(each, list | tuple | range) for each in sequences):
             raise ValueError("token_ids, parents and features are not lists, tuples or ranges")

@@ -186,9 +186,9 @@ def settle(batch: InputBatch, block_size: int) -> InputBatch:
 
 
 def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:
-    """The batch with as many rows as the bucket, in a copy. Padding rows come last and are no
-    request's: their slot is ``NO_SLOT``, so that nothing is stored, and what they compute is nobody's.
-    As many rows as there are get logits: the batch's come first."""
+    """Returns a copy of the batch, padded to the bucket's rows. Padding rows come last and belong to no
+    request: their slot is ``NO_SLOT``, so nothing is stored, and their results are ignored. As many
+    rows as the bucket says get logits, the batch's own first."""
     count = bucket.num_rows - batch.num_rows
     missing = bucket.num_rows - len(batch.logits_indices)
     return replace(
@@ -296,12 +296,11 @@ class InputBuffers:
 
 
 class ForwardOutput(NamedTuple):
-    """``logits``: ``[num_logits, vocab_size]``, those of ``logits_indices``, in the model's type.
+    """``logits``: ``[num_logits, vocab_size]``, the rows of ``logits_indices``, in the model's type.
     ``hidden``: ``[num_rows, hidden_size]`` for each of the batch's ``hidden_layers``, in their order.
-    Both are valid until the next forward, which may write its own to the same memory.
-    ``seconds``: of the device, once it is done; None: it was done when the forward returned.
-    ``tokens``: those that ``choices`` ask for, ``[num_logits]`` int64, in memory of their own; None: the
-    forward chose none."""
+    Both are valid until the next forward, which may overwrite them. ``seconds``: device time, once it
+    is done; None: it was done when the forward returned. ``tokens``: the results of ``choices``,
+    ``[num_logits]`` int64, in separate memory; None: the forward chose none."""
 
     logits: torch.Tensor
     hidden: tuple[torch.Tensor, ...] = ()
@@ -309,6 +308,5 @@ class ForwardOutput(NamedTuple):
     tokens: torch.Tensor | None = None
 
     def with_own_logits(self) -> ForwardOutput:
-        """Returns it with logits in memory of their own. Whoever reads hidden states keeps some of their
-        rows, and copies those."""
+        """Returns it with logits in separate memory. Readers of hidden states copy the rows they keep."""
         return self._replace(logits=self.logits.clone())

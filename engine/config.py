@@ -172,7 +172,7 @@ class EngineConfig:
     revision: str | None = described(None, "Branch, tag or commit of the model on the hub.")
     check_integrity: bool = False
     promised_bytes: int = 0
-    """What others on this host will take yet of the memory that is free at start."""
+    """Bytes of the memory free at start that other engines on this host will still take."""
 
     def __post_init__(self) -> None:
         check_ranges(type(self), {each.name: getattr(self, each.name) for each in fields(self)})
@@ -201,7 +201,7 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """What the engine calls the model."""
+        """The engine's name for the model."""
         return BUNDLED_NAME if self.is_bundled else called(self.served_model)
 
     def _check_kv_events(self) -> None:

@@ -205,8 +205,8 @@ class EngineCore:
         return left
 
     def _fail_step(self, plan: Plan, error: BaseException) -> None:
-        """A step broke as a whole, its forward, say: all requests in it fail, and the engine goes on with
-        those that wait. Raises ``error`` where that is of no use."""
+        """Handles a step that failed as a whole, such as in its forward: all its requests fail, and the
+        engine continues with the waiting ones. Raises ``error`` if continuing is useless."""
         self._num_failed_steps += 1
         self._launched = None
         if self._num_failed_steps >= MAX_FAILED_STEPS or not isinstance(error, Exception):
@@ -417,7 +417,7 @@ class EngineCore:
     def _pool(
         self, scheduled: Sequence[ScheduledRequest], states: Mapping[int, torch.Tensor]
     ) -> list[ScheduledRequest]:
-        """Those that are pooled take in their states. Returns the requests for which that was done."""
+        """Feeds hidden states to pooled requests. Returns the requests that have not failed."""
         pooled = [each for each in scheduled if each.is_pooled]
         if pooled:
             done = self._each(pooled, lambda each: pool(each, states[NORMED]))

@@ -35,7 +35,7 @@ _CHATTY = {
     "torchao": logging.ERROR,
     "torch.utils._pytree": logging.ERROR,
 }
-"""Loggers of libraries that say what nobody has to know, by the lowest level that is of use."""
+"""Loggers of libraries with unimportant messages, by the lowest level that is of use."""
 
 
 def add_log_fields(**fields: Any) -> None:

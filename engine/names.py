@@ -1,6 +1,5 @@
-"""Names that mean a model wherever one can be named: those that come with Slipstream, or with a package
-that can be installed beside it, and those on the hub. Needs no torch.
-"""
+"""Model names accepted wherever a model can be named: models included with Slipstream, models in
+installable packages, and models on the hub. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ BUNDLED = Path(__file__).parent / "bundled"
 BUNDLED_MODEL = "bundled"
 """The small code model in this folder, which is always there."""
 BUNDLED_NAME = "slipstream-bundled"
-"""What the API calls it."""
+"""The model's name in the API."""
 BUNDLED_HYBRID = "bundled_hybrid"
 """A smaller one whose layers are Qwen3.5's, most of them with a state, and that has an MTP layer."""
 SMOLLM2 = "smollm2"

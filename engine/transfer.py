@@ -1,7 +1,7 @@
-"""Numbers on their way between host and device. Every wait of a step for its device is in this file.
+"""Transfers between host and device. Every wait of a step for its device is in this file.
 
-What is uploaded is copied from pinned memory in the order of the device's work, so nobody waits. What is
-read is computed first, by operations whose shapes the host knows, and then comes in one copy.
+Uploads are copied from pinned memory in stream order, so the host does not wait. Reads are computed
+first, by operations whose shapes the host knows, and then arrive in one copy.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Readback:
         self._arrive = _copied(sent) if is_far else lambda: sent
 
     def fetch(self) -> None:
-        """Brings what was added since the last fetch. Nobody waits where that is nothing."""
+        """Reads everything added since the last fetch. Does not wait if that is nothing."""
         if self._arrive is None:
             self.send()
         added, arrive, self._added, self._arrive = self._added, self._arrive, [], None

@@ -33,8 +33,8 @@ class BlockPoolError(RuntimeError):
 
 
 class CacheListener(Protocol):
-    """Is told which blocks the prefix cache can serve: by the pool, on its thread, after each change and
-    in the order of changes."""
+    """Hears which blocks the prefix cache can serve: called by the pool, on its thread, after each
+    change and in the order of changes."""
 
     def stored(
         self, digest: bytes, parent: bytes | None, token_ids: Sequence[int], cache_salt: str
@@ -100,9 +100,9 @@ class Restoration:
 class BlockPool:
     """All methods that name a request raise BlockPoolError if it is not open (``open``: if it is).
 
-    ``num_prefix_queries`` and ``num_prefix_hits`` count tokens and only ever grow. ``listener`` is told
-    what the prefix cache holds. ``tier`` keeps blocks that are evicted. ``states``: of a model whose
-    layers keep some; its requests begin where there is one.
+    ``num_prefix_queries`` and ``num_prefix_hits`` count tokens and only ever grow. ``listener`` hears
+    about changes of the prefix cache. ``tier`` keeps evicted blocks. ``states``: slots for a model with
+    states, whose requests start where there is a state.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class BlockPool:
     # Life of a request
 
     def restore(self, wanted: Restoration) -> bool:
-        """Bring back from the tier what ``open`` would find if it had not been evicted. True: there is no
-        more to bring; False: call again in the next step.
+        """Bring back from the tier what ``open`` would find if it had not been evicted. True: nothing
+        is left to restore; False: call again in the next step.
 
-        A step brings a bounded number of blocks, into those that are available. They are cached then, and
-        in no table: where others need the place, they go again.
+        A step restores a bounded number of blocks, into available ones. They are then cached without an
+        owner, and may be evicted again.
         """
         if self.tier is None or not self.enable_prefix_cache:
             return True
@@ -166,15 +166,15 @@ class BlockPool:
     ) -> int:
         """Start a table with the longest cached run of full blocks; returns ``num_cached_tokens``.
 
-        These tokens are committed for the request. At most ``max_cached_tokens`` are taken (the
-        caller needs at least one row's logits, so it passes less than ``len(token_ids)``); 0 asks
-        the cache nothing and counts no query. Nor does a request that is not new: what comes back
-        after a preemption finds its own blocks, which says nothing of the cache.
+        These tokens are committed for the request. At most ``max_cached_tokens`` are taken (the caller
+        needs at least one row's logits, so it passes less than ``len(token_ids)``); 0 asks the cache
+        nothing and counts no query. Nor does a request that is not new: one that comes back after a
+        preemption finds its own blocks, which says nothing of the cache.
 
         ``num_usable`` is asked of the blocks that were found, if there are any: how many of their
-        tokens, from the first on, are of use to the request, or more if all are. The hit is cut to
-        the full blocks among these. The request computes the rest into blocks of its own, and once
-        they are full they take over the names of those that it could not use.
+        tokens, from the first on, are of use to the request, or more if all are. The hit is cut to the
+        full blocks among these. The request computes the rest into its own blocks, which take over the
+        names of the unusable ones once they are full.
         """
         if request_id in self._tables:
             raise BlockPoolError(f"request {request_id!r} is already open")

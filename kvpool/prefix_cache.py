@@ -1,7 +1,7 @@
-"""The prefix cache: which block holds the keys and values of which run of tokens.
+"""The prefix cache maps runs of tokens to the blocks that hold their keys and values.
 
-A full block is named by a chained digest: of its own tokens and of the digest of the block before
-it, down to a root made from the tenant's ``cache_salt``. Equal digests mean equal salt and equal tokens
+A full block is named by a chained digest: of its own tokens and of the digest of the block before it,
+down to a root made from the tenant's ``cache_salt``. Equal digests mean equal salt and equal tokens
 from the first on, so a hit needs no comparison and tenants never share. Called by the block pool only,
 which owns reference counts and decides what is final enough to be published.
 """
@@ -104,7 +104,7 @@ class PrefixCache:
         return iter(self._idle)
 
     def idle_digests(self) -> Iterator[bytes]:
-        """Of the same blocks."""
+        """Yields the digests of the same blocks."""
         return (self._digest_of[block_id] for block_id in self._idle)
 
     def check_integrity(self) -> None:

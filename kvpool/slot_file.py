@@ -91,7 +91,7 @@ class SlotFile:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Entry, Bytes]] = {}
-        """By slot, the newest content that is not in the file yet."""
+        """The newest content that is not in the file yet, by slot."""
         self._num_waiting = 0
         self.is_writable = True
         self._found: list[tuple[int, Entry]] = []

@@ -1,15 +1,13 @@
-"""Who may write and read which slot of a ``StateStore``: bookkeeping without tensors, a part of
-``BlockPool``'s.
+"""Bookkeeping of the slots of a ``StateStore``, without tensors: which request may read or write which
+slot. A part of ``BlockPool``'s.
 
-A slot is in one of four states:
+A slot is in one of four states: *free* (its content is meaningless), *seat* (one request's: the state
+after its newest known token, replacing the one before), *planned* (the current step writes it, at the
+end of a block) or *snapshot* (the state after a full block, found by the block's digest; evicted by
+use).
 
-    free       content meaningless
-    seat       one request's: the state behind its newest known token, in place of the one before
-    planned    the step under way writes it, at the end of a block
-    snapshot   the state behind a full block, found by the block's digest; evicted by use
-
-Draft rows leave no trace in a slot. They keep their inputs at places; those of accepted rows wait there
-until the next step takes them in.
+Draft rows leave no trace in a slot. They keep their inputs at places; the inputs of accepted rows wait
+there until the next step absorbs them.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ NOWHERE = -1
 
 @dataclass(slots=True)
 class StateRows:
-    """What a request's rows of a step have to do with states.
+    """The slots and places that a request's rows use in a step.
 
-    ``source``: the slot that its walk begins from. ``replayed``: places of rows that were accepted since,
-    in their order. ``target``: the slot that takes the state behind the last known row. ``places``:
-    where draft nodes keep their inputs, by node, and ``known_places`` known rows theirs; empty: nowhere.
-    ``snapshots``: slots that take the state behind so many of the replayed and known rows, by that
-    number, from 1 on.
+    ``source``: the slot its walk starts from. ``replayed``: places of rows accepted since, in their
+    order. ``target``: the slot that receives the state after the last known row. ``places``: where
+    draft nodes keep their inputs, by node, and ``known_places`` the same for known rows; empty:
+    nowhere. ``snapshots``: slots that receive the state after a number of replayed and known rows, by
+    that number, from 1 on.
     """
 
     source: int = NOWHERE
@@ -201,8 +199,8 @@ class StateSlots:
         self._tables[request_id].names[num_tokens] = digest
 
     def publish(self, request_id: str) -> None:
-        """What the step wrote can be found, if it has a name. A request's own snapshots behind its
-        answer take each other's place."""
+        """Makes the step's states findable, if they have a name. A request's own snapshots after its
+        answer replace each other."""
         table = self._tables[request_id]
         for at, slot in reversed(table.planned.items()):  # the best is the last to be evicted
             digest = table.names.get(at)
@@ -297,7 +295,7 @@ class StateSlots:
         return {table.source for table in self._tables.values()}
 
     def _drop(self, slot: int) -> None:
-        """Frees a slot that has no name any more, once nobody is to begin from it."""
+        """Frees a slot that has lost its name, once no request is about to start from it."""
         if slot in self._sources():
             self._nameless.add(slot)
         else:

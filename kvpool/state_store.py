@@ -29,9 +29,9 @@ class ConvolutionShape(NamedTuple):
 
 
 class RecurrenceShape(NamedTuple):
-    """``S = decay S + k u^T`` of each head, read as ``S^T q``. Its state is ``[heads, key_dim,
-    value_dim]``. Keys and queries have ``key_heads`` heads, each of which serves ``heads / key_heads``
-    neighbours; ``num_decays`` of a head: 1, or one for each of its ``key_dim``."""
+    """``S = decay S + k u^T`` per head, read as ``S^T q``. Its state is
+    ``[heads, key_dim, value_dim]``. Keys and queries have ``key_heads`` heads, each serving
+    ``heads / key_heads`` neighbours; ``num_decays`` per head: 1, or one for each of its ``key_dim``."""
 
     key_heads: int
     heads: int

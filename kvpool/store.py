@@ -85,7 +85,7 @@ class KVStore:
 
     @property
     def layout(self) -> str:
-        """What the bytes of a block are, in words: equal for stores between which blocks may go."""
+        """Describes the bytes of a block in words; blocks may move between stores with equal layouts."""
         sizes = [(stack.shape[0], self.block_size, stack.shape[2]) for stack in self._stacks]
         return f"{self.dtype} {sizes}"
 

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 _BYTES_PER_STEP = 8 << 20
-"""What a step may bring back: a few milliseconds, so that others' tokens do not wait."""
+"""The most bytes that a step may restore: a few milliseconds, so that other requests' tokens do not
+wait."""
 
 
 class Entry(NamedTuple):
@@ -65,7 +66,7 @@ class Slots(Protocol):
         """Whether a block may be written now; else it is lost, or waits with its owner."""
 
     def entries(self) -> Iterable[tuple[int, Entry]]:
-        """What lies in slots from an earlier life."""
+        """Entries left in the slots by an earlier process."""
 
     def write(self, slot: int, entry: Entry, content: Bytes) -> None:
         """Keeps ``content``, which is the slot's from then on. Not to be called unless ``is_ready``."""
@@ -93,7 +94,7 @@ class BlockTier:
         self._slots = slots
         self._age = 0
         self._held: OrderedDict[bytes, tuple[int, Entry]] = OrderedDict()
-        """By digest, the least recently used first."""
+        """Entries by digest, the least recently used first."""
         for slot, entry in sorted(slots.entries(), key=lambda each: each[1].age):
             self._held[entry.digest] = slot, entry
             self._held.move_to_end(entry.digest)

@@ -1,10 +1,10 @@
-"""The copy under way: from which part of which text, where copies broke off and where they may go on.
+"""The current copy: which part of which text, where copies broke off and where they may resume.
 
 Owned by the ``suffix`` drafter. An edit is a copy with interruptions: after the changed tokens it
-goes on near where it broke off, so places there are tried first, and on little evidence, while
-a place anywhere else has to show a longer match. What came in place of what is remembered: an edit that
-renames something does so at every place of the name. The loops are compiled
-(``records.py``, and the files that end in ``_loops``).
+resumes near where it broke off, so places there are tried first, and on little evidence, while a place
+anywhere else has to show a longer match. Replacements are remembered: an edit that renames something
+does so at every occurrence of the name. The loops are compiled (``records.py``, and the files that end
+in ``_loops``).
 """
 
 from __future__ import annotations
@@ -96,18 +96,18 @@ class Desk:
 
 
 class Alignment:
-    """One request's text, its index, and what is being copied.
+    """One request's text, its index, and the current copy.
 
-    Text that is being copied from a place already indexed is not indexed again, but for the last
-    tokens before the copy breaks off: its contexts lead to the original. So a step costs next to
-    nothing while a long copy lasts.
+    Text that is being copied from a place already indexed is not indexed again, but for the last tokens
+    before the copy breaks off: its contexts lead to the original. So a step costs next to nothing while
+    a long copy lasts.
 
-    Memory: the text's (``IndexedText``), of which at most ``MAX_INDEXED_TOKENS`` are indexed, beyond
-    that anew from the last half of them; and 19 KB.
+    Memory: the text's (``IndexedText``), with at most ``MAX_INDEXED_TOKENS`` indexed, beyond that anew
+    from the last half of them; and 19 KB.
     """
 
     def __init__(self, token_ids: Sequence[int], history: TenantHistory | None, desk: Desk) -> None:
-        """``token_ids``: the live text, of which there is the prompt."""
+        """``token_ids``: the live text, so far the prompt."""
         self._text = IndexedText(OWN_TEXT)
         self._live = token_ids
         self._history = history

@@ -124,11 +124,12 @@ class NgramState(ReadingState):
     def _tree(
         self, request: DraftRequest, tail: list[int], run: list[int], length: int
     ) -> DraftTree:
-        """Drafts the copied run as the spine, other known continuations as branches, the likeliest kept.
+        """Drafts the copied run as the spine, other known continuations as branches, the likeliest
+        kept.
 
         Branches leave the spine at its first positions: the distinct tokens that followed recent
         occurrences of the shortest gram there, longest match first, each with its own copied run.
-        ``tail``: the text's last tokens, ``length`` of which match.
+        ``tail``: the text's last tokens; ``length`` of them match.
         """
         builder = TreeBuilder()
         _add_run(builder, run, ROOT, _likely(length), length, 0)

@@ -1,7 +1,7 @@
-"""What the compiled loops of ``suffix`` know: texts, a request's state, room to draft in.
+"""Data of ``suffix``'s compiled loops: texts, a request's state, room to draft in.
 
-Texts are named by their serial numbers: ``OWN_TEXT`` is the request's, the others are those of its
-tenant's history, and may go while it is open.
+Texts are named by their serial numbers: ``OWN_TEXT`` is the request's, the others belong to its
+tenant's history, and may be removed while it is open.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class End(Protocol):
 
 
 class Correction(Protocol):
-    """A mistake of copies so far: after the token ``previous`` they said ``original``, and the text
-    the ``num_actual`` tokens at ``actual_at`` in place of the ``num_original`` at ``original_at`` of
-    another. Both numbers are -1 while nobody knows where copying went on.
+    """A mistake of copies so far: after the token ``previous`` they proposed ``original``, and the text
+    had the ``num_actual`` tokens at ``actual_at`` in place of the ``num_original`` at ``original_at``
+    of another. Both numbers are -1 until it is known where copying resumed.
 
-    ``num_broken``: how often a copy broke off there, 0 where this is free; ``num_right``: how often it
-    did not after the first time.
+    ``num_broken``: how often a copy broke off there, 0 if this entry is free; ``num_right``: how often
+    it did not after the first time.
     """
 
     previous: int

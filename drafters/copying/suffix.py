@@ -1,12 +1,12 @@
-"""``suffix``: copies from wherever the text's ending was seen, and finds its way back after edits.
+"""``suffix``: copies from wherever the text's ending was seen, and re-aligns after edits.
 
 After SuffixDecoding (Oliaro et al., arXiv 2411.04975): candidates are the places in the request's own
-text, and in the same tenant's finished requests, whose contexts agree with the last tokens. Beyond it,
-the drafter remembers where copying broke off, so that after an edit it goes on there on a match of one
-token or none; and what places are worth is fitted, not counted (``weights.py``).
+text, and in the same tenant's finished requests, whose contexts agree with the last tokens. In
+addition, the drafter remembers where copying broke off, so that after an edit it resumes there on a
+match of one token or none; and places' weights are fitted, not counted (``weights.py``).
 
-All places go on side by side, like the branches of a trie: at each node those that agree with the path
-vote for the next token, with weights that grow with the match. docs/drafters/lookup.md.
+All places continue side by side, like the branches of a trie: at each node the places that agree with
+the path vote for the next token, with weights that grow with the match. docs/drafters/lookup.md.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ _serials = count(1)
 
 
 class IndexedText:
-    """A text that grows, and the places after the contexts of it, or of the parts of it that are told.
+    """A growing text, and the places after its contexts, or after those of the indexed parts.
 
-    ``serial``: its number; those that are not given are all different, and more than 0. ``told``: what
-    compiled loops know of it.
+    ``serial``: its number; automatic ones are all different, and more than 0. ``told``: its record for
+    compiled loops.
 
     Memory: 16 bytes per token, and 8 to 32 bytes per different context of 1, 2 or 4 tokens that is
     indexed: some 40 bytes per token of code in all, up to 112 where nothing repeats.
@@ -127,7 +127,7 @@ class TenantHistory:
         self._beginnings: Counter[tuple[int, ...]] = Counter()
 
     def __len__(self) -> int:
-        """Returns how many tokens are held, those that wait included."""
+        """Returns the number of tokens held, including waiting ones."""
         return len(self.young) + len(self.old) + self._num_waiting
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -149,8 +149,8 @@ class TenantHistory:
             self._beginnings = Counter(kept)
 
     def beginning(self, token_ids: Sequence[int]) -> int:
-        """Returns the place in a prompt where the output is likely to begin to copy: behind what most
-        outputs began behind. 0: most began as no copy, or nobody knows."""
+        """Returns the place in a prompt where the output is likely to begin to copy: after the same
+        tokens as most outputs did. 0: most did not begin as a copy, or it is unknown."""
         for context, _ in self._beginnings.most_common(_TRIED_BEGINNINGS):
             found = _first_after(token_ids, context) if context else 0
             if found or not context:

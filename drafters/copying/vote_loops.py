@@ -94,8 +94,8 @@ def add_voter(desk: Desk, text: int, position: int, depth: int, match: int, plac
 
 @njit
 def insert(desk: Desk, first: int, count: int, voter: int) -> int:
-    """Puts a voter into the list of ``count`` at ``first``, behind those that match no less; returns how
-    many there are."""
+    """Inserts a voter into the list of ``count`` at ``first``, after voters with at least its match
+    length; returns the new count."""
     lists, match = desk.lists, desk.voters[voter].match
     at = first + count
     while at > first and desk.voters[lists[at - 1]].match < match:

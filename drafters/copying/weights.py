@@ -74,8 +74,8 @@ _UNMATCHED_LOG_WEIGHTS = (
     (-4.6, -5.2, -5.8, -5.2, -5.8),
     (-5.8, -5.2, -5.2, -5.8, -5.2),
 )
-"""Of places right where copying broke off, if the last token is not before them: it may have been put in
-or put instead. By ``lost_bucket``, and by how far ahead they are."""
+"""Log weights of places right where copying broke off, if the last token is not before them: it may
+have been inserted or replaced. By ``lost_bucket``, and by how far ahead they are."""
 
 
 def _table(log_weights: tuple[float, ...]) -> tuple[float, ...]:
@@ -98,14 +98,14 @@ if it had been copied from so far."""
 JOINING = LEADING + 1
 """The least survival at which a draft is looked up anew."""
 RESUMING = JOINING + 1
-"""Of the ``RESUMED`` places where copying broke off: their shares of the weight of a place elsewhere that
+"""The ``RESUMED`` places where copying broke off: their shares of the weight of a place elsewhere that
 a draft follows."""
 RESUMED = 3
 CHAIN_CORRECTION, TREE_CORRECTION = RESUMING + RESUMED, RESUMING + RESUMED + 1
 """The least likelihood at which a correction is drafted, in place of the original or beside it."""
 DOUBT = TREE_CORRECTION + 1
-"""What is added to how often a correction was and was not the case: of one that is known by the token
-before it, too, and of one that is not."""
+"""Pseudocounts of how often a correction was and was not right: for one known by the preceding token as
+well, and for one that is not."""
 
 WORTH = array(
     "d",

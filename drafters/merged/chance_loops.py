@@ -23,12 +23,12 @@ COPY, ROW, NEARLY, NOISE, FREQUENT = 1, 2, 5, 6, 7
 """``ROW`` and the next two: those of the levels of contexts."""
 NUM_WEIGHTS = NUM_FEATURES * NUM_VALUES
 NUM_SAID = 16
-"""Behind the shared weights: of chances by their size, the sum of those that were given and how many
-were right. Of many guesses the best is seldom as good as it looks."""
+"""Stored after the shared weights: for chances by their size, the sum of the estimates and the number
+that were right. The best of many guesses is seldom as good as it looks."""
 _SAID_DECAY = 0.998
 SHARED_RATE, OWN_RATE = 0.005, 0.04
 COPY_VALUES = 58
-"""Of ``COPY``, with no row beside it, and as many with one."""
+"""Values of ``COPY`` with no row beside it, and as many with one."""
 
 
 @njit

@@ -288,7 +288,7 @@ def _grow(s: State, desk: Desk, m: Merged, max_nodes: int, width: int, max_depth
 
 @njit
 def _note_nearly(m: Merged, seen: Seen, row: int, said: int) -> None:
-    """Of a row whose token was ``said``, keeps the others that were likely, for a while."""
+    """Keeps, for a while, the other likely tokens of a row whose token was ``said``."""
     scores = MOST_NEARLY
     count = 0
     for at in range(m.num_nearly):

@@ -31,7 +31,7 @@ MAX_ROWS = 65_536
 _FIRST_ROWS = 1_024
 _NODES = 16
 _USUAL_LOGITS = (-0.4, -2.7, -3.5, -3.9, -4.3, -4.7, -5.1, -5.3)
-"""Stand in for those of top tokens where nobody tells them."""
+"""Replace the logits of top tokens if none are given."""
 _LONGEST = 4
 """Tokens of the longest context of a row."""
 _DOUBLE = struct.Struct("d")

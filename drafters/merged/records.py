@@ -1,4 +1,4 @@
-"""What the compiled loops of ``auto`` know: top tokens by context, a request's guesses, their weights."""
+"""Data of ``auto``'s compiled loops: top tokens by context, a request's guesses, their weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Rows(Protocol):
 
 
 class Guess(Protocol):
-    """A token that may follow a node. ``features``: those that it has, ``FEATURE_BITS`` each; ``chance``:
-    of being accepted where the node is; ``next``: the expansion of its own node, -1: there is none.
+    """A token that may follow a node. ``features``: its features, ``FEATURE_BITS`` each; ``chance``: of
+    being accepted where the node is; ``next``: the expansion of its own node, -1: there is none.
     ``first``, ``count``: its voters, as those of a ``Child``."""
 
     token: int

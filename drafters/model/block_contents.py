@@ -1,15 +1,16 @@
-"""The record of which text lies in a draft model's own store.
+"""Records which text's rows are in each block of a draft model's own store.
 
 The store is addressed by the target's block ids, which change hands: blocks are shared through the
 prefix cache, freed, reused, handed back after preemption, and most are filled for requests that never
-used this drafter. So it is remembered per block what was written there, down to the token and with a
-digest of everything before it, and a request that gets the block compares. Equal text is valid and
-nothing else is; rows of accepted drafts are found to be the text's.
+used this drafter. So the record holds per block what was written there, down to the token and with a
+digest of everything before it, and a request that gets the block compares. Only equal text is valid;
+rows of accepted drafts are found to be the text's.
 
-Texts are named as the engine's prefix cache names them, so that what lies in a block can be kept
-elsewhere under that name, and brought back into another block.
+Texts are named as the engine's prefix cache names them, so that a block's rows can be kept elsewhere
+under that name, and restored into another block.
 
-Some methods have no row for the first token of a text. Its slot is not written, and counts as if it were.
+Some methods have no row for the first token of a text. Its slot is not written, and counts as if it
+were.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class DraftGrowth:
     _stored: list[int] = field(default_factory=list)
     """Nodes that were run, in the order of their slots."""
     _whole: DraftTree | None = None
-    """What became of positions that were drafted at once."""
+    """The tree made from positions that were drafted at once."""
 
     @property
     def base(self) -> int:

@@ -1,9 +1,9 @@
 """``medusa``: several heads guess several tokens ahead, all from one hidden state.
 
 After Cai et al., Medusa (https://arxiv.org/abs/2401.10774). The hidden state of the row that chose the
-anchor goes through heads of which the n-th predicts the n-th token after the anchor; none knows what
-the others say. The tree therefore is a product: the likeliest paths by the heads' probabilities, for
-this step and under the request's budget, where the original fixes one shape for all.
+anchor goes through the heads; the n-th predicts the n-th token after the anchor, independently of the
+others. The tree therefore is a product: the likeliest paths by the heads' probabilities, for this step
+and under the request's budget, where the original fixes one shape for all.
 """
 
 from __future__ import annotations

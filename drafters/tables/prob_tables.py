@@ -62,13 +62,12 @@ class _Merging:
 class ProbTable:
     """Entries by context, at most ``max_contexts``; the least recently written are dropped.
 
-    Of the contexts that end at a token, those that are new take in what the target said, and the
-    longest one that is known already. Shorter ones do not: they are read where no longer one is
-    known, so what counts there is what came after contexts that were new (as in Kneser-Ney
-    smoothing and in PPM's update exclusion).
+    Among the contexts that end at a token, the new ones and the longest known one learn the target's
+    distribution. Shorter ones do not: they are read where no longer one is known, so they should count
+    what came after contexts that were new (as in Kneser-Ney smoothing and in PPM's update exclusion).
 
-    A distribution waits to be merged until its context is read, since most of them never are; of
-    all distributions, at most ``MAX_WAITING`` wait.
+    A distribution waits to be merged until its context is read, since most of them never are; at most
+    ``MAX_WAITING`` wait in total.
 
     Memory: about 950 bytes per context once its ten tokens are in no other entry, and 600 per
     distribution that waits.

@@ -35,7 +35,7 @@ from kvpool.store import KVStore, RowShape
 IMPLEMENTATION = "slipstream"
 
 KV_LAYER = "kv_layer"
-"""Of an attention layer: its number in the store, where it is not its number in the model."""
+"""An attention layer's number in the store, if it differs from its number in the model."""
 
 LARGEST_KEY = 2.0**60
 """Keys are limited to it: no model has any as large, and sums of their products stay finite."""
@@ -54,7 +54,7 @@ class KVShape:
 
     @property
     def row(self) -> RowShape:
-        """What a store keeps of a token."""
+        """The shape of one token's entry in a store."""
         own = self.num_kv_heads, self.key_dim, self.value_dim
         return own if self.source is None else self.source
 
@@ -155,17 +155,17 @@ def attending(plan: AttentionPlan | None) -> Iterator[None]:
 
 
 class AttentionBackend(ABC):
-    """Attention over one store, for one model. A subclass says in class attributes what it serves:
+    """Attention over one store, for one model. Class attributes of a subclass declare what it supports:
 
-    ``determinisms``: for which settings. ``device_types``: on what; None: anywhere. ``dtypes``,
-    ``stored_dtypes``: for a model, and keys and values, of which types; None: any. ``rank``: of those
-    that serve a model, the highest is taken where none is asked for. ``store_class``: the layout of keys
-    and values that it reads, ``dim_multiple``: what a row's dimensions are padded to there.
-    ``can_capture``: steps of equal shape may be recorded on a CPU and run again: plans read nothing but
-    the input tensors, which keep their addresses, and memory that the backend keeps, and they renew
-    what kernels are told (``engine.kernels.Renews``). ``can_graph``: steps padded to one bucket may be
-    captured in a device's graph: their kernels are launched alike, with memory that keeps its place,
-    whatever they hold.
+    ``determinisms``: the supported settings. ``device_types``: supported devices; None: any.
+    ``dtypes``, ``stored_dtypes``: supported types of models, and of keys and values; None: any.
+    ``rank``: by default the highest-ranked backend that supports a model is used. ``store_class``: the
+    layout of keys and values that it reads; ``dim_multiple``: a row's dimensions are padded to a
+    multiple of this. ``can_capture``: steps of equal shape may be recorded on a CPU and replayed: plans
+    read only input tensors, whose addresses never change, and the backend's own memory, and they renew
+    the kernels' arguments (``engine.kernels.Renews``). ``can_graph``: steps padded to one bucket may be
+    captured in a device graph: their kernels are launched alike, over memory at fixed addresses,
+    whatever the steps hold.
     """
 
     name: ClassVar[str]
@@ -342,10 +342,10 @@ def slipstream_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Answers a layer of a model of transformers: ``[1, num_rows, num_heads, value_dim]``. A module whose
-    rows see their block has a true ``sees_block``.
+    """Answers a layer of a model of transformers: ``[1, num_rows, num_heads, value_dim]``. A module
+    whose rows see their block has a true ``sees_block``.
 
-    Raises RuntimeError where nobody is ``attending``, or a model brings a mask of its own.
+    Raises RuntimeError outside ``attending``, or if a model brings its own mask.
     """
     if _attended.plan is None:
         raise RuntimeError("a layer attends, but there is no plan to answer it")

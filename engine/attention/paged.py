@@ -1,8 +1,8 @@
-"""Attention on CPUs that reads the block store where it is: no gathering, no padding, no masks.
+"""Attention on CPUs that reads the block store in place: no gathering, no padding, no masks.
 
-Its loops (``engine.kernels.paged_attention``) give a row the same bits whatever shares its step, on every
-CPU, and a row costs its keys' bytes and its own products. A draft tree's context is read once for all its
-branches; of its own keys each branch reads those that it sees, in the order of their text.
+Its loops (``engine.kernels.paged_attention``) give a row the same bits whatever shares its step, on
+every CPU, and a row costs its keys' bytes and its own products. A draft tree's context is read once for
+all its branches; each branch reads the tree's keys that it sees, in the order of its text.
 
 Rows of the store have a multiple of 16 dimensions, with zeros beyond a head's own. Keys of blocks whose
 size is no multiple of 16 are read slot by slot, which is slower.

@@ -73,9 +73,9 @@ class SdpaPlan:
 
 
 class _Call:
-    """Requests that attend together, padded to the most rows and keys. ``rows``: of the batch
-    ``[num_requests * most_rows]``, of which those at ``own`` are no padding; ``slots``: of their keys
-    ``[num_requests * most_keys]``."""
+    """Requests that attend together, padded to the most rows and keys. ``rows``: the batch's rows
+    ``[num_requests * most_rows]``, where the ones at ``own`` are not padding; ``slots``: their keys'
+    slots ``[num_requests * most_keys]``."""
 
     def __init__(self, requests: Sequence[RequestRows], store: KVStore) -> None:
         self._requests = requests

@@ -100,7 +100,7 @@ class TritonAttention(AttentionBackend):
         return TritonPlan(self, batch, inputs.slot_mapping, told)
 
     def told_late(self, batch: InputBatch, sees_block: bool) -> Told:
-        """Returns what the first layer of its kind is told; later plans have it from the start."""
+        """Returns the arguments for the first layer of its kind; later plans have them from the start."""
         if sees_block not in self._kinds:
             self._kinds.append(sees_block)
         return self._told(batch, sees_block)
@@ -202,8 +202,8 @@ class _Ints:
 
 
 class Told(NamedTuple):
-    """What the programs of layers of one kind are told. ``launch``: numbers of items and of joins, where
-    joins begin, rows of a tile."""
+    """Launch arguments for the programs of one kind of layer. ``launch``: numbers of items and of
+    joins, where joins begin, rows of a tile."""
 
     ints: torch.Tensor
     sums: torch.Tensor

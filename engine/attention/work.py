@@ -34,11 +34,11 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How work is cut. ``chunk``: keys of the shortest; with more than ``most_chunks`` of them they are
-    doubled, up to ``longest_chunk``, a multiple by a power of two; ``tile_pairs``: sizes of tiles, in
-    pairs of a row and a head of those that share a key head, ``share`` of them at most;
-    ``num_programs``: with so many a device is busy, each item being one for each of ``num_kv_heads``;
-    ``max_partials``: rows times chunks whose sums may wait to be joined."""
+    """Parameters for cutting work into items. ``chunk``: keys of the shortest chunk; beyond
+    ``most_chunks`` chunks their length doubles, up to ``longest_chunk``, a multiple by a power of two;
+    ``tile_pairs``: tile sizes, in pairs of a row and a head, for at most ``share`` heads that share a
+    key head; ``num_programs``: as many items keep a device busy, each item counting once per
+    ``num_kv_heads``; ``max_partials``: the most rows times chunks whose sums may wait to be joined."""
 
     block_size: int
     chunk: int
@@ -118,9 +118,9 @@ class _Tile:
 
 
 class Work:
-    """The work of one step, for layers that agree in ``sees_block``. ``num_items`` and ``num_joins`` are
-    those that are launched: as many as there are, or as many as there is ``room`` for, the rest of them
-    empty. Raises ValueError where there is none."""
+    """The work of one step, for layers that agree in ``sees_block``. ``num_items`` and ``num_joins``
+    are the launched ones: as many as exist, or as many as there is ``room`` for, with the rest empty.
+    Raises ValueError if there is no room."""
 
     def __init__(
         self,
@@ -231,8 +231,8 @@ class Work:
         tail_start: int = _NEVER,
         block_end: int = 0,
     ) -> Iterator[_Tile]:
-        """Yields tiles of rows each of which sees one key more of the text than the one before, and the
-        keys before ``block_end``."""
+        """Yields tiles of rows, where each row sees one more key of the text than the one before, plus
+        the keys before ``block_end``."""
         at = first
         while at < end:
             first_end = int(self._rows[at, 1])

@@ -85,9 +85,9 @@ class _Shape(NamedTuple):
 
 
 class _Capture:
-    """A shape's recording. ``num_seen``: its forwards that had none; ``num_padding_rows``: rows of
-    padding of those that ran in a larger shape's; ``is_trusted``: a replay has had the bits of the
-    model's own forward."""
+    """A shape's recording. ``num_seen``: forwards without one; ``num_padding_rows``: padding rows of
+    forwards that ran in a larger shape's; ``is_trusted``: a replay was bit-identical to the model's own
+    forward."""
 
     def __init__(self) -> None:
         self.num_seen = 0
@@ -131,12 +131,12 @@ class _Threads:
 
 
 class Captures(Replays):
-    """Recordings of forwards by shape, the least used ones forgotten first.
+    """Recordings of forwards by shape; the least used ones are dropped first.
 
-    A shape is recorded when it has come often enough to come again. When it does, with other inputs, the
-    recording's results are compared with the model's, and are used from then on. Until then a recording
-    of a few more rows serves it, where there is one. A model of which a recording computes something
-    else, or cannot be made, runs as it is.
+    A shape is recorded once it has occurred often enough to recur. The next time, with other inputs,
+    the recording's results are compared with the model's, and are used from then on if they are equal.
+    Until then a recording with a few more rows serves it, if there is one. A model whose recording
+    computes something else, or cannot be made, runs as it is.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

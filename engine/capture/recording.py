@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
         self.reason: str | None = None
         self._memory = _Memory()
         self._held: list[Any] = []
-        """What kernels point to that stand for operations."""
+        """Keeps alive what kernels that stand for operations point to."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -193,7 +193,7 @@ def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
 # --- operations that kernels stand for ---
 
 _Kernels_of = Callable[[torch.Tensor], list[Any]]
-"""Returns the kernels that write an operation's result to a place, each with what it is told and its
+"""Returns the kernels that write an operation's result to a place, each with its arguments and its
 threads."""
 
 
@@ -290,8 +290,8 @@ class CapturedForward:
 
 
 class _Kernels:
-    """Kernels with nothing between them. ``renewed``: what attention's keys stand for, where in the
-    arguments, and of which kernels."""
+    """Consecutive kernels. ``renewed``: for each of attention's keys, its positions in the arguments
+    and the kernels concerned."""
 
     def __init__(self, calls: Sequence[KernelCall]) -> None:
         sequence = find_kernel("sequence")

@@ -1,11 +1,11 @@
-"""A runner's forwards run again without the interpreter: recordings on a CPU, and here graphs of a device
-(CUDA's), which are run again without a launch from Python.
+"""Replays a runner's forwards without the interpreter: recordings on a CPU, and here CUDA graphs, which
+run again without a launch from Python.
 
-A graph repeats what its forward told the device: the same kernels, with the same shapes, at the same
-addresses. So steps are padded to buckets, few of which serve them all, and everything that differs from
-step to step lies in memory that keeps its place: inputs in ``InputBuffers``, what attention is told in
-its backend's own (``can_graph``). All graphs are captured when the engine starts, the smallest first,
-within a stated time and memory; steps that fit none run as they are.
+A graph repeats the same kernels, with the same shapes, at the same addresses. So steps are padded to
+buckets, a few of which serve all steps, and everything that differs between steps is in memory at fixed
+addresses: inputs in ``InputBuffers``, attention's arguments in its backend's own memory
+(``can_graph``). All graphs are captured at engine start, the smallest first, within a stated time and
+memory; steps that fit none run directly.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Heads that draft a block of tokens in one forward: DFlash, and DSpark, which goes over it once more.
+"""Heads that draft a block of tokens in one forward: DFlash, and DSpark, which makes a second pass over
+it.
 
-Of every committed token such a head keeps keys and values that are made of the target's states alone. A
-draft is one forward over a block: the anchor and masks behind it, which see all tokens before and each
-other in both directions. The block's own keys and values are used by nobody afterwards.
+For every committed token such a head keeps keys and values made from the target's states alone. A draft
+is one forward over a block, the anchor followed by masks, whose rows see all earlier tokens and each
+other in both directions. The block's own keys and values are discarded afterwards.
 
-DSpark then reads its tokens off left to right: to a position's logits come those of the token before it,
-and a further head says how likely the position is to be accepted.
+DSpark then decodes left to right: a position's logits are corrected by the token before it, and a
+further head estimates how likely the position is to be accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from engine.transfer import Readback, upload
 
 
 class _Block(NamedTuple):
-    """What a forward said of a request's positions, the first of which follows the anchor."""
+    """A forward's output for a request's positions; the first follows the anchor."""
 
     hidden: Tensor  # [num_positions, hidden_size]
     logits: Tensor  # [num_positions, draft_vocab_size]

@@ -1,4 +1,4 @@
-"""What is known of an engine's drafts before the first request: their sizes, and how well they fit."""
+"""Facts about an engine's drafts known before the first request: their sizes, and how well they fit."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _BUNDLED_DRAFTS: Mapping[str, Mapping[str, str]] = {
     BUNDLED_HYBRID: {MTP: MTP},
     SMOLLM2: {"eagle3": str(BUNDLED / "smollm2_eagle3")},
 }
-"""By the names of models, the paths of the drafts that come for them, by their own names, which are those
-of their methods."""
+"""Paths of the drafts that come with a model, by the model's name and the drafts' own, which are their
+methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class NamedDraft:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What drafts for the drafter ``name``. ``path``: a folder, GGUF file or hub id, or "mtp"."""
+    """The source of the drafter ``name``. ``path``: a folder, GGUF file or hub id, or "mtp"."""
 
     name: str
     path: str

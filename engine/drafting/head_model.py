@@ -138,7 +138,7 @@ class ChainHead(HeadModel):
         self._replays = make_replays(attention, graphs)
         self._memories: list[Tensor] = []
         self._drafted: dict[str, list[Tensor]] = {}
-        """By request the features of the anchor and of this step's drafted rows, in order of slots."""
+        """The features of the anchor and of this step's drafted rows, by request, in order of slots."""
         self.num_parallel = network.num_parallel
         self.num_slots = network.num_parallel - 1
         if graphs is not None:

@@ -59,8 +59,8 @@ NO_HEAD = "there is no draft for it; the setting draft names one"
 
 @dataclass(slots=True)
 class DraftHeads:
-    """What was read. ``networks``, or the ``reasons`` why there is none, are by the names of drafters;
-    ``dtype`` and ``device`` are the target's. ``ends``: its input and output embeddings, where its own
+    """The loaded heads. ``networks``, or the ``reasons`` for their absence, are by drafter name;
+    ``dtype`` and ``device`` are the target's. ``ends``: its input and output embeddings, if its own
     cannot be used in one process alone."""
 
     facts: TargetFacts

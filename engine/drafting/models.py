@@ -220,7 +220,7 @@ def prepare_drafts(
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """What draft models are made of. ``target`` still runs on transformers' own attention."""
+    """The inputs for building draft models. ``target`` still runs on transformers' own attention."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None

@@ -122,7 +122,7 @@ class BlockEnds:
         """``blank``: a state, for size, type and device."""
         self._size = block_size
         self.num_bytes, self.dtype = len(blank) * blank.element_size(), blank.dtype
-        """Of a state."""
+        """Size and type of a state."""
         self._states = blank.new_zeros(num_blocks, len(blank))
 
     @torch.inference_mode()

@@ -279,4 +279,4 @@ ARCHITECTURES = {
     "stablelm": Architecture("stablelm"),
     "starcoder2": Architecture("starcoder2"),
 }
-"""By what a file's general.architecture says."""
+"""Architectures by the value of a file's general.architecture."""

@@ -79,12 +79,12 @@ _SHOWN = {
     "ssm_norm.weight": "mamba_rms_norm",
     "shortconv.in_proj.bias": "conv_bias",
 }
-"""What layers have, by a tensor of theirs that shows it."""
+"""Configuration fields about layers' parts, by a tensor that shows the part."""
 
 
 class Said:
-    """What a file says, with one line about whatever is none of the kind that is asked for. ``floats``:
-    reads a small tensor of the file by name."""
+    """A file's metadata, with a one-line error for a value of the wrong kind. ``floats``: reads a small
+    tensor of the file by name."""
 
     def __init__(self, header: GgufHeader, floats: Callable[[str], list[float]]) -> None:
         self.header, self.floats = header, floats
@@ -93,7 +93,7 @@ class Said:
         self.num_layers = self._num_layers()
 
     def _num_layers(self) -> int:
-        """Returns how many layers the model has, without those that only predict further tokens."""
+        """Returns the model's number of layers, without multi-token-prediction layers."""
         layers = {int(found[1]) for name in self.tensors if (found := _LAYER.match(name))}
         number = self.count("block_count")
         if number is None or layers != set(range(min(number, len(layers) + 1))):
@@ -214,7 +214,7 @@ def _every(period: int, num_layers: int, others: str) -> list[str]:
 
 
 def kinds_by_heads(said: Said, attending: str, other: str) -> list[str]:
-    """Returns which layers attend, those that have keys and values, and what the others are."""
+    """Returns each layer's kind: ``attending`` with keys and values, ``other`` for the rest."""
     heads = said.list("attention.head_count_kv")
     if heads is None:
         heads = [said.needed("attention.head_count_kv")] * said.num_layers

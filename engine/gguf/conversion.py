@@ -1,7 +1,7 @@
-"""What llama.cpp's conversion does to tensors on their way into a GGUF file, undone.
+"""Undoes what llama.cpp's conversion does to tensors on their way into a GGUF file.
 
-Only facts that hold for several architectures have names here; which one has which of them is in
-``architectures.py``. Facts: conversion/*.py of https://github.com/ggml-org/llama.cpp.
+Only facts that hold for several architectures have names here; ``architectures.py`` assigns them.
+Source: conversion/*.py of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Undo(NamedTuple):
-    """What is undone for parameters whose names match ``pattern``. Of the tensors that a parameter is
-    made of, ``rows`` says which of their rows each row of the parameter is, ``columns`` the same of
-    columns (both are given the configuration and how many there are), and ``values`` makes values of
-    values. ``join``: makes the parameter of the tensors, where laying them one below the other does not.
-    ``num_parts``: of how many tensors it has to be made for that; 0: of any number."""
+    """How parameters whose names match ``pattern`` are restored. ``rows`` gives for each row of a
+    parameter its row in the source tensors, ``columns`` the same for columns (both receive the
+    configuration and the number of them), and ``values`` maps values to values. ``join`` assembles the
+    parameter, if stacking the tensors is not enough. ``num_parts``: the required number of tensors; 0:
+    any."""
 
     pattern: str
     rows: Callable[[Any, int], Array] | None = None
@@ -47,7 +47,7 @@ def less_one(pattern: str) -> Undo:
 
 
 DECAY = Undo(r"A_log$", values=lambda values: np.log(-values))
-"""Of every layer with a state the file has -exp(A_log)."""
+"""For every layer with a state the file has -exp(A_log)."""
 
 
 def _grouped(config: Any, first: int, count: int) -> Array:

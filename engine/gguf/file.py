@@ -38,7 +38,7 @@ _FIXED = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LEAST_VALUE_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""What llama.cpp's gguf-split calls the parts of a file."""
+"""Names that llama.cpp's gguf-split gives to the parts of a file."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 

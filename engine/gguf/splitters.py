@@ -72,7 +72,7 @@ _WITHOUT_MERGES = {
 _DIGIT_SPLITTERS = {
     "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
 }  # fmt: skip
-"""Those that are GPT-2's, with each digit apart; transformers would take GPT-2's."""
+"""Splitters like GPT-2's, with each digit apart; transformers would take GPT-2's."""
 _GPT2_SPLITTERS = {
     "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "exaone4", "trillion",
 }  # fmt: skip

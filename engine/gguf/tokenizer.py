@@ -73,7 +73,7 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
 
 
 def end_token_ids(header: GgufHeader) -> tuple[int, ...]:
-    """Returns every token that ends a text: those that the file says and those known by their names."""
+    """Returns every token that ends a text: the file's end tokens and those known by name."""
     found = {_special_id(header, name) for name in _ENDS}
     kinds = header.metadata.get("tokenizer.ggml.token_type", ())
     for number, (token, kind) in enumerate(zip(_tokens(header), kinds, strict=False)):
@@ -108,8 +108,8 @@ def _special_id(header: GgufHeader, name: str) -> int | None:
 
 
 def _only_own(backend: Any, num_tokens: int) -> Any:
-    """Returns it without tokens past the file's: transformers' classes add those that their families
-    usually have, and no model has embeddings for them."""
+    """Returns it without tokens beyond the file's: transformers' classes add their families' usual
+    ones, for which no model has embeddings."""
     if backend.get_vocab_size(with_added_tokens=True) <= num_tokens:
         return backend
     parts = json.loads(backend.to_str())

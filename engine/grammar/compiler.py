@@ -61,9 +61,9 @@ class GrammarCompiler:
         self._compiled = _Kept[Any](_MAX_CACHED)
 
     def prepare(self) -> None:
-        """Builds the vocabulary, before anybody is served: llguidance holds the interpreter meanwhile,
-        for 0.4 s at 49,000 tokens, and all streams would wait for the first grammar. A tokenizer that it
-        does not take is no fault of the start: who asks for a grammar is told."""
+        """Builds the vocabulary before requests are served, since llguidance holds the interpreter for
+        0.4 s at 49,000 tokens, and all streams would wait for the first grammar. An unsupported
+        tokenizer does not fail the start: requests with a grammar get the error."""
         with suppress(Exception):
             _ = self._built
 
@@ -141,7 +141,7 @@ class GrammarCompiler:
 
 
 class _Kept(Generic[T]):
-    """What was found of the grammars that were asked for last. Callable from any thread."""
+    """Results for the most recently requested grammars. Callable from any thread."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -145,8 +145,8 @@ class GrammarConstraint:
         return self._only_ends()
 
     def _may_follow(self, path: Path, mask: NDArray[np.uint8]) -> bool:
-        """Takes in a token that is the only one, which is how a mask is told from one that ran into a
-        limit: forced text is allowed though its end was not found, and refused when it comes."""
+        """Consumes a token that is the only allowed one, to distinguish such a mask from one that hit a
+        limit: forced text is allowed although its end was not found, and refused when it comes."""
         self._cuts.pop(path, None)
         places = mask.nonzero()[0]
         if len(places) != 1 or (bits := int(mask[places[0]])).bit_count() != 1:

@@ -24,7 +24,8 @@ _NUM_WALKS = 4
 _WALK_TOKENS = 32
 _WALK_SECONDS = 0.05
 _STEP_SECONDS = 0.05
-"""Of a mask, or of taking in a token: in the engine every request of the step waits for it."""
+"""The limit for a mask, or for consuming a token: in the engine every request of the step waits for it.
+"""
 _NOWHERE = "NoExtensionBias"
 _INNER = re.compile(r"#\d+|start(#\d+)?|gg(#\d+)?|.*_")
 
@@ -93,8 +94,8 @@ def _on_the_way(matcher: Any) -> str:
 
 
 class Rules(NamedTuple):
-    """``of[symbol]``: sequences of symbols, each of which it may be. A symbol without any is a terminal;
-    ``empty`` are those of them that match no text."""
+    """``of[symbol]``: the sequences of symbols it expands to. A symbol without any is a terminal;
+    ``empty`` are the terminals that match no text."""
 
     of: Mapping[str, Sequence[Sequence[str]]]
     empty: frozenset[str]

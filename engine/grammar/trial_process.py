@@ -23,7 +23,7 @@ from engine.grammar.trial import fault_of
 from engine.grammar.vocabulary import Vocabulary
 
 CPU_SECONDS = 1.5
-"""Of a trial; the grammar compiles within it. Processor time, so a busy machine refuses nothing more."""
+"""The limit for a trial, including compilation. CPU time, so a busy machine refuses nothing more."""
 _WALL_SECONDS = 120.0
 _MEMORY_BYTES = 3 << 30
 _STACK_BYTES = 4 << 20

@@ -1,4 +1,4 @@
-"""What llguidance has to know of a tokenizer, and the bounds that it works within."""
+"""Describes a tokenizer to llguidance, and sets the limits within which llguidance works."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from engine.request.errors import RequestError
 
 _MAX_ITEMS = 50_000
-"""Of the parser, for one mask or one run of forced text. Also in one row, whose number, 2,000 by default,
-is looked at only when a token is taken in, which the mask has allowed by then."""
+"""The parser's limit for one mask or one run of forced text. It applies to one row as well, whose own
+limit, 2,000 by default, is only checked when a token is consumed, after the mask has allowed it."""
 _MAX_LEXER_STATES = 50_000
-"""Of one grammar, for all that share it; 1 to 2 kB each."""
+"""The limit for one grammar, for all requests that share it; 1 to 2 kB each."""
 _MAX_GRAMMAR_SIZE = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's definition as JSON, the number of tokens that a mask is about, and those that end a
-    text."""
+    """A tokenizer's definition as JSON, the number of tokens that a mask covers, and the end-of-text
+    tokens."""
 
     tokenizer: str
     size: int

@@ -11,7 +11,7 @@ from engine.hub.name import HubName, bits_of, label_of, num_parts, without_part
 
 _USUAL = "Q4_K_M"
 _LEAST_BITS = 4
-"""Below them models write noticeably other texts: nobody gets them unasked."""
+"""Below this, models generate noticeably different texts, so such files must be requested explicitly."""
 _MODEL = re.compile(r"(?!.*(mmproj|imatrix)[^/]*$).*\.gguf", re.IGNORECASE)
 """Other GGUF files hold parts for images, or what was measured while rounding."""
 _BESIDE = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
@@ -69,8 +69,8 @@ def choose(name: HubName, files: Sequence[HubFile]) -> Choice:
 
 
 def gguf_choices(files: Iterable[HubFile]) -> list[Choice]:
-    """Returns the models in GGUF files, by name, each of which is there in all its parts; without parts
-    for images. Where two have weights of one type, the second is called as its file."""
+    """Returns the models in GGUF files, by name, if all of their parts are listed; without image parts.
+    If two have the same weight type, the second is named after its file."""
     sets: dict[str, list[HubFile]] = {}
     for file in sorted(files, key=lambda each: (each.path.count("/"), each.path)):
         if _MODEL.fullmatch(file.path):

@@ -35,7 +35,7 @@ from engine.hub.name import HubName
 logger = logging.getLogger(__name__)
 
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
-"""Of the HTTP client that this version of the library uses: its errors of transport, too."""
+"""The base error of the library's HTTP client, which covers transport errors, too."""
 _LOG_SECONDS = 10.0
 _REFUSALS = {
     GatedRepoError: "it is gated: accept its terms on its page on the hub, and set HF_TOKEN",
@@ -231,7 +231,7 @@ def _is_there(folder: Path, sha: str, file: HubFile) -> bool:
 
 
 def _part(folder: Path, file: HubFile) -> Path:
-    """What has come of a large file; earlier versions of the library left it under the same name."""
+    """Returns a large file's partial download, named as in earlier versions of the library."""
     return folder / "blobs" / f"{file.blob}.incomplete"
 
 

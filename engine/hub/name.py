@@ -1,6 +1,5 @@
-"""What models on the hub are called, ``org/repo[:QUANT]`` with or without the hub's address, and what is
-called so in its cache. Asks nobody.
-"""
+"""Names of models on the hub, ``org/repo[:QUANT]`` with or without the hub's address, and their names
+in its cache. Does not ask the hub."""
 
 from __future__ import annotations
 

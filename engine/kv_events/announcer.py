@@ -16,9 +16,9 @@ from engine.request.salts import Salt, salt_of
 
 
 class Announcer:
-    """The pool's ``CacheListener``. ``send`` takes what a step has changed, in order. With ``salted``
-    blocks of requests with a cache salt are told of, too, and their salts; without, nothing of them
-    is."""
+    """The pool's ``CacheListener``. ``send`` receives each step's changes, in order. With ``salted``,
+    blocks of requests with a cache salt are announced, too, along with their salts; otherwise they are
+    omitted."""
 
     def __init__(self, block_size: int, salted: bool, send: Callable[[list[Event]], None]) -> None:
         self._block_size = block_size

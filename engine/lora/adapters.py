@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class LoadedAdapter:
     info: AdapterInfo
     rows: Adapter
-    """What its requests' rows have."""
+    """The value that its requests' rows carry."""
 
 
 class Adapters:
@@ -38,7 +38,7 @@ class Adapters:
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """Of all that are loaded, in the order in which they came."""
+        """The loaded adapters, in the order in which they were loaded."""
         with self._lock:
             return tuple(each.info for each in self._loaded.values())
 
@@ -68,7 +68,8 @@ class Adapters:
         return info
 
     def unload(self, name: str) -> AdapterInfo:
-        """New requests do not find it; those that run with it go on. Raises UnknownAdapterError."""
+        """Unloads an adapter: new requests do not find it, running ones keep it. Raises
+        UnknownAdapterError."""
         with self._lock:
             found = self._loaded.pop(name, None)
         if found is None:

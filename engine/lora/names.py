@@ -1,4 +1,4 @@
-"""What adapters are called and where they lie, as settings say it."""
+"""Names and paths of LoRA adapters, as given in settings."""
 
 from __future__ import annotations
 

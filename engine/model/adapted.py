@@ -1,8 +1,8 @@
-"""Linear layers that adapters of low rank change, each row by its own request's.
+"""Linear layers with LoRA adapters, applied per row according to the row's request.
 
-What a layer computes stays what it is. In a step of which rows have adapters, the products of these rows
-with theirs are added to it; other rows keep their bits. On CPUs a compiled kernel does so, which reads
-when it runs which row has which adapter, so that steps can be recorded; elsewhere torch's operations do,
+The layer's own result is unchanged. If some rows of a step have adapters, their adapters' products are
+added to these rows; other rows keep their bits. On CPUs a compiled kernel does this and reads the
+row-to-adapter mapping at run time, so steps can be recorded; elsewhere torch's operations do it,
 adapter by adapter.
 """
 
@@ -27,7 +27,7 @@ from engine.model.layers import GroupedLinear, LayerShape, PackedLinear, is_plai
 from engine.transfer import upload
 
 Parts = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""By a layer's name: what an adapter adds, ``first`` ``[rank, in_features]`` and ``second``
+"""An adapter's matrices by layer name: ``first`` ``[rank, in_features]`` and ``second``
 ``[out_features, rank]``, float32."""
 
 
@@ -123,7 +123,7 @@ class AdaptedLayers:
 
     @property
     def shapes(self) -> dict[str, LayerShape]:
-        """By the layers' names."""
+        """Shapes by layer name."""
         return {name: layer.shape for name, layer in self._layers.items()}
 
     def pack(self, parts: Parts) -> Adapter:

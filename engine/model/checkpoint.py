@@ -154,8 +154,8 @@ def _damaged_file(model: str | None) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences transformers' report of what does not fit, which is said here, and its progress where
-    nobody watches it."""
+    """Silences transformers' report of mismatches, which are reported here, and its progress bar if
+    there is no terminal."""
     verbosity = transformers_logging.get_verbosity()
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

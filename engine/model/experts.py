@@ -199,8 +199,8 @@ def _empty(own: Any) -> None:
 def grouped_experts(
     own: Any, weights: dict[str, ExpertWeights], method: str, dtype: torch.dtype, keeps_inputs: bool
 ) -> PackedExperts:
-    """Returns experts over ``weights``, whose products' names are those of ``StoredExperts``. Raises
-    UnpackableError for those that no kernel takes."""
+    """Returns experts over ``weights``, with products named as in ``StoredExperts``. Raises
+    UnpackableError for weights without a kernel."""
     weights = dict(weights)
     down = weights.pop(_DOWN)
     scheme = ", ".join(dict.fromkeys(each.scheme for each in (*weights.values(), down)))
@@ -279,8 +279,7 @@ def rounded_experts(
     scheme: str,
     dtype: torch.dtype,
 ) -> PackedExperts:
-    """Returns a module's experts in few bits, rounded one by one by ``rounding``. The module loses its
-    floats."""
+    """Returns a module's experts quantized one by one by ``rounding``. The module loses its floats."""
 
     def weights(name: str, sizes: tuple[int, int]) -> ExpertWeights:
         def parts(expert: int) -> Iterator[GroupedWeight]:
@@ -295,7 +294,7 @@ def rounded_experts(
 
 
 def packed_experts(model: nn.Module) -> Iterator[tuple[str, PackedExperts]]:
-    """Yields the experts of a model that are in few bits, with the names of modules."""
+    """Yields a model's quantized experts, with the names of modules."""
     for name, module in model.named_modules():
         if isinstance(module, PackedExperts) and module.method:
             yield name, module

@@ -1,4 +1,4 @@
-"""What stands in the place of modules' forwards (``fusing``), and how it is told from another."""
+"""Replacements for modules' forwards (``fusing``), and how to tell them apart."""
 
 from __future__ import annotations
 

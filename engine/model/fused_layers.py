@@ -77,7 +77,7 @@ class JointLayers:
             first += layer.out_features
 
     def sums(self, rows: torch.Tensor) -> Sums:
-        """Of ``rows`` ``[num_rows, in_features]``."""
+        """Returns the sums for ``rows`` ``[num_rows, in_features]``."""
         if self._is_exact:
             return Sums.of(rows, self._weight, self._bias)
         return Sums(self.whole(rows)[None])
@@ -190,7 +190,7 @@ class FusedAttention(_FusedProducts):
 
 
 class _Asked(NamedTuple):
-    """What a module asked of attention, what it was answered, and what it made of that."""
+    """A module's request to attention, the answer, and the module's output."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def fuse(model: nn.Module, num_positions: int | None = None) -> None:
-    """Gives the model's modules their passes, in place, once its weights are packed; a second time it
-    finds nothing. ``num_positions``: rows stand at smaller ones; None: nobody knows."""
+    """Replaces modules' forwards by fused passes, in place, once the model's weights are packed; a
+    second call finds nothing. ``num_positions``: upper limit of rows' positions; None: unknown."""
     devices = {each.device.type for each in model.parameters()}
     has_programs = _have_programs(devices)
     if not has_programs and not devices <= {"cpu"}:
@@ -221,7 +221,7 @@ _LARGEST = (4.0, 100.0)
 
 
 class GatedGroups(FusedParts):
-    """A network in few bits. ``is_first``: of the two halves that ``both`` makes the first is gated."""
+    """A quantized network. ``is_first``: the first of the two halves that ``both`` makes is gated."""
 
     def __init__(self, both: Any, down: Any, is_first: bool, activation: str) -> None:
         from engine.kernels.grouped_product import Gate, gate_rows
@@ -243,8 +243,8 @@ class GatedGroups(FusedParts):
 
 
 class GatedFloats(FusedParts):
-    """A network of packed floats, of which ``down`` is the last layer. Where adapters change what is
-    gated, the joint product leaves both halves as they are, with the same bits."""
+    """A network of packed floats with ``down`` as its last layer. If adapters change the gated halves,
+    the joint product leaves both as they are, with the same bits."""
 
     def __init__(
         self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, activation: str

@@ -137,8 +137,8 @@ def load_gguf(
 
 
 class _Making(NamedTuple):
-    """How a parameter is made: of which tensors, after what is undone. ``at``: of a stack of matrices
-    the one that it is."""
+    """How a parameter is made: its tensors, and how they are restored. ``at``: its index in a stack of
+    matrices."""
 
     parts: tuple[StoredTensor, ...]
     undo: tuple[Undo, ...]
@@ -227,7 +227,7 @@ class _Names:
 
 
 class _Reading:
-    """What each tensor of a file becomes. ``skeleton``: the model, on the device "meta"."""
+    """Maps each tensor of a file to its destination. ``skeleton``: the model, on the device "meta"."""
 
     def __init__(
         self,
@@ -245,11 +245,11 @@ class _Reading:
         self._orders: dict[str, torch.Tensor] = {}
         """Which features their columns are for, where these are in another order."""
         self._packed: dict[str, list[str]] = {}
-        """By names of parameters, those that get their blocks."""
+        """Names of the modules that get a parameter's blocks, by its name."""
         self._experts: dict[str, dict[str, int]] = {}
         """The types of experts that keep their blocks, by names of modules and of products."""
         self._products: dict[str, list[tuple[str, tuple[StoredTensor, ...]]]] = {}
-        """By names of experts' parameters, what stands in their place, and the tensors that it has."""
+        """Replacements of experts' parameters by name, each with its tensors."""
         self._said: dict[str, torch.Tensor] = {}
         """Parameters that the metadata says."""
         tied: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", None) or {}
@@ -293,8 +293,8 @@ class _Reading:
         return float(values[int(found[1])])
 
     def _is_needed(self, name: str) -> bool:
-        """Whether a tensor is none of those that a model does without: factors of rotary embeddings,
-        layers that predict further tokens, and keys and values of layers that take those of others."""
+        """Whether the model needs a tensor. It does not need rotary embedding factors,
+        multi-token-prediction layers, or keys and values of layers that reuse another layer's."""
         found = _STORED_LAYER.match(name)
         if found is None:
             return not name.startswith(("rope_freqs.", "rope_factors_"))
@@ -369,8 +369,8 @@ class _Reading:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._dtype)
 
     def _pack(self, tied: Mapping[str, str]) -> None:
-        """Decides which modules keep their blocks. ``tied``: parameters that are others, by names. Where
-        one of those that share blocks does not take them, those that do get them apart."""
+        """Decides which modules keep their blocks. ``tied``: aliases of parameters, by name. If one
+        module sharing blocks cannot use them, the others get separate ones."""
         for name, making in self._makings.items():
             if not making.keeps_rows:
                 continue

@@ -34,8 +34,8 @@ def as_linear(module: Any) -> nn.Linear:
 def names_by_input(
     layers: Mapping[nn.Module, str], forward: Callable[[], object]
 ) -> list[list[str]]:
-    """Returns the names of linear ``layers``, those together that ``forward`` calls with one tensor, in
-    the order of first calls; those that it does not call are left out."""
+    """Returns the names of linear ``layers``, grouped by the tensor that ``forward`` passes to them, in
+    the order of first calls; layers that it does not call are left out."""
     unread = dict(layers)
     groups: defaultdict[object, list[str]] = defaultdict(list)
 
@@ -109,9 +109,10 @@ class PackedLinear(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """In ``nn.Linear``'s place: ``out_features`` columns, from ``first`` on, of a product that it may
-    share with the layers that read its input (``engine.model.product.GroupedProduct``). ``scheme``: what
-    users are told of its weights; ``method``: the format that they came in, or how they were rounded."""
+    """Replaces ``nn.Linear``: ``out_features`` columns, from ``first`` on, of a product that it may
+    share with other layers that read its input (``engine.model.product.GroupedProduct``). ``scheme``:
+    the weights' scheme as shown to users; ``method``: the checkpoint's format, or how the weights were
+    rounded."""
 
     def __init__(
         self, product: Any, out_features: int, scheme: str, method: str, first: int = 0

@@ -1,18 +1,18 @@
-"""Linear layers over weights that are packed once, and that give a row its own bits.
+"""Linear layers over weights that are packed once, which give a row the same bits in any batch.
 
 On CPUs a compiled kernel of our own multiplies (``engine.kernels.float_product``), on GPUs, in exact
-mode, a program in Triton's language (``engine.kernels.triton.row_ops``). Both add a row's features in one
-order, whatever rows share the call.
+mode, a Triton program (``engine.kernels.triton.row_ops``). Both add a row's features in one order,
+whatever rows share the call.
 
-CPUs with AMX multiply types of 16 bits by oneDNN, whose tiles take a prompt in a tenth of the time. There
-a single row's bits usually differ from those that it has among others. So in exact mode a call has at
-least two rows, and one probe says whether rows keep their bits then, in calls of any number of rows or
-only of fewer; where they do not, our kernel multiplies.
+CPUs with AMX multiply 16-bit types by oneDNN, whose tiles take a prompt in a tenth of the time. There a
+row usually has different bits alone than among others. So in exact mode a call has at least two rows,
+and one probe determines whether rows then keep their bits, in calls of any number of rows or only of
+fewer; if they do not, our kernel multiplies.
 
-Which product a layer gets is a rule, and nothing is timed: another start writes the same texts.
+A layer's product is chosen by a rule, and nothing is timed, so every start generates the same texts.
 
-Models also multiply by weights that are no layer: routers, and experts of other forms than
-``engine.model.experts`` knows. ``OneOrderProducts`` sees to these in exact mode.
+Models also multiply by weights outside layers: routers, and experts of other forms than
+``engine.model.experts`` knows. ``OneOrderProducts`` handles these in exact mode.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _CHANNELS = 64
 _LEAST_ROWS = 2
 _PROBED_ROWS = (2, 3, 4, 5, 6, 8, 12, 13, 16, 17, 24, 31, 32, 33, 48, 64, 128, 256, 512, 1024)
 _FEWER_ROWS = 128
-"""Of a call, where rows of larger ones have other bits: oneDNN divides some sums among threads then."""
+"""The most rows of a call if larger calls change rows' bits: oneDNN then divides some sums among
+threads."""
 _LARGE_WEIGHT = 1 << 25
 _MOST_ROWS_OF_LARGE = 64
 """Vocabulary-sized heads see few rows; to probe them for a whole chunk would take half a minute."""
@@ -388,9 +389,9 @@ def _wrap(
 
 
 def _steady(model: nn.Module, failures: set[str]) -> None:
-    """Runs modules that multiply by weights of their own under ``OneOrderProducts``, and those that
-    compute with tails in whole vectors. transformers' experts are left on other devices alone: there they
-    are computed one by one."""
+    """Runs modules that multiply by their own weights under ``OneOrderProducts``, and modules with
+    vector remainders in whole vectors. transformers' experts are left alone on other devices, where
+    they are computed one by one."""
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         model.set_experts_implementation("eager")  # type: ignore[operator]
     for module in model.modules():

@@ -70,13 +70,13 @@ def load_model(
     packed: bool = True,
     max_model_len: int | None = None,
 ) -> PreTrainedModel:
-    """Returns the model in eval mode on ``device``, still on transformers' own attention; of several
-    ranks, which load it at the same time, each gets its part. ``packed``: weights of a checkpoint in few
-    bits stay so, where the device has kernels for it; else floats are made of them. ``max_model_len``: a
-    length that it has to be made for.
+    """Returns the model in eval mode on ``device``, still on transformers' own attention; each of
+    several ranks, which load it at the same time, gets its part. ``packed``: a checkpoint's quantized
+    weights stay quantized if the device has kernels for them; otherwise they become floats.
+    ``max_model_len``: a length that the model must support.
 
-    Raises UnsupportedModelError for what the configuration already rules out and for weights that are
-    not those that it asks for, OSError if there is no such folder or name, or no model in it.
+    Raises UnsupportedModelError for an unsupported configuration and for weights that do not match it,
+    OSError if there is no such folder or name, or no model in it.
     """
     path = locate(model, revision)
     with naming(model):
@@ -188,7 +188,7 @@ class ShapeProbe:
 
 
 def _are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether they are views of the same memory, all of which is still in use."""
+    """Whether they are views of the same memory, with every part still in use."""
     return all(
         (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
         for one, other in zip(some, others, strict=True)
@@ -247,12 +247,12 @@ def state_shapes(model: PreTrainedModel) -> tuple[StateShape, ...]:
 
 
 def max_position(config: Any) -> int:
-    """Returns the positions that the model was made for.
+    """Returns the number of positions that the model supports.
 
     Some rotary embeddings change their frequencies for the whole call once any row of it passes a
-    length. There they end: else a request's tokens would depend on who shares its step. Layers with
-    chunks see all before them until the first chunk ends, and so do those that scale queries by how far
-    down the call they stand.
+    length. Support ends there: otherwise a request's tokens would depend on the other requests of its
+    step. Layers with chunks see everything before them until the first chunk ends, and so do layers
+    that scale queries by how far down the call they stand.
     """
     lengths = [getattr(config, "max_position_embeddings", None) or 4096]
     ropes = getattr(config, "rope_parameters", None) or {}

@@ -1,10 +1,10 @@
-"""Products with weights in few bits, which layers that read one input may share, and what there is for
-them on CPUs and on other devices.
+"""Products with quantized weights, which layers that read one input may share, and the kernels for them
+on CPUs and other devices.
 
 On CPUs inputs are rounded to 8 bits in groups of 32 (``engine.kernels.grouped_product``), or keep their
-floats. Sums within a group are sums of integers; groups are added in ascending order, with one rounding
-each. So a row's result has the same bits in whatever company it is computed: one loop for few rows and
-many. On GPUs inputs keep their floats, and sums have one order, too
+floats. Sums within a group are integers; groups are added in ascending order, with one rounding each.
+So a row's result has the same bits whatever rows are computed with it: one loop for few rows and many.
+On GPUs inputs keep their floats, and sums have one order, too
 (``engine.kernels.triton.code_programs``).
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Kernels(NamedTuple):
-    """Functions that pack weights in few bits, join them side by side, multiply and look up rows."""
+    """Functions that pack quantized weights, join them side by side, multiply and look up rows."""
 
     pack: Callable[..., Any]
     join: Callable[..., Any]

@@ -1,8 +1,7 @@
-"""Weights in few bits in a model's layers: those that a checkpoint brings are packed as they are, floats
-are rounded.
+"""Quantized weights in a model's layers: a checkpoint's are packed as they are, floats are rounded.
 
-Which layers share an input is seen in a forward, not guessed from names: queries, keys and values in most
-models, gate and up projections, all that hang under one parent and read the same tensor.
+Layers that share an input are found in a forward, not guessed from names: queries, keys and values in
+most models, gate and up projections, all children of one parent that read the same tensor.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ head's 60 million weights."""
 @torch.inference_mode(False)
 @torch.no_grad()
 def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
-    """Gives the places that a checkpoint in few bits has filled what multiplies with them, one by one.
-    Inputs keep their floats until ``round_inputs``. Without ``packed``, on devices without kernels and
-    for weights that no kernel takes, layers of floats are made; experts are packed on CPUs alone."""
+    """Replaces the placeholders that a quantized checkpoint has filled by layers that multiply, one by
+    one. Inputs keep their floats until ``round_inputs``. Without ``packed``, on devices without kernels
+    and for weights without a kernel, layers of floats are made; experts are packed on CPUs alone."""
     can_pack = packed and refusal(model.device) is None
     has_routes = can_pack and is_host(model.device)
     pair = _tied_places(model)
@@ -171,7 +170,7 @@ def complete_packed(model: PreTrainedModel, with_head: bool = True) -> None:
 
 
 def has_packed_weights(model: nn.Module) -> bool:
-    """Whether the model's weights are held in few bits."""
+    """Whether the model's weights are held quantized."""
     return any(True for _ in packed_weights(model))
 
 
@@ -236,8 +235,8 @@ def quantize_linears(
 def replace_linears(
     model: PreTrainedModel, groups: Iterable[Mapping[str, GroupedWeight]], method: str
 ) -> None:
-    """Gives layers weights in few bits, by their names, as soon as each group comes. Raises
-    UnsupportedModelError where the machine does not multiply integers, or nothing is replaced."""
+    """Gives layers quantized weights, by name, as soon as each group arrives. Raises
+    UnsupportedModelError if the machine cannot multiply integers, or nothing is replaced."""
     _check_refusal(model, method)
     num_layers = 0
     for group in groups:
@@ -275,7 +274,7 @@ def _said(bits: int, span: int) -> str:
 
 
 def refusal(device: torch.device) -> str | None:
-    """Returns why models on this device cannot be served in few bits; None: they can."""
+    """Returns why models on this device cannot be served quantized; None: they can."""
     if not is_host(device):
         return missing_for(device)
     if not computes_whole_numbers():
@@ -301,8 +300,8 @@ def share_inputs(model: PreTrainedModel) -> None:
 
 
 def share_named(module: nn.Module, siblings: Iterable[Sequence[str]]) -> None:
-    """Makes one product of layers in few bits that have these names under one parent, and read one input,
-    where their weights are alike."""
+    """Merges quantized layers with these names under one parent that read one input into one product,
+    if their weights are alike."""
     every = {name for name, each in module.named_modules() if isinstance(each, GroupedLinear)}
     parents = sorted({name.rpartition(".")[0] for name in every})
     for names in siblings:
@@ -327,8 +326,8 @@ def _join(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _readers(model: PreTrainedModel) -> list[list[str]]:
-    """Returns the names of layers in few bits, those together that a forward calls with one tensor under
-    one parent; each that reads alone, or not at all, is left out."""
+    """Returns the names of quantized layers, grouped by the tensor that a forward passes to them under
+    one parent; layers that read alone, or not at all, are left out."""
     layers: dict[nn.Module, str] = {
         module: name for name, module in model.named_modules() if isinstance(module, GroupedLinear)
     }
@@ -343,7 +342,7 @@ def _readers(model: PreTrainedModel) -> list[list[str]]:
 
 
 def round_inputs(model: nn.Module, rounds: bool = True) -> None:
-    """Says whether inputs of weights in few bits are rounded to 8 bits, where they can be."""
+    """Sets whether inputs of quantized weights are rounded to 8 bits, where possible."""
     for product in _products(model):
         product.round_inputs(rounds)
 
@@ -369,7 +368,7 @@ def _products(model: nn.Module) -> set[GroupedProduct]:
 
 
 def quantization_info(model: PreTrainedModel) -> QuantizationInfo | None:
-    """Returns what is said of the weights in few bits; None: there are none."""
+    """Returns the description of the quantized weights; None: there are none."""
     experts = [each for _, each in packed_experts(model)]
     layers = [each for each in model.modules() if isinstance(each, GroupedLinear)]
     if not layers:
@@ -406,8 +405,8 @@ def quantization_info(model: PreTrainedModel) -> QuantizationInfo | None:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[int, int, str]]:
-    """Yields how many weights, of how many bits, of which scheme: of each layer, and of an embedding that
-    is no head as well."""
+    """Yields number, bits and scheme of the weights of each layer, and of each embedding that is not
+    also a head."""
     held = set()
     for each in model.modules():
         if isinstance(each, GroupedLinear):
@@ -444,7 +443,7 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, Packed]]:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Returns how many weights there are; those that layers share count once."""
+    """Returns the number of weights; shared ones count once."""
     packed = sum(count for count, *_ in _weights(model))
     biased = {each for _, each in packed_weights(model) if each.bias is not None}
     biases = sum(each.num_experts * each.out_features for each in biased)

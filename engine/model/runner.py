@@ -81,12 +81,12 @@ class ModelRunner:
         self._replays = make_replays(attention, graphs, can_capture, states)
         self._chooses = False
         self.adapted: AdaptedLayers | None = None
-        """What gives rows their adapters; None: no batch may have any."""
+        """Gives rows their adapters; None: no batch may have any."""
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> ForwardOutput:
-        """Keys and values of all rows are in the store afterwards. On a GPU that is in the order of its
-        work: the forward is launched, and nobody waits for it."""
+        """Runs a step. Keys and values of all rows are in the store afterwards; on a GPU in stream
+        order: the forward is only launched."""
         if batch.moved is not None and not self.attention.can_move(batch):
             batch = settle(batch, self.store.block_size)
         watch = Stopwatch(self.device) if self.device.type == "cuda" else None

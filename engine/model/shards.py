@@ -1,8 +1,8 @@
-"""Models of which every rank holds a part, by the plan that transformers has for them.
+"""Models split across ranks, by the plan that transformers has for them.
 
-transformers divides the weights as it reads them and puts the sums and gathers where the plan says; our
-attention gets a rank's own heads. Here is what asks for that, what rules it out, and how a divided weight
-is read whole.
+transformers splits the weights as it reads them and inserts the reductions and gathers of the plan; our
+attention gets a rank's own heads. This module requests the split, checks that it is possible, and reads
+a split weight as a whole.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from engine.request.errors import UnsupportedModelError
 _MOST_INDEX_BYTES = 1 << 28
 _NUM_TOKENS = 12
 _TOLERANCES = {torch.float32: 1e-3}
-"""What the logits of the half may differ from the whole's, in means relative to their spread."""
+"""The allowed mean difference of the half's logits from the whole's, relative to their spread."""
 _TOLERANCE_OF_NARROW_TYPES = 5e-2
 _OF_TEXTS = ("bos_token_id", "eos_token_id")
 

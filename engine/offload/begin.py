@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 _STATES_SHARE = 0.5
-"""Of the bytes, where a model's layers keep states: as of memory (``engine.states.build``)."""
+"""The share of the bytes for states, if the model has any: as of memory (``engine.states.build``)."""
 
 
 class Offload(NamedTuple):

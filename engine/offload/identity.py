@@ -1,10 +1,10 @@
-"""What has to be equal for keys and values of an earlier process to be of use.
+"""The identity that must match before keys and values of an earlier process are used.
 
-Other weights of the same shapes would be read without complaint, and answer for another model. So the
-identity has a sum over every byte of the weights, as they were loaded. Settings that change what a row
-holds are in it by their values. Where texts are ``exact`` the bits of rows count, which other
-instructions and versions round otherwise: these are in it, too. Drafts, which change no text, are in it
-by their files' sizes and times.
+Other weights of the same shapes would be read without complaint and answer for another model. So the
+identity includes a checksum over every byte of the loaded weights, and the values of settings that
+change a row's contents. Where texts are ``exact``, rows must be bit-identical, so CPU instructions and
+versions, which affect rounding, are included, too. Drafts, which change no text, are included by their
+files' sizes and times.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of a block, with the state behind it."""
+        """The size of a block in bytes, with the state after it."""
         state = 0 if self.ends is None else _aligned(self.ends.num_bytes)
         return _aligned(self.store.block_bytes) + state
 

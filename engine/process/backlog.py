@@ -1,4 +1,4 @@
-"""Estimates how long open requests will take: a client that is turned away is told to wait so long."""
+"""Estimates how long open requests will take, for the ``Retry-After`` of refused clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Backlog:
         self._share = 1.0
 
     def observe_step(self, stats: StepStats) -> None:
-        """Steps while nobody waits say little about a full batch, and are left out."""
+        """Learns from a step. Steps without waiting requests say little about a full batch, and are
+        left out."""
         if not stats.num_waiting or not stats.num_rows:
             return
         prompt_seconds = stats.step_seconds * stats.num_prompt_tokens / stats.num_rows

@@ -51,7 +51,7 @@ _ADOPT_SECONDS = 10.0
 
 @dataclass(eq=False, frozen=True, slots=True)
 class _Client:
-    """A process in front of the engine. ``wants_steps``: it is told of all steps."""
+    """A process in front of the engine. ``wants_steps``: it receives the statistics of all steps."""
 
     link: Link
     wants_steps: bool
@@ -217,9 +217,8 @@ def main() -> int:
 
 @contextmanager
 def _followers(launch: Launch, control: Link, host: EngineHost) -> Iterator[None]:
-    """Runs the block with the other ranks, which it launches where the model is to be shared and nobody
-    has launched them yet. One that goes takes this process with it: what is computed together cannot be
-    computed without it."""
+    """Runs the block with the other ranks, launching them if the model is to be shared and they are not
+    running yet. If one of them ends, this process ends, since a shared forward needs all ranks."""
     size = launch.config.tensor_parallel_size
     if size == 1 or rank_here(size) is not None:
         yield

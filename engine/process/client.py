@@ -25,9 +25,9 @@ _GONE = "the engine's process is gone"
 
 
 class RemoteEngine(EventStreams):
-    """Streams requests' events from the engine at the other end of a pipe. The event loop reads the pipe:
-    one message for each step, with the tokens of all requests. ``pulse``: the engine's; None: nobody
-    looks whether it makes progress."""
+    """Streams requests' events from the engine at the other end of a pipe. The event loop reads the
+    pipe: one message for each step, with the tokens of all requests. ``pulse``: the engine's; None: its
+    progress is not watched."""
 
     def __init__(
         self, info: EngineInfo, connection: Connection, pulse: Pulse | None = None

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _END_SECONDS = 10.0
 _NETWORK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-"""All ranks are on this machine, and nobody else is to reach them."""
+"""All ranks are on this machine, and no other host needs to reach them."""
 
 
 class Followers:
@@ -72,7 +72,7 @@ class Followers:
             lost(f"rank {number}: {reason or f'its process ended: {describe(status)}'}")
 
     def stop(self) -> None:
-        """End those that are left, and wait until they have gone."""
+        """End the remaining ones, and wait until they have gone."""
         self._stopping.set()
         for child in self._children:
             child.link.call("stop")

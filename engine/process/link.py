@@ -124,8 +124,8 @@ class Link:
     # --- sending ---
 
     def call(self, name: str, *arguments: Any, handle: int | None = None) -> None:
-        """Have the peer call a function, after what was sent before. ``handle``: a file handle of this
-        process, of which the function gets a duplicate as its last argument, and has to close it."""
+        """Have the peer call a function, after everything sent before. ``handle``: a file handle of
+        this process; the function gets a duplicate as its last argument, and must close it."""
         self.send(_Call(name, arguments, has_handle=handle is not None), handle)
 
     def send(self, message: Any, handle: int | None = None) -> None:
@@ -167,7 +167,7 @@ class Link:
                     self._sender = None
 
     def _write(self, data: bytes, handle: int | None) -> None:
-        """Drops what nobody is left to read."""
+        """Writes, or drops the data if the peer has gone."""
         with suppress(OSError):
             left = memoryview(_LENGTH.pack(len(data)) + data)
             while left:

@@ -1,4 +1,4 @@
-"""What a process has of memory, and what it does about it when it has loaded what it works with."""
+"""Measures a process's memory, and returns unused memory to the system after loading."""
 
 from __future__ import annotations
 

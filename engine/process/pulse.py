@@ -1,5 +1,5 @@
-"""Whether an engine makes progress, in memory that other processes may share: whoever looks needs no
-answer from the engine, which cannot give one while it hangs."""
+"""Shows whether an engine makes progress, in memory shared between processes: a hung engine cannot
+answer, and need not."""
 
 from __future__ import annotations
 

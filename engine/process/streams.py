@@ -1,7 +1,7 @@
 """The asyncio side of an engine, wherever it runs: a stream of events for every open request.
 
 Every admitted request's queue receives events until one that finishes it; if the engine dies, every
-open request is told.
+open request gets an error.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class _Stream:
         return event
 
     async def hand_to(self, take: Take) -> None:
-        """All events up to the last. One that comes while ``take`` waits for nothing is taken at once, by
-        whoever puts it: no task is woken. Raises what ``take`` raises, and the error that ends the
-        request."""
+        """Passes on all events up to the last. An event that arrives while ``take`` is idle is handled
+        at once, by the caller that puts it, without waking a task. Raises what ``take`` raises, and the
+        error that ends the request."""
         while self._events or not self.has_ended:
             wait = take(await self.get()) if self._events else await self._wait(take)
             if wait is not None:
@@ -165,9 +165,9 @@ class EventStreams(ABC):
         self._idle_listeners.append(callback)
 
     async def load_adapter(self, name: str, path: str, may_replace: bool = False) -> AdapterInfo:
-        """Load an adapter, which requests may name once this returns, whoever sends them to the engine.
-        ``may_replace``: in the place of one of that name, which requests that run keep. Raises
-        AdapterError, EngineDeadError, ShuttingDownError."""
+        """Load an adapter; requests from any process may name it once this returns. ``may_replace``: it
+        may replace one of the same name, which running requests keep. Raises AdapterError,
+        EngineDeadError, ShuttingDownError."""
         del name, path, may_replace
         raise AdapterError("this engine serves no adapters")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from engine.request.stats import StepStats
 
 TELL_SECONDS = 0.05
-"""How old what is told may be while the same requests go on."""
+"""The longest delay of statistics while the same requests go on."""
 
 
 class StepTally:
@@ -23,9 +23,9 @@ class StepTally:
         self._num_requests = (0, 0)
 
     def add(self, step: StepStats, *, some_end: bool) -> list[StepStats]:
-        """Takes the next step, and returns what is to be told now, in order: of steps of one kind the
-        sum. Told at once are those with which requests come and go, as ``some_end`` or the gauges say:
-        whoever has a reply finds it counted, and nothing is left when no step follows."""
+        """Adds the next step, and returns the statistics to send now, in order, with steps of one kind
+        summed. Steps in which requests come or go, as ``some_end`` or the gauges show, are sent at
+        once: a finished reply is then already counted, and nothing is left over when no step follows."""
         told = []
         if self._sum is None:
             self._sum = step

@@ -1,9 +1,8 @@
-"""The group of ranks: how they find each other, what rank 0 tells the others, and one forward in all of
-them.
+"""The group of ranks: how they find each other, what rank 0 broadcasts, and one forward in all of them.
 
-Rank 0 alone decides: it has the requests, the scheduler, the drafters and every clock. What the others
-need to know of a step is its rows, so that is what they are told, once per step, and every rank runs them
-over its own part.
+Rank 0 alone decides: it has the requests, the scheduler, the drafters and every clock. The others only
+need a step's rows, so rank 0 broadcasts these once per step, and every rank runs them over its own
+part.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which of several processes that share a model this one is: what ``torchrun``, or whoever launches ranks
-as it does, says in the environment. Needs no torch."""
+"""Determines this process's rank among the processes that share a model, from the environment set by
+``torchrun`` or a similar launcher. Needs no torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Rank(NamedTuple):
 
 
 def rank_here(size: int, environment: Mapping[str, str] = os.environ) -> Rank | None:
-    """This process's place among ``size`` ranks. None: nobody has launched any, or one is enough. Raises
-    ValueError where another number was launched than ``tensor_parallel_size`` asks for."""
+    """This process's place among ``size`` ranks. None: no ranks were launched, or one is enough. Raises
+    ValueError if a number other than ``tensor_parallel_size`` was launched."""
     launched = int(environment.get("WORLD_SIZE", "1"))
     if size == 1 or launched == 1:
         return None

@@ -17,13 +17,12 @@ SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
-    """The part of a model whose weights are held in few bits. ``method``: the format they came in, or
-    "int8" or "int4" where they were rounded. ``source``: "checkpoint", or "start": they were rounded
-    when the model was loaded. ``bits``: of a weight, on average, without scales;
-    ``activation_bits``: of the inputs that they are multiplied with. ``schemes``: weights by what is
-    said of their codes and scales. ``num_quantized`` of ``num_parameters`` weights, in ``num_layers``
-    linear layers; ``num_bytes``: of all weights as they are held. ``head``: whether the output head is
-    among them."""
+    """The quantized part of a model. ``method``: the checkpoint's format, or "int8" or "int4" if
+    rounded. ``source``: "checkpoint", or "start": rounded when the model was loaded. ``bits``: per
+    weight, on average, without scales; ``activation_bits``: of the inputs. ``schemes``: number of
+    weights by description of their codes and scales. ``num_quantized`` of ``num_parameters`` weights,
+    in ``num_layers`` linear layers; ``num_bytes``: of all weights as they are held. ``head``: whether
+    the output head is quantized."""
 
     method: str
     source: Literal["checkpoint", "start"]
@@ -93,15 +92,15 @@ class StatesInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """``max_model_len`` counts prompt plus output tokens. ``exact_verified`` says whether the start-up
-    probe found equal bits (None: not probed, or no room to do so to the end); ``exact_probed`` names what
-    it compared, ``exact_failed`` what differed. ``unserved``: parts that the checkpoint has besides text,
-    as "vision". ``drafts``: what drafts for drafters with a model or heads from the setting draft.
-    ``adapters``: those that are loaded; None: none can be. ``architecture``: the model's kind in its
+    """``max_model_len`` counts prompt plus output tokens. ``exact_verified``: whether the start-up
+    probe found bit-identical results (None: not probed, or no room to complete it); ``exact_probed``:
+    what it compared, ``exact_failed``: what differed. ``unserved``: the checkpoint's parts other than
+    text, as "vision". ``drafts``: the setting's drafts, for drafters with a model or heads.
+    ``adapters``: the loaded ones; None: unsupported. ``architecture``: the model's kind in its
     configuration's word, as "llama"; ``hidden_size``: features of a hidden state; ``embeddings``: how
-    states are pooled, if requests may ask for that. ``sampling_defaults``: what the model's files say
-    of ``SAMPLED`` parameters, unchecked. ``states``: None where the model's layers keep none.
-    ``kv_bytes``: of keys and values, those of drafts included, once all of their memory has been used."""
+    states are pooled, if requests may ask for that. ``sampling_defaults``: ``SAMPLED`` parameters from
+    the model's files, unchecked. ``states``: None if the model's layers keep none. ``kv_bytes``: size
+    of keys and values, including drafts', once all of their memory has been used."""
 
     model: str
     vocab_size: int

@@ -262,7 +262,7 @@ class StepStats:
     """Sent, and lost to a full queue."""
     offload_blocks: int = 0
     offload_bytes: int = 0
-    """What is kept of evicted blocks, and the room it takes."""
+    """Evicted blocks that are kept, and their size."""
     offload_restored_tokens: int = 0
     offload_damaged: int = 0
     offload_dropped: int = 0
@@ -275,8 +275,9 @@ class StepStats:
         return sum(each.num_emitted_tokens for each in self.by_drafter.values())
 
     def goes_on_with(self, later: StepStats) -> bool:
-        """Whether steps after these are of their kind, so that all can be told as one: then what only
-        some kinds count, as the time of those that have a baseline, is not mixed with others'."""
+        """Whether later steps are of the same kind and can be summed with these, so that figures that
+        apply to some kinds only, such as the time of steps with a baseline, are not mixed with others'.
+        """
         return (
             self.num_rows > 0
             and later.num_rows > 0

@@ -60,8 +60,8 @@ class Facts:
 
 
 class Stage(IntEnum):
-    """The order in which processors run. Those that truncate rule tokens out, never the likeliest,
-    so greedy rows do without them."""
+    """The order in which processors run. Truncating processors exclude tokens, never the likeliest, so
+    greedy rows skip them."""
 
     PENALTY = 1
     BIAS = 2
@@ -85,8 +85,8 @@ class LogitsProcessor:
 
     @classmethod
     def resolve(cls, values: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
-        """The values of ``fields`` from those that a client sent; defaults stand for those left out.
-        Raises RequestError."""
+        """The values of ``fields`` from a client's values; defaults stand for omitted ones. Raises
+        RequestError."""
         del vocabulary
         return values
 

@@ -56,11 +56,11 @@ def choose_tokens(
     """The target's token at every row of ``requests``; -1 at rows that belong to none. Int64
     ``[num_rows]``, where the logits are.
 
-    ``logits`` ``[num_rows, vocab_size]``, any float type, any device; left as they are. A row's
-    token depends on its own logits, its request's parameters, its path, the request's key and the
-    position, and on nothing else in the batch. ``likeliest`` ``[num_rows]``: what ``greedy_tokens``
-    makes of all the logits, if that is known already; rows of nobody keep theirs then. ``known``
-    ``[num_rows]``: the tokens of requests that are plain, where the forward has chosen them.
+    ``logits`` ``[num_rows, vocab_size]``, any float type, any device; unchanged. A row's token depends
+    on its own logits, its request's parameters, its path, the request's key and the position, and on
+    nothing else in the batch. ``likeliest`` ``[num_rows]``: the result of ``greedy_tokens`` over all
+    logits, if known already; rows without a request then keep theirs. ``known`` ``[num_rows]``: the
+    tokens of plain requests, if the forward has chosen them.
     """
     with torch.inference_mode():
         if known is not None:

@@ -141,7 +141,7 @@ def rows_of(request: SampledRequest) -> range:
 
 
 def noise_positions(request: SampledRequest) -> list[int]:
-    """Of the noise of the request's rows: where in its text the tokens lie that they predict."""
+    """Positions of the noise of the request's rows: where in its text the predicted tokens are."""
     state = request.sampling
     first = state.num_tokens + state.num_unseen
     return [first, *(first + depth for depth in request.draft.depths())]

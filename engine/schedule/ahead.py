@@ -1,9 +1,9 @@
-"""Who may run a step ahead of what the host has read.
+"""Decides which requests may run a step ahead of what the host has read.
 
-A device that works on by itself need not wait for the host between two steps: the next one's rows take
-their tokens from where the device has put them. What the host finds when it reads them (a stop token, an
-abort) comes too late for a row that is under way already; that row is thrown away, and what it stored
-lies in a block that nobody reads before it is written anew.
+A device that works asynchronously need not wait for the host between two steps: the next one's rows
+take their tokens from where the device has put them. What the host finds when it reads them (a stop
+token, an abort) comes too late for a row that is already running; that row is discarded, and what it
+stored is in a block that is not read before it is rewritten.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a forward is told in order to choose tokens itself."""
+"""The inputs that let a forward choose tokens itself."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class TenantLimits:
         return account
 
     def release(self, request: Request) -> None:
-        """The request is over. Those that were not taken in are ignored."""
+        """Ends the request's use of limits. Requests that were not admitted are ignored."""
         account = self._accounts.get(request.params.tenant.name)
         if account is None or request.params.request_id not in account.open:
             return

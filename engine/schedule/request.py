@@ -80,7 +80,7 @@ class Request:
 
     @property
     def owed_mask_seconds(self) -> float:
-        """What its grammar has taken beyond its shares of the steps so far."""
+        """The time that its grammar has taken beyond its shares of the steps so far."""
         return 0.0 if self.sampling.grammar is None else self.sampling.grammar.time.owed
 
     @property
@@ -242,7 +242,7 @@ class ScheduledRequest:
         return rows.first_logit + rows.num_logits - 1 - len(self.draft.token_ids)
 
     def leave_top_tokens(self, num: int) -> None:
-        """Of each row's top tokens as many as were asked for, where more were read."""
+        """Keeps as many of each row's top tokens as were asked for, if more were read."""
         for name in ("top_token_ids", "top_logits", "top_probs"):
             rows = getattr(self, name)
             setattr(self, name, rows and [row[:num] for row in rows])

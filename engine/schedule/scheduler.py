@@ -19,7 +19,7 @@ from kvpool.block_pool import BlockPool, Restoration
 
 
 class BlockRows(Protocol):
-    """Who keeps rows of its own under the ids of requests' blocks."""
+    """A component that keeps its own rows under the ids of requests' blocks."""
 
     def num_usable_tokens(self, request: Request, block_ids: Sequence[int]) -> int:
         """Returns how many tokens of a cached prefix, which lies in these blocks, have the rows that the
@@ -33,7 +33,7 @@ class BlockRows(Protocol):
 
 
 class NoRows:
-    """Nobody keeps any."""
+    """The absence of such rows."""
 
     def num_usable_tokens(self, request: Request, block_ids: Sequence[int]) -> int:  # noqa: ARG002
         return len(request.token_ids)
@@ -226,15 +226,15 @@ class Scheduler:
 
 
 class FairQueue:
-    """The queue of waiting requests: priorities first, then tenants by what they were served.
+    """The queue of waiting requests: priorities first, then tenants by service received.
 
-    Each tenant has a counter of tokens served, prompts and what was written, over its weight; of those
-    that wait in the best priority, the one with the smallest goes first (virtual token counters, arXiv
-    2401.00588). Within a tenant and a priority, first come is first served.
+    Each tenant has a counter of tokens served, prompts and outputs, over its weight; among the tenants
+    waiting in the best priority, the one with the smallest counter goes first (virtual token counters,
+    arXiv 2401.00588). Within a tenant and a priority, first come is first served.
 
-    Between two tenants that wait all along, tokens over weight differ by no more than what one tenant can
-    have running at a time, over its weight: the one that was started last had the smallest counter then.
-    A tenant that comes back is put level with those that wait, so that no tenant saves up time.
+    Between two tenants that wait all along, tokens over weight differ by no more than what one tenant
+    can have running at a time, over its weight: the one that was started last had the smallest counter
+    then. A tenant that returns is levelled with the waiting ones, so that no tenant saves up time.
 
     ``charge`` keeps the counters; the queue itself looks at no clock and no blocks.
     """
@@ -278,7 +278,7 @@ class FairQueue:
             request.num_charged_tokens += num_new
 
     def forget(self) -> None:
-        """Nobody waits or runs: all begin anew as equals."""
+        """Resets the counters, as no request waits or runs: all tenants begin anew as equals."""
         self._served.clear()
 
     def _of(self, tenant: str) -> float:

@@ -15,7 +15,7 @@ from engine.states.triton import TritonStates
 from kvpool.state_store import StateShape, StateStore
 
 _SHARE = 0.5
-"""Of the memory of keys, values and states, as much at most is for states."""
+"""The largest share of the memory of keys, values and states for states."""
 _SNAPSHOTS_PER_SEAT = 8
 """More are of no use: what they stand for has long left the prefix cache."""
 

@@ -25,7 +25,7 @@ _CHANNELS_FOR_A_TEAM = 1 << 15
 _TASKS_PER_THREAD = 4
 
 Key = tuple[str, StateShape]
-"""Operations of one shape share what they are told of a step."""
+"""Operations of one shape share their arguments for a step."""
 
 
 class CompiledStates:
@@ -47,8 +47,8 @@ class CompiledStates:
         return CompiledPlan(self, work)
 
     def taps(self, op: int, asked: Convolution) -> _Taps:
-        """Returns an operation's weights as the kernel reads them. What is recorded holds those that it
-        was recorded with."""
+        """Returns an operation's weights in the kernel's layout. A recording holds the weights it was
+        recorded with."""
         held = self._taps.get(op)
         if held is None or not held.serves(asked):
             held = self._taps[op] = _Taps(asked)

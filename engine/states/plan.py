@@ -1,5 +1,5 @@
-"""What operations with a state are asked for, and by plain loops what is right: the oracle of the
-kernels, and what serves devices that have none."""
+"""Inputs of operations with a state, and their reference in plain loops: the oracle of the kernels, and
+the implementation for devices that have none."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERRO
 
 _GATE_SHARE = 16
 _FIRST = "first_state_op"
-"""Of a layer with a state: the number of its first operation."""
+"""Attribute of a layer with a state: the number of its first operation."""
 
 
 class _Running(threading.local):
@@ -131,9 +131,9 @@ _WITH_CACHE_ALONE = frozenset(
         "mamba2_split_conv1d_scan_combined",
     }
 )
-"""What layers call with a cache of transformers' own, or in training: never here."""
+"""Functions that layers call with a cache of transformers' own, or in training: never here."""
 _KERNELS = ("conv1d", "delta", "scan", "mamba_inner", "selective_state", "lightning", "linear_attn")
-"""Of these kind are functions that carry a state, by parts of their names."""
+"""Parts of the names of functions that carry a state."""
 
 
 def _served(function: Callable[..., Any], serve: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,9 +23,9 @@ from kvpool.state_slots import NOWHERE
 from kvpool.state_store import RecurrenceShape, StateStore
 
 _CHANNELS = 256
-"""Of a program."""
+"""Channels per program."""
 _VALUES = 32
-"""Of a head's, of a program."""
+"""Values of a head per program."""
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _Ints = NDArray[np.int32]
 _ROW, _PARENT, _STORE, _SNAPSHOT = (
@@ -34,7 +34,7 @@ _ROW, _PARENT, _STORE, _SNAPSHOT = (
 
 
 class Room(NamedTuple):
-    """What launches are made for: the most of each that a step has."""
+    """Sizes of launches: the largest numbers that a step has."""
 
     num_walks: int
     num_entries: int

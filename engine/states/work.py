@@ -1,8 +1,8 @@
-"""From a step's rows to the walks that operations with a state take through them.
+"""Turns a step's rows into the walks that operations with a state take through them.
 
-A request's walk begins at a state that a slot holds, takes in the inputs of rows that earlier steps
-have kept, then the step's own rows: each from the state behind its parent. States on the way lie in
-buffers, as few as the tree has open branches; only what is told to be stored leaves them.
+A request's walk starts from a slot's state, absorbs the inputs of rows kept by earlier steps, then the
+step's own rows: each from its parent's state. States on the way are held in buffers, as few as the tree
+has open branches; only the requested ones are stored.
 """
 
 from __future__ import annotations

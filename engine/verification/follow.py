@@ -24,7 +24,7 @@ class Follower:
         self._texts = torch.empty(0, MOST_TOKENS, dtype=torch.int32)
         self._places: dict[Request, int] = {}
         self._num_told: dict[int, int] = {}
-        """By place."""
+        """Tokens reported so far, by place."""
 
     def forget(self, request: Request) -> None:
         """The request is over."""

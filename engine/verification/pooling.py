@@ -1,9 +1,8 @@
-"""Embeddings: the hidden states that a text's tokens leave, made one vector of length 1.
+"""Embeddings: the hidden states of a text's tokens, pooled into one vector of length 1.
 
-The states are those behind the final norm, which the output head reads. They come with the steps that
-compute a request's rows, in whatever chunks these are, and are added up in fp64, so that chunks leave no
-trace in the 32 bits that are told. What a preempted request has added up stays; its rows are computed
-again, and not added again.
+The states are the output head's inputs, after the final norm. They come with the steps that compute a
+request's rows, in any chunks, and are summed in fp64, so that chunks leave no trace in the 32-bit
+result. A preempted request keeps its sum; its rows are computed again, but not added again.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ Questions = list["TensorProbs"]
 
 @dataclass(slots=True, eq=False)
 class TensorProbs:
-    """A distribution as a tensor ``[vocab_size]``, normalised where it is derived from another one. The
-    probabilities of ``token_ids``, those that will be asked for, come to the CPU when it is read; until
-    then it can be handed on and not looked into. Whatever is derived is float64, and made once."""
+    """A distribution as a tensor ``[vocab_size]``, normalised if derived from another one. The
+    probabilities of ``token_ids``, the ones needed later, come to the CPU when it is read; until then
+    it can only be passed on. Derived distributions are float64, and made once."""
 
     masses: Callable[[], Tensor]
     token_ids: Sequence[int]

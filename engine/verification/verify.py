@@ -259,12 +259,12 @@ def begin_logprobs(
     readback: Readback,
     waits: bool = False,
 ) -> Callable[[], None]:
-    """The log-probabilities that requests asked for: of tokens emitted in this step, and of prompt tokens
-    that follow its known rows, all of which have logits then. ``tokens``: what matching compares drafts
-    with, at every row.
+    """The log-probabilities that requests asked for: of tokens emitted in this step, and of prompt
+    tokens that follow its known rows, which all have logits then. ``tokens``: the target's tokens at
+    every row, with which matching compares drafts.
 
-    Where reading ``waits``, all rows of a draft that is matched are scored, by the tokens chosen
-    there. Elsewhere, and for other verifications, emitted tokens are scored once they are known.
+    If reading ``waits``, all rows of a matched draft are scored, by the tokens chosen there. Elsewhere,
+    and for other verifications, emitted tokens are scored once they are known.
     """
     prompts = [(each, at) for each in requests for at in _prompt_positions(each)]
     early: list[tuple[ScheduledRequest, range]] = []

@@ -157,7 +157,7 @@ def _speedup(arm: Arm, baseline: Arm, which: slice) -> float | None:
 
 
 def _tokens_per_step(accounts: Iterable[Mapping[str, Any]]) -> float | None:
-    """By the server's own accounts, which count tokens that end a text: no reply shows them."""
+    """Tokens per step from the server's own statistics, which count end tokens: no reply shows them."""
     told = [
         (each["tokens_per_step"], each["num_steps"]) for each in accounts if each.get("num_steps")
     ]

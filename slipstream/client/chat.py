@@ -83,7 +83,7 @@ class Chat:
         return 0
 
     def talk(self) -> int:
-        """Talks with a person. Failures are told, and the person decides."""
+        """Talks with a person. Failures are shown, and the person decides."""
         # Importing it gives `input` its line editing and history.
         import readline  # noqa: F401
 

@@ -109,7 +109,7 @@ class Connection:
 
 
 async def patiently(ask: Callable[[], Awaitable[_Found]]) -> _Found:
-    """What ``ask`` gives, asked again where the server is busy. Raises as ``ask`` does."""
+    """Returns the result of ``ask``, retrying while the server is busy. Raises as ``ask`` does."""
     for attempt in range(1, _ATTEMPTS):
         try:
             return await ask()

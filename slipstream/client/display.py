@@ -234,7 +234,7 @@ class TerminalScreen:
         self._shown.enter_context(self._live(self._below))
 
     def _live(self, show: Callable[[], Group | Text]) -> Live:
-        """What is shown below the text, again and again, and is gone at the end."""
+        """Shows a live region below the text, redrawn until the end and then removed."""
         return Live(
             console=self._console,
             get_renderable=show,

@@ -1,7 +1,8 @@
-"""What the processors of this machine have used, where they tell it (RAPL).
+"""Reads the energy used by this machine's processors, where it is exposed (RAPL).
 
-After https://docs.kernel.org/power/powercap/powercap.html: each package counts microjoules, and begins
-anew at its ``max_energy_range_uj``. Many systems let only root read them, and virtual machines have none.
+After https://docs.kernel.org/power/powercap/powercap.html: each package counts microjoules, and
+restarts at its ``max_energy_range_uj``. Many systems let only root read them, and virtual machines have
+none.
 """
 
 from __future__ import annotations

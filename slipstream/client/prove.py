@@ -1,9 +1,9 @@
-"""``slipstream prove``: whether a server writes the same texts whatever it drafts and whoever else is
-there.
+"""``slipstream prove``: whether a server generates the same texts for any drafts and any concurrent
+requests.
 
-Each case is asked for once without drafts, alone and with an empty cache. Then come the trials: those
-that are to be alone one after another, the others side by side. What is drawn by rejection is asked for
-in their company and tested by its log-probabilities.
+Each case is asked for once without drafts, alone and with an empty cache. Then come the trials: the
+solitary ones one after another, the others side by side. Rejection-sampled requests run among these and
+are tested by their log-probabilities.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a server answered in ``slipstream prove``: where two answers part, and whether tokens were drawn
+"""A server's answers in ``slipstream prove``: where two answers diverge, and whether tokens were drawn
 from the distribution that the server itself reports."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FALSE_ALARMS = 1e-6
 """The probability that any of a run's tests accuses a server that draws as it should."""
 FREEDOM = 15
 _NUM_BINS = 4
-"""Of each side of the square that pairs fall into: ``_NUM_BINS ** 2 == FREEDOM + 1``."""
+"""Bins per side of the square that pairs fall into: ``_NUM_BINS ** 2 == FREEDOM + 1``."""
 _FEWEST_PAIRS = 80
 """Below so many the statistic is not distributed as chi-squared is."""
 
@@ -52,7 +52,7 @@ class Difference:
 
 
 def read_answer(found: Any) -> Answer:
-    """Of completions or chats. Raises ClientError for what is neither."""
+    """Reads a completion's or a chat's answer. Raises ClientError for anything else."""
     try:
         choice, usage = found["choices"][0], found.get("usage") or {}
         text = (choice["message"]["content"] if "message" in choice else choice["text"]) or ""

@@ -21,7 +21,7 @@ PLAIN: Mapping[str, Any] = {"draft_strategy": "none"}
 TOP_LOGPROBS = 20
 _FEW_LOGPROBS = 3
 _NUM_TRIALS = 8
-"""Of each case."""
+"""Trials per case."""
 _ALONE = 9
 """One trial of so many is alone: no factor in common with their number."""
 _DRAWN = 8
@@ -69,7 +69,7 @@ _KINDS: Mapping[str, tuple[_Fields, _Fields]] = {
     "truncation": ({"top_p": 0.9}, {"top_k": 40, "min_p": 0.02}),
     "bias": ({"logit_bias": {"17": -2, "28": 2}}, {"bad_words": [" the"], "min_tokens": 8}),
 }
-"""Fields that every server of OpenAI's API takes, and those that only Slipstream is asked with."""
+"""Fields that every OpenAI-compatible server accepts, and fields for Slipstream only."""
 _TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
 
 
@@ -114,7 +114,8 @@ class Trial:
         return {**self.case.labels, **self.arm.labels, "company": company}
 
     def fields(self, text: str = "") -> dict[str, Any]:
-        """``text``: the case's without drafts, of which most is predicted where an arm reads that."""
+        """Returns the request's fields. ``text``: the case's text without drafts; most of it becomes
+        the prediction if an arm reads one."""
         found = with_drafts(self.case.fields, self.arm.speculative, self.cache)
         guess = text[: len(text) // 3] + text[len(text) // 3 + 8 :]
         is_told = self.arm.takes_prediction and guess

@@ -1,4 +1,5 @@
-"""What ``slipstream prove`` found: as Markdown, which a terminal shows as it is, and as JSON."""
+"""Reports the results of ``slipstream prove``: as Markdown, which a terminal shows as it is, and as
+JSON."""
 
 from __future__ import annotations
 

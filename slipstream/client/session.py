@@ -24,7 +24,7 @@ _NO_ANSWER = (401, 429)
 _SERVER_FAULT = 500
 _WHOLE = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0}
 _FOCUSED = {"temperature": 0.2}
-"""What is asked for in place of drawing from the whole distribution, which small models make noise of."""
+"""The default instead of full temperature, at which small models write noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Service:
     def body(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """A request of these fields that asks for everything the display needs.
 
-        Raises FlagError for a ``speculative`` object where nobody would read it.
+        Raises FlagError for a ``speculative`` object if the server would not read it.
         """
         body = {**self.usual, **fields}
         if self.model is not None:

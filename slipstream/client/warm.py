@@ -1,8 +1,8 @@
-"""``slipstream warm``: teaches a fresh server what was written before, from a log of finished requests.
+"""``slipstream warm``: fills a fresh server from a log of finished requests.
 
-Each line is sent as a prompt that already has its completion, of which one more token is asked for: the
-server caches the text, and its drafter keeps it for later requests with the same key and salt, as it does
-with every request that ends.
+Each line is sent as a prompt that already contains its completion, with one more token to generate: the
+server caches the text, and its drafter keeps it for later requests with the same key and salt, as it
+does with every request that ends.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from engine.drafting.published.folder import (
 from engine.drafting.published.vocabulary import read_token_map
 
 _KINDS = ("dflash", "dflash2", "dspark")
-"""Of speculators' format; the second is recognised in order to be refused by name."""
+"""Kinds in speculators' format; the second is recognized in order to be refused by name."""
 _NESTED = "dflash_config"
 _NESTED_KEYS = (
     "block_size",
@@ -246,7 +246,7 @@ class DFlashNetwork(nn.Module):
 
 
 def _make_layer(config: Any, index: int, attends: _Attention, has_norms: bool) -> nn.Module:
-    """Returns transformers' own layer, which attends as it is told."""
+    """Returns transformers' own layer with the given attention."""
     layer: Any = Qwen3DecoderLayer(config, index)
     attention = layer.self_attn
     attention.sliding_window, attention.sees_block = attends
@@ -429,8 +429,8 @@ def _attentions(config: Any, settings: Section, nested: Section) -> list[_Attent
 def _candidate_layers(
     settings: Section, nested: Section, num_layers: int, config: Any
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the layers that the folder names, and those that it names if its author counted from the
-    other end of a layer, where the target has them. Layers as in ``InputBatch.hidden_layers``."""
+    """Returns the layers that the folder names, and their alternatives if the author counted from the
+    other end of a layer, as far as the target has them. Layers as in ``InputBatch.hidden_layers``."""
     key, offset = "aux_hidden_state_layer_ids", 0
     ids = settings.layer_ids(key)
     if ids is None:

@@ -1,9 +1,9 @@
-"""What DSpark adds to DFlash: a head that corrects a row's logits for the token before its own, and one
-that says how likely a row's token is accepted.
+"""DSpark's additions to DFlash: a head that corrects a row's logits for the preceding token, and one
+that estimates how likely a row's token is accepted.
 
-A block's rows are computed at once and know nothing of each other's tokens. The first head makes up for
-that: tokens are chosen from left to right, and each row's logits are corrected for the token that was
-chosen before it. In a tree every node has a token of its own, so its children get logits of their own.
+A block's rows are computed at once, without knowledge of each other's tokens. The first head makes up
+for that: tokens are chosen from left to right, and each row's logits are corrected for the token chosen
+before it. In a tree every node has its own token, so its children get their own logits.
 """
 
 from __future__ import annotations

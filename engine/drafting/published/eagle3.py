@@ -44,7 +44,7 @@ _WINDOW_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "llama": (),
     "qwen3": ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
 }
-"""What the layers' configuration is made of, beside their sizes."""
+"""Settings from which the layers' configuration is made, in addition to their sizes."""
 _EAGLE_CONFIG: Mapping[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
@@ -54,8 +54,8 @@ _EAGLE_CONFIG: Mapping[str, tuple[Any, ...]] = {
     "parallel_draft_step": (1,),
     "parallel_draft_heads_num_layers": (0,),
 }
-"""What ModelOpt and SpecForge write into ``eagle_config``, and the values that mean EAGLE-3: others mean
-another network."""
+"""Fields that ModelOpt and SpecForge write into ``eagle_config``, with the values that mean EAGLE-3:
+others mean another network."""
 _PROPOSAL_KEYS = ("proposal_type", "speculative_tokens", "verifier_accept_k", "accept_tolerance")
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 NUM_PARALLEL = "para_depths"

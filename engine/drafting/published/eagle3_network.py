@@ -57,7 +57,7 @@ FAMILIES: Mapping[str, Blocks] = MappingProxyType(
         ),
     }
 )
-"""By ``model_type``."""
+"""Layer classes by ``model_type``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Network(nn.Module):
-    """A ``ChainNetwork``. ``hidden_layers`` may be set to another of ``candidate_layers``. Embedding and
-    output head are its own where the spec says so, else those that it is bound to."""
+    """A ``ChainNetwork``. ``hidden_layers`` may be set to another of ``candidate_layers``. Embedding
+    and output head are its own if the spec says so, otherwise the ones it is bound to."""
 
     token_map: torch.Tensor | None
 

@@ -47,7 +47,7 @@ FAULTS = (
     TypeError,
     ValueError,
 )
-"""What transformers raises for values that it cannot use."""
+"""Exceptions that transformers raises for values that it cannot use."""
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_INDEX_BYTES = 1 << 26
 _LARGEST_SIZE = 1 << 24
@@ -165,8 +165,8 @@ class DraftFolder:
         return DraftRefusedError(self.path, fault)
 
     def check_target(self, facts: TargetFacts) -> None:
-        """Raises DraftRefusedError where the folder says that it was trained for other weights of the
-        target. Those that do not say so pass."""
+        """Raises DraftRefusedError if the folder states that it was trained for other weights of the
+        target. Folders without such a statement pass."""
         found = self.config.get("target_fingerprint")
         if found is not None and found != facts.fingerprint:
             raise self.refused(

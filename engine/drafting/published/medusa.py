@@ -22,7 +22,7 @@ from engine.drafting.published.folder import CONFIG, DraftFolder
 
 KIND = "medusa"
 _PREFIX = re.compile(r"^medusa_heads?\.")
-"""What names begin with where the heads were written as a part of a model."""
+"""Prefix of tensor names if the heads were saved as a part of a model."""
 _AUTHORS_BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
 _AUTHORS_PROJECTION = re.compile(r"^(\d+)\.(\d+)\.weight$")
 _BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")

@@ -261,9 +261,9 @@ def _check_experts(folder: DraftFolder, names: list[str]) -> None:
 
 
 def _layer_config(config: Any, has_experts: bool) -> Any:
-    """Returns the target's configuration for one layer, with a vocabulary of one token: embedding and
-    head are not the layer's. What families say of each layer by its number is said anew. Raises
-    UnsupportedModelError where it does not follow of which kind the layer's attention is."""
+    """Returns the target's configuration for one layer, with a vocabulary of one token, since the layer
+    has no embedding and head. Per-layer settings of model families are rewritten for this layer. Raises
+    UnsupportedModelError if the kind of the layer's attention cannot be derived."""
     layer = copy.deepcopy(config)
     layer.num_hidden_layers = layer.vocab_size = 1
     layer.pad_token_id = layer.bos_token_id = layer.eos_token_id = None

@@ -1,12 +1,12 @@
-"""Rounds a weight matrix to 4 bits so that its products change little, not its numbers.
+"""Rounds a weight matrix to 4 bits so that its products, not its numbers, change little.
 
 GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers", 2022): features are rounded in order, and what rounding one of them changes in the layer's
-output is made up for by those that still come, as far as their inputs go together. The sums of products
-of the inputs ("Hessian") say how far.
+Transformers", 2022): features are rounded in order, and later features compensate for each rounding
+error in the layer's output, as far as their inputs are correlated. The sums of products of the inputs
+("Hessian") give the correlation.
 
-torchao's GPTQ writes 4 bits by kernels for GPUs alone, and has no zero points; other libraries of it need
-CUDA. So the arithmetic is here: it is a page.
+torchao's GPTQ writes 4 bits by kernels for GPUs alone, and has no zero points; other libraries of it
+need CUDA. So the arithmetic is here: it is a page.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SMALLEST_SCALE = 2.0**-24
 
 
 class Grid(NamedTuple):
-    """What codes of a group of features mean in each channel: ``scales`` and ``minima``, ``[channels]``
-    float32 that are held exactly in what is kept of them."""
+    """The meaning of a group's codes in each channel: ``scales`` and ``minima``, ``[channels]``
+    float32, exactly representable in their stored type."""
 
     scales: torch.Tensor
     minima: torch.Tensor
@@ -109,8 +109,8 @@ def round_to_nearest(
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """Returns the upper triangular U of which ``U.T @ U`` is the damped Hessian's inverse: the Cholesky
-    factor of the features in descending order, inverted, so that nothing is inverted twice."""
+    """Returns the upper triangular U with ``U.T @ U`` equal to the damped Hessian's inverse: the
+    Cholesky factor of the features in descending order, inverted, so that nothing is inverted twice."""
     damped = hessian.clone()
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1

@@ -77,8 +77,8 @@ class _Run:
         self._model, self._name, self._call, self._states = model, name, call, states
 
     def groups(self, takes: Callable[[nn.Module], bool]) -> list[list[str]]:
-        """Returns the names of the linear layers to round, in the order of a forward; those together that
-        read the same tensor. Those that no token reached (experts) come last, each alone."""
+        """Returns the names of the linear layers to round, in the order of a forward, grouped by the
+        tensor they read. Layers that no token reached (experts) come last, each alone."""
         layers = {
             module: f"{self._name}.{name}"
             for name, module in self._model.get_submodule(self._name).named_modules()

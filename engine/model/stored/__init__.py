@@ -1,1 +1,1 @@
-"""Checkpoints whose linear weights come in few bits: a file for each format that is read."""
+"""Checkpoints with quantized linear weights: one file for each format."""

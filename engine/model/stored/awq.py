@@ -67,8 +67,8 @@ def _unpack(words: torch.Tensor) -> torch.Tensor:
 
 
 def read(config: Any) -> PlaceByTensors:
-    """Returns what gives places to the layers of a model with this ``quantization_config``: those that
-    have codes. Raises UnsupportedModelError for variants that are not served."""
+    """Returns the factory of placeholders for the quantized layers of a model with this
+    ``quantization_config``. Raises UnsupportedModelError for unsupported variants."""
     fields = Fields(config, "quantization_config (awq)")
     fields.integer(fields.first("bits", "w_bit"), [_BITS], _BITS)
     group_size = fields.group_size(fields.first("group_size", "q_group_size"), 128)

@@ -1,8 +1,8 @@
-"""compressed-tensors' formats: whole numbers packed into words or one to a byte, and 8-bit floats.
+"""compressed-tensors' formats: integers packed into words or one to a byte, and 8-bit floats.
 
-Each group of the configuration says for which layers, by class, name or "re:" and a pattern of names,
-it has weights of which kind. Codes are signed numbers plus half their range. A layer has, in the format
-"pack-quantized", ``weight_packed`` int32 ``[out_features, in_features * bits / 32]``, ``weight_scale``
+Each group of the configuration names layers, by class, name or "re:" and a pattern, and the kind of
+their weights. Codes are signed numbers plus half their range. In the format "pack-quantized" a layer
+has ``weight_packed`` int32 ``[out_features, in_features * bits / 32]``, ``weight_scale``
 ``[out_features, groups]``, ``weight_zero_point`` int32 ``[out_features * bits / 32, groups]`` unless it
 is symmetric, ``weight_shape`` and maybe ``weight_g_idx``, each feature's group. In the others it has
 ``weight``, ``weight_scale`` and maybe ``weight_zero_point`` int8. Source: the package's compressors.

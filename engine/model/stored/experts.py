@@ -1,7 +1,8 @@
-"""A layer's experts as checkpoints bring them in few bits: places for their tensors, in the place of
-the model's own module of experts, and what these tensors mean.
+"""A layer's quantized experts in a checkpoint: placeholders for their tensors, which replace the
+model's own experts module, and the meaning of these tensors.
 
-Like other places they last from loading to packing (``engine.model.experts``), and compute nothing.
+Like other placeholders they last from loading to packing (``engine.model.experts``), and compute
+nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from engine.request.errors import UnsupportedModelError
 
 
 class ExpertWeights(NamedTuple):
-    """One product of all experts. ``parts``: yields an expert's weights, some output channels at a time;
-    ``bias``: ``[num_experts, out_features]``, or None; ``scheme``: what users are told. ``packs``: if
-    not, ``floats`` says what an expert's weights are, given it and a type."""
+    """One product of all experts. ``parts``: yields an expert's weights, some output channels at a
+    time; ``bias``: ``[num_experts, out_features]``, or None; ``scheme``: as shown to users. ``packs``:
+    if false, ``floats`` returns an expert's weights, given its index and a type."""
 
     out_features: int
     in_features: int
@@ -59,7 +60,7 @@ class StoredExperts(nn.Module):
     method: str
 
     def __init__(self, own: Any) -> None:
-        """Raises UnsupportedModelError for experts of a form that is not served in few bits."""
+        """Raises UnsupportedModelError for experts of a form that is not served quantized."""
         super().__init__()
         self.sizes = expert_sizes(own)
         if not self.sizes:
@@ -139,7 +140,7 @@ _NAMES = {
     "up_proj": ("up_proj", "w3"),
     "down_proj": ("down_proj", "w2"),
 }
-"""What files call an expert's layers."""
+"""Names of an expert's layers in files."""
 
 
 class ExpertLayers(StoredExperts):
@@ -193,8 +194,8 @@ def _plain(own: Any, channels: int, features: int) -> nn.Linear:
 
 
 def place_experts(own: nn.Module, has: Has, place: LayerPlace) -> ExpertLayers | None:
-    """Returns the place of a model's module; None: it is none of experts, or the checkpoint has no layers
-    in few bits for them."""
+    """Returns the placeholder for a model's module; None: it is no experts module, or the checkpoint
+    has no quantized layers for it."""
     sizes = expert_sizes(own)
     down = next((each for each in _NAMES["down_proj"] if has(f"0.{each}")), None)
     if not sizes or down is None or place(f"0.{down}", _plain(own, *sizes["down_proj"])) is None:

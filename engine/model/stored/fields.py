@@ -41,7 +41,7 @@ class Fields:
         return next((key for key in keys if self.has(key)), keys[0])
 
     def integer(self, key: str, served: Collection[int], default: int | None = None) -> int:
-        """Returns a whole number among those that are served."""
+        """Returns a whole number, checked against the supported values."""
         value = self.found.get(key)
         value = default if value is None else value
         if type(value) is not int or value not in served:
@@ -61,7 +61,7 @@ class Fields:
         return value
 
     def text(self, key: str, served: Collection[str], default: str | None = None) -> str:
-        """Returns a word, in small letters, among those that are served."""
+        """Returns a word in lower case, checked against the supported values."""
         value = self.found.get(key)
         value = default if value is None else value
         if not isinstance(value, str) or value.lower() not in served:
@@ -77,8 +77,8 @@ class Fields:
         return value
 
     def names(self, key: str) -> list[str | Fits]:
-        """Returns a list of words, empty where the field says nothing; patterns of those that begin with
-        "re:"."""
+        """Returns a list of words, empty if the field is absent; entries that begin with "re:" become
+        patterns."""
         value = self.found.get(key)
         value = [] if value is None else value
         if not isinstance(value, list | tuple) or any(type(each) is not str for each in value):

@@ -34,7 +34,7 @@ class BlockType(NamedTuple):
 
     @property
     def bits(self) -> float:
-        """Of a weight, scales included."""
+        """Bits per weight, scales included."""
         return self.num_bytes * 8 / self.num_values
 
 
@@ -155,8 +155,8 @@ def _read_q5_k(blocks: torch.Tensor) -> GroupedWeight:
 
 
 def _with_inner_minima(blocks: torch.Tensor, codes: torch.Tensor, bits: int) -> GroupedWeight:
-    """Of a block of 256 the 8 scales and 8 minima of 6 bits lie in 12 bytes: the first four of each in
-    the low bits of 4 bytes, the others' low halves in the last 4, with 2 bits above the former."""
+    """Reads a block of 256, whose 8 scales and 8 minima of 6 bits take 12 bytes: the first four of each
+    in the low bits of 4 bytes, the others' low halves in the last 4, with 2 bits above the former."""
     first, second, halves = blocks[..., 4:16].split(4, 2)
     scales = torch.cat([first & 63, (halves & 15) | ((first >> 6) << 4)], 2)
     minima = torch.cat([second & 63, (halves >> 4) | ((second >> 6) << 4)], 2)
@@ -189,9 +189,9 @@ def _read_q6_k(blocks: torch.Tensor) -> GroupedWeight:
 
 
 IQ4_VALUES = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
-"""What codes of IQ4_NL and IQ4_XS stand for, plus 128."""
+"""Values of the codes of IQ4_NL and IQ4_XS, plus 128."""
 MXFP4_VALUES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""What codes of MXFP4 stand for: twice the numbers of 4 bits (a sign, two bits of exponent, one of
+"""Values of the codes of MXFP4: twice the 4-bit numbers (a sign, two bits of exponent, one of
 fraction), plus 12."""
 
 
@@ -201,8 +201,8 @@ def _read_iq4_nl(blocks: torch.Tensor) -> GroupedWeight:
 
 
 def _read_iq4_xs(blocks: torch.Tensor) -> GroupedWeight:
-    """Of a block of 256 the 8 scales of 6 bits, plus 32, have two bits each in two bytes, and four in
-    the next four."""
+    """Reads a block of 256, whose 8 scales of 6 bits, plus 32, have two bits each in two bytes, and
+    four in the next four."""
     codes = _fields(blocks[..., 8:], _EVEN_AND_ODD, 16, 15)
     high = _fields(blocks[..., 2:4], (0, 2, 4, 6), 1, 3)
     low = _fields(blocks[..., 4:8], _EVEN_AND_ODD, 1, 15)

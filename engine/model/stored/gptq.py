@@ -70,9 +70,9 @@ class GptqLinear(WordsLinear):
 
 
 def read(config: Any) -> PlaceByTensors:
-    """Returns what gives places to the layers of a model with this ``quantization_config``: those that
-    have codes, the output head among them. Raises UnsupportedModelError for variants that are not
-    served."""
+    """Returns the factory of placeholders for the quantized layers of a model with this
+    ``quantization_config``, including the output head. Raises UnsupportedModelError for unsupported
+    variants."""
     fields = Fields(config, "quantization_config (gptq)")
     fields.integer("bits", _BITS)
     fields.group_size("group_size", 128)

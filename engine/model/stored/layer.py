@@ -1,5 +1,5 @@
-"""Layers as a checkpoint in few bits brings them: places for its tensors, which transformers' loader
-fills, and what these tensors mean.
+"""Layers of a quantized checkpoint: placeholders for its tensors, which transformers' loader fills, and
+the meaning of these tensors.
 
 They last from loading to packing (``engine.model.quantization``), and compute nothing.
 """
@@ -24,10 +24,10 @@ def fixed(values: torch.Tensor) -> nn.Parameter:
 class StoredWeight(nn.Module):
     """A weight matrix of a checkpoint, in ``nn.Linear``'s or ``nn.Embedding``'s place.
 
-    ``scheme``: what users are told, such as "Q4_K" or "4 bits, groups of 128, zero points". ``bits``: of
-    a weight. ``method``: the format that it came in. ``embed_scale``: of an embedding, what is
-    multiplied with what it looks up. ``order``: which input feature each column of the weights is for,
-    None: they come in the features' order.
+    ``scheme``: as shown to users, such as "Q4_K" or "4 bits, groups of 128, zero points". ``bits``: per
+    weight. ``method``: the checkpoint's format. ``embed_scale``: factor for the vectors that an
+    embedding looks up. ``order``: the input feature of each column, None: columns are in the features'
+    order.
     """
 
     scheme: str

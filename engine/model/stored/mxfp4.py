@@ -78,8 +78,8 @@ class Mxfp4Experts(StoredExperts):
 
 
 def read(config: Any) -> PlaceByTensors:
-    """Returns what gives places to the experts of a model with this ``quantization_config``: those that
-    have blocks."""
+    """Returns the factory of placeholders for the quantized experts of a model with this
+    ``quantization_config``."""
     Fields(config, "quantization_config (mxfp4)").names("modules_to_not_convert")
 
     def place(name: str, module: nn.Module, tensors: StoredTensors) -> nn.Module | None:

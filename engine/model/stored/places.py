@@ -1,7 +1,7 @@
-"""Gives transformers' loader the places that a checkpoint in few bits fills.
+"""Gives transformers' loader the placeholders that a quantized checkpoint fills.
 
 transformers reads such formats by packages that turn weights back to floats, or not at all. Here a
-quantizer of its own interface puts modules of ours in the place of layers; its loader does the rest.
+quantizer of its own interface replaces layers by our modules; its loader does the rest.
 """
 
 from __future__ import annotations
@@ -135,10 +135,9 @@ PlaceByTensors = Callable[[str, nn.Module, StoredTensors], nn.Module | None]
 
 @register_quantization_config(_METHOD)
 class StoredConfig(QuantizationConfigMixin):
-    """To be given to ``from_pretrained`` as its ``quantization_config``. ``place``: makes a
-    ``StoredWeight`` for each module that the checkpoint holds in few bits, or ``place_by_tensors``, for
-    checkpoints of safetensors, whose names are changed by ``key_mapping``. They are called while
-    modules are on the device "meta"."""
+    """A ``quantization_config`` for ``from_pretrained``. ``place``: makes a ``StoredWeight`` for each
+    module that is quantized in the checkpoint, or ``place_by_tensors``, for safetensors checkpoints,
+    whose names are changed by ``key_mapping``. They are called while modules are on the device "meta"."""
 
     def __init__(
         self,
@@ -215,8 +214,8 @@ def _put(model: PreTrainedModel, place: Place) -> None:
 
 
 def _refuse_experts(model: PreTrainedModel, tensors: StoredTensors) -> None:
-    """Raises UnsupportedModelError where the model keeps experts in one tensor, which has no place for
-    theirs in few bits."""
+    """Raises UnsupportedModelError if the model keeps experts in one tensor, which has no placeholder
+    for quantized ones."""
     modules = dict(model.named_modules())
     for name in tensors.entries:
         if _EXPERTS.search(name) and name.rpartition(".")[0] not in modules:

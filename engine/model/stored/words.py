@@ -29,7 +29,7 @@ def num_words(codes: int, bits: int) -> int:
 
 
 def describe(bits: int, span: int | None, has_zeros: bool) -> str:
-    """Returns what users are told of a scheme. ``span``: features that share a scale, None: a row."""
+    """Returns a scheme's description for users. ``span``: features that share a scale, None: a row."""
     scales = "a scale per channel" if span is None else f"groups of {span}"
     return f"{bits} bits, {scales}" + ", zero points" * has_zeros
 

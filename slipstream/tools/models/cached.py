@@ -28,7 +28,7 @@ class CachedModel:
 
 
 def cached_models() -> list[CachedModel]:
-    """Returns those that are whole, by name, each in the newest version that is here."""
+    """Returns the complete ones, by name, each in the newest version in the cache."""
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:

@@ -1,6 +1,5 @@
-"""What it takes to serve a model, read off its files without loading it: bytes of weights, and of keys
-and values per token.
-"""
+"""Calculates the memory needed to serve a model from its files, without loading it: bytes of weights,
+and of keys and values per token."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ class Shape:
     experts: tuple[int, int] = (0, 0)
 
     def weight_bytes(self, bits: Bits) -> float:
-        """Of all weights. Norms and routers, which stay as they are, are less than a thousandth."""
+        """The bytes of all weights. Norms and routers, which are not quantized, are less than a
+        thousandth."""
         return (
             self._beside(bits)
             + (0 if self.is_tied else self._embedding * bits.embedding / 8)
@@ -65,8 +66,8 @@ class Shape:
         )
 
     def bytes_read(self, bits: Bits, num_rows: int = 1) -> float:
-        """Of weights in a step of so many rows. Rows choose experts as if by lot: those of one text
-        choose fewer, so that this is the most."""
+        """The bytes of weights read in a step of so many rows, if rows chose experts at random: rows of
+        one text share some, so this is an upper bound."""
         most, chosen = self.experts
         reached = 1.0 if not most else most * (1 - (1 - chosen / most) ** num_rows)
         return self._beside(bits) + self._mlp(bits) * reached
@@ -98,7 +99,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Recommended:
-    """``memory``: of the machine, in GB. ``drafts``: published for it, besides those that need none."""
+    """A recommended model. ``memory``: of the machine, in GB. ``drafts``: published for it, besides
+    drafters that need none."""
 
     memory: int
     name: str

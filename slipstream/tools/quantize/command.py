@@ -25,7 +25,7 @@ exit status is 3."""
 
 _MOST_NAMED = 5
 _GOOD_KL = 0.05
-"""What the coarsest scheme that is served in 8 bits costs SmolLM2: one token in nine is another one."""
+"""The cost of the coarsest served 8-bit scheme on SmolLM2: one token in nine changes."""
 _TOO_FAR = 3
 
 
@@ -188,8 +188,8 @@ def _comparison(
     kinds: tuple[type[Any], ...],
     share: float | None = None,
 ) -> dict[str, Any]:
-    """Compares with the source, loaded anew. ``kinds``: of layers in few bits; ``share``: of parameters
-    that have few bits, None: those of these layers."""
+    """Compares with the source, loaded anew. ``kinds``: of quantized layers; ``share``: of parameters
+    that are quantized, None: all of these layers'."""
     from slipstream.tools.quantize.check import compare, layer_errors
 
     model, _ = _load(arguments)

@@ -1,1 +1,1 @@
-"""What drafting would have gained on texts that were written before: a log, through drafters."""
+"""Computes what drafting would have gained on existing texts: replays a log through drafters."""

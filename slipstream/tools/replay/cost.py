@@ -1,4 +1,4 @@
-"""What a step of a target costs by its rows, as measured by whoever replays, or a default."""
+"""The cost of a target's step by its rows, as measured by the user, or a default."""
 
 from __future__ import annotations
 

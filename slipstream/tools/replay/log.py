@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 _FIELDS = ("prompt", "messages", "completion", "cache_salt")
 _MAX_TOKEN_ID = 2**24 - 2
-"""What the drafters' packed contexts hold."""
+"""The largest id that fits into the drafters' packed contexts."""
 
 
 class Tokenizer(Protocol):
@@ -61,7 +61,8 @@ def read_log(
 
 
 def json_object(number: int, text: str) -> dict[str, Any]:
-    """What a line is. Raises LogError, which names it by its ``number``, where that is no object."""
+    """Returns a line's object. Raises LogError, which names the line by its ``number``, if it is not an
+    object."""
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:

@@ -46,8 +46,8 @@ class ReplayCase:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What a case came to, summed over the log. Seconds are the drafter's own, per step: proposing
-    and observing, the text's first indexing aside (``open_seconds``, per request)."""
+    """A case's results, summed over the log. Seconds are the drafter's own, per step: proposing and
+    observing, without the text's first indexing (``open_seconds``, per request)."""
 
     case: ReplayCase
     step_seconds_alone: float

@@ -1,4 +1,4 @@
-"""What a replay came to: as a table, as JSON, as a picture."""
+"""Reports a replay's results: as a table, as JSON, as a picture."""
 
 from __future__ import annotations
 

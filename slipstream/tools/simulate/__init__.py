@@ -1,5 +1,5 @@
-"""What fleets do that no machine here can run: a simulation of replicas, by events.
+"""Simulates fleets larger than the machines at hand, by events.
 
-A replica is the engine's own scheduler, block pool, drafting and gamma policies; only the model is not
-there. What its steps take comes from a profile that was measured on a server (``live``).
+A replica is the engine's own scheduler, block pool, drafting and gamma policies; only the model is
+missing. Its step times come from a profile that was measured on a server (``live``).
 """

@@ -1,9 +1,9 @@
-"""Which replica a request goes to, so that prompts which begin alike find each other's cache. The one
-rule of the ingress under Ray Serve (``deploy/ray``) and of the simulation.
+"""Chooses the replica for a request, so that prompts with a common beginning share a cache. The ingress
+under Ray Serve (``deploy/ray``) and the simulation both use this rule.
 
-A key has an order of its own among replicas (rendezvous hashing, Thaler and Ravishankar 1998), so that a
-replica that comes or goes moves no keys but those that it takes or had. A request goes to the first of
-its key's first eight replicas that has room, and to the least loaded where none of them has.
+A key has its own order among replicas (rendezvous hashing, Thaler and Ravishankar 1998), so a replica
+that comes or goes moves only the keys that it takes or had. A request goes to the first of its key's
+first eight replicas that has room, and to the least loaded if none of them has.
 """
 
 from __future__ import annotations

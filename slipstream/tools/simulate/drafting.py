@@ -1,4 +1,4 @@
-"""A drafter whose drafts are as often right as those that were measured: for texts that are nobody's."""
+"""A drafter that is right as often as the measured one, for synthetic texts."""
 
 from __future__ import annotations
 

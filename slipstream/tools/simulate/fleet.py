@@ -19,7 +19,8 @@ Events = Generator[simpy.Event, Any, None]
 
 @dataclass(slots=True)
 class Run:
-    """What happened. ``served``: every request, as they came. ``seconds``: until the last one ended."""
+    """The result of a run. ``served``: every request, in order of arrival. ``seconds``: until the last
+    one ended."""
 
     num_replicas: int
     served: list[Served] = field(default_factory=list)
@@ -28,7 +29,7 @@ class Run:
 
 
 class Fleet:
-    """``num_replicas`` of one profile, ``per_machine`` of which share a machine."""
+    """A fleet of ``num_replicas`` with one profile, ``per_machine`` on each machine."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Fleet:
                 self._router.done(served.replica)
 
     def _contention(self, replica: Replica) -> float:
-        """Of the step that begins: by how much its busy neighbours slow it down."""
+        """Returns the factor by which busy neighbours slow down the step that begins."""
         machine = self._machines[replica.number]
         if len(machine) == 1:
             return 1.0

@@ -1,6 +1,7 @@
-"""What a simulation has to know of a server, as measured: what steps cost, how requests of each kind
-look and draft, and the server's sizes. A JSON file, written by
-``python -m slipstream.tools.simulate measure``."""
+"""A server's measured profile for the simulation: costs of steps, lengths and drafting of each kind of
+request, and the server's sizes. A JSON file, written by
+``python -m slipstream.tools.simulate measure``.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ from slipstream.tools.simulate.work import VOCAB_SIZE, Work
 
 
 class SimulatedCost(CostModel):
-    """The engine's cost model as measured: gamma policies ask it, and the simulation's time is made of
-    it. What a drafter's Python takes here is nobody's time, so it learns nothing from that."""
+    """The engine's cost model as measured: gamma policies ask it, and simulated time is made of it. A
+    drafter's Python time here is not simulated time, so the model learns nothing from it."""
 
     def __init__(self, costs: Costs) -> None:
         super().__init__(costs.steps, costs.overhead)
@@ -36,7 +36,7 @@ class SimulatedCost(CostModel):
         self._drafting = costs.drafting
 
     def observe_draft(self, drafter: str, num_asked: int, seconds: float) -> None:
-        """What was measured is not learnt again."""
+        """Ignores drafting times, which are measured already."""
 
     def draft_seconds(self, drafter: str, num_asked: int) -> float:  # noqa: ARG002
         return num_asked * self._drafting
@@ -44,8 +44,8 @@ class SimulatedCost(CostModel):
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """What became of a request; seconds of the simulation's clock, None before. Where ``first_token`` is
-    None at the end, it was refused."""
+    """A request's outcome, in seconds of the simulation's clock, None if it has not happened. A request
+    whose ``first_token`` is None at the end was refused."""
 
     work: Work
     replica: int
@@ -72,7 +72,7 @@ class Totals:
 
 
 class Replica:
-    """An engine that is told the time: ``begin`` a step, let its seconds go by, ``end`` it."""
+    """An engine with an external clock: ``begin`` a step, let its seconds pass, ``end`` it."""
 
     def __init__(
         self, number: int, profile: Profile, cost: SimulatedCost, speculative: SpeculativeParams

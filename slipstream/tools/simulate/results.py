@@ -1,4 +1,4 @@
-"""What a run came to, in the figures that operators ask for."""
+"""Summarizes a run in the figures that operators need."""
 
 from __future__ import annotations
 

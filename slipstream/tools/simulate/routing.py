@@ -40,7 +40,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """To whoever has fewest open requests, the lowest number among equals."""
+    """Routes to the replica with the fewest open requests, the lowest number among equals."""
 
     def __init__(self, num_replicas: int) -> None:
         self.loads = [0] * num_replicas
@@ -54,7 +54,7 @@ class LeastLoaded:
         return self.take(self._heap[0][1])
 
     def take(self, replica: int) -> int:
-        """Count a request for this one, whoever chose it."""
+        """Count a request for this replica, whatever chose it."""
         self._move(replica, 1)
         return replica
 
@@ -67,10 +67,11 @@ class LeastLoaded:
 
 
 class Affinity:
-    """By ``slipstream.tools.simulate.affinity``, whose parameters these are."""
+    """Routes by ``slipstream.tools.simulate.affinity``, whose parameters these are."""
 
     def __init__(self, num_replicas: int, load_factor: float = 1.5, free_requests: int = 8) -> None:
-        """Raises ValueError for a ``load_factor`` below 1: then nobody might have room."""
+        """Raises ValueError for a ``load_factor`` below 1, since then possibly no replica would have
+        room."""
         if not load_factor >= 1:
             raise ValueError("load_factor must be at least 1")
         self._least = LeastLoaded(num_replicas)
@@ -105,4 +106,4 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
     "least_loaded": LeastLoaded,
     "affinity": Affinity,
 }
-"""By the name that the command line knows."""
+"""Routings by their names on the command line."""

@@ -68,7 +68,7 @@ class Arrivals:
 
 
 def poisson(kinds: Mapping[str, Kind], arrivals: Arrivals) -> Iterator[Work]:
-    """Requests of kinds by their shares, in texts that are nobody's."""
+    """Requests of kinds by their shares, with synthetic texts."""
     names = list(kinds)
     edges = _edges([kinds[name].share for name in names])
     for serial, (at, tenant, (of_kind, of_length)) in enumerate(arrivals):
@@ -91,7 +91,8 @@ def tenant_name(tenant: int) -> str:
 
 
 def prompt_tokens(num_tokens: int, num_shared: int, shared: int, serial: int) -> list[int]:
-    """Of which the first ``num_shared`` are those of all prompts of the same ``shared``."""
+    """Returns a prompt whose first ``num_shared`` tokens are shared by all prompts of the same
+    ``shared``."""
     first = _SHARED_FROM + shared * 7919 % (1 << 22)
     num_shared = min(num_shared, num_tokens)
     own = own_tokens(serial, 0, num_tokens - num_shared)
@@ -99,7 +100,7 @@ def prompt_tokens(num_tokens: int, num_shared: int, shared: int, serial: int) ->
 
 
 def own_tokens(serial: int, start: int, num_tokens: int) -> range:
-    """Of one request; the next request's are others, and so are all of them for a long time."""
+    """Returns tokens unique to one request; they do not recur in others for a long time."""
     first = serial * 4099 % (1 << 22) + start
     return range(first, first + num_tokens)
 

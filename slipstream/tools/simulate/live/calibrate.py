@@ -45,13 +45,13 @@ class Figure:
 
     @property
     def difference(self) -> float:
-        """Of what was simulated from the mean of what was measured, relative; of nothing, 0."""
+        """The simulated figure's relative difference from the measured mean; 0 if that is 0."""
         mean = sum(self.measured) / 2
         return self.simulated / mean - 1.0 if mean else 0.0
 
     @property
     def spread(self) -> float:
-        """Of what was measured, relative to its mean."""
+        """The spread of the measured figures, relative to their mean."""
         low, high = sorted(self.measured)
         return (high - low) * 2 / (low + high) if high else 0.0
 
@@ -59,7 +59,7 @@ class Figure:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One load. ``rate``: requests per second over both replicas; ``stolen``: the share of the cores'
-    time that the machine's host gave to others while it was measured, where the machine is told."""
+    time that the machine's host gave to others during the measurement, if known."""
 
     load: float
     rate: float
@@ -69,8 +69,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What replicas did: seconds to the first token and to the last of what they answered, tokens per
-    second, and how many requests they refused; ``stolen`` as in ``Comparison``."""
+    """The replicas' results: seconds to the first and to the last token, tokens per second, and the
+    number of refused requests; ``stolen`` as in ``Comparison``."""
 
     first: Sequence[float]
     whole: Sequence[float]
@@ -187,8 +187,8 @@ async def replay(
 
 
 def _core_ticks() -> tuple[int, int]:
-    """Of all cores since the machine's start, and those of them that the host gave to others; 0 where
-    nothing is told."""
+    """Ticks of all cores since the machine's start, and the part that the host gave to others; 0 if
+    unknown."""
     try:
         ticks = [int(each) for each in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
     except OSError:
@@ -197,7 +197,7 @@ def _core_ticks() -> tuple[int, int]:
 
 
 async def _warm_up(addresses: Sequence[Address], texts: Sequence[Text], routing: str) -> None:
-    """Traffic for nobody: engines record forwards of the sizes that come often, and go faster then."""
+    """Sends unmeasured traffic: engines record forwards of frequent sizes, and become faster."""
     arrivals = Arrivals(_WARM_UP_RATE, _WARM_UP_SECONDS, _NUM_TENANTS)
     await _replay(addresses, texts, arrivals, routing, "warm-up")
 
@@ -213,7 +213,7 @@ def _body(work: Work) -> dict[str, object]:
 
 
 def _speculative() -> SpeculativeParams:
-    """What the server takes for a request that names but the drafter."""
+    """The server's parameters for a request that names only the drafter."""
     return SpeculativeParams(draft_strategy=DRAFTER)
 
 
@@ -277,6 +277,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 
 def largest(comparisons: Sequence[Comparison]) -> tuple[float, float]:
-    """Of all figures: the difference of simulated from measured, and the spread of what was measured."""
+    """Returns the largest difference of simulated from measured figures, and the largest spread of
+    measured ones."""
     found = [figure for each in comparisons for figure in each.figures]
     return max(abs(each.difference) for each in found), max(each.spread for each in found)

@@ -44,7 +44,7 @@ def fixed(gamma: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What was asked and written, in tokens, greedily: the same whenever it is asked again."""
+    """A prompt and its greedy answer, in tokens: the same whenever it is asked again."""
 
     kind: str
     prompt_token_ids: tuple[int, ...]
@@ -94,7 +94,7 @@ class Probes:
             self._rounds.append({name: await probe() for name, probe in self._probes.items()})
 
     def costs(self) -> Costs:
-        """By the medians of all rounds so far; there must be one."""
+        """Costs from the medians of all rounds so far; there must be one."""
         found = {name: self._median(name) for name in self._probes}
         alone = _alone(found)
         steps = [(rows, 0, seconds, 1) for rows, seconds in sorted(alone.items())]
@@ -127,7 +127,7 @@ class Probes:
         )
 
     def _median(self, name: str) -> Period:
-        """Of each figure by itself."""
+        """Returns the median of each figure by itself."""
         taken = [astuple(each[name]) for each in self._rounds]
         return Period(*map(median, zip(*taken, strict=True)))
 
@@ -171,7 +171,7 @@ def _alone(found: Mapping[str, Period]) -> dict[int, float]:
 
 
 async def measure_costs(address: Address) -> Costs:
-    """What steps cost at ``address``. Raises ClientError."""
+    """Measures the cost of steps at ``address``. Raises ClientError."""
     probes = Probes(address)
     await probes.measure(_ROUNDS)
     return probes.costs()
@@ -235,7 +235,7 @@ async def _text(
 
 
 def _period(streams: Sequence[Streamed]) -> Period:
-    """Of the steps in which all of them were written."""
+    """Returns the period of the steps in which all streams generated."""
     start = max(each.times[0] for each in streams)
     end = min(each.times[-1] for each in streams)
     num_steps = fmean(
