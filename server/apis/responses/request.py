@@ -23,6 +23,17 @@ from pydantic import (
 )
 
 from engine.request.params import SamplingParams
+from server.apis.responses.tools import (
+    CHOICE_FIELD,
+    TOOLS_FIELD,
+    AllowedTools,
+    HostedTool,
+    NamedTool,
+    ShownTool,
+    TextFormat,
+    qualified,
+    shown_tools,
+)
 from server.errors import ApiError, bad_request, clip, refused
 from server.plan import OfResponse, RequestPlan
 from server.request.body import Body, WithoutEffect, optional
@@ -41,17 +52,6 @@ from server.request.protocol import (
     EventOptions,
     ReasoningOptions,
     Verbosity,
-)
-from server.request.response_tools import (
-    CHOICE_FIELD,
-    TOOLS_FIELD,
-    AllowedTools,
-    HostedTool,
-    NamedTool,
-    ShownTool,
-    TextFormat,
-    qualified,
-    shown_tools,
 )
 from server.request.translate import SERVICE_TIER, Translator
 

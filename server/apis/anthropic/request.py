@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import MaxLen, MinLen
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
+from server.apis.anthropic.blocks import InputMessage, SystemField, Turn, system_text, turns
 from server.errors import refused
 from server.plan import RequestPlan
-from server.request.anthropic_blocks import InputMessage, SystemField, Turn, system_text, turns
 from server.request.body import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
