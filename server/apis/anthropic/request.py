@@ -292,4 +292,5 @@ def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
     if body.thread not in (None, False):
         # The client's loop of tools asks for one, and on this code goes on without.
         raise refused("thread", f"is not supported: {_STATELESS}", "thread_unsupported_request")
-    refuse_foreign_parts(body.messages, "messages", translator.info.unserved)
+    for name in ("messages", "system"):
+        refuse_foreign_parts(getattr(body, name), name, translator.info.unserved)
