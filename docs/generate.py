@@ -26,13 +26,14 @@ from drafters.registry import drafter_settings
 from engine.request.info import EngineInfo, StatesInfo
 from engine.sampling.processor import parameters
 from engine.speculation.gamma import gamma_policy_names
-from server.endpoints import routers
+from server.apis.anthropic.blocks import Block, InputMessage
+from server.apis.anthropic.request import CustomTool, MessagesRequest
+from server.apis.ollama.request import OllamaGenerateRequest
+from server.apis.responses.request import ResponsesRequest
+from server.app import routers
 from server.metrics.prometheus import Metrics, aliases
-from server.request.anthropic import CustomTool, MessagesRequest
-from server.request.anthropic_blocks import Block, InputMessage
 from server.request.body import Body, Hint
 from server.request.messages import ChatMessage, TextPart
-from server.request.ollama import OllamaGenerateRequest
 from server.request.protocol import (
     WITHOUT_EFFECT,
     ChatRequest,
@@ -41,7 +42,6 @@ from server.request.protocol import (
     EventOptions,
     ReasoningOptions,
 )
-from server.request.responses import ResponsesRequest
 from server.setting_names import all_settings, flag_name
 from server.settings import with_drafters
 from server.tenants.keys import TenantEntry

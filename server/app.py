@@ -10,15 +10,17 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.process.streams import EventStreams
 from engine.request.info import EngineInfo
-from server.endpoints import routers
+from server import apis, endpoints
 from server.errors import install_error_handlers
 from server.http.framing import HeadLimits
 from server.http.hosts import Hosts
@@ -248,3 +250,13 @@ def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
     )
     limits = HeadLimits(settings.max_header_bytes, settings.max_headers)
     return HttpConfig(app, patience, limits)
+
+
+def routers() -> list[APIRouter]:
+    """Returns the router of every file of ``endpoints`` and ``apis`` that has one, by folder and name."""
+    modules = (
+        import_module(each.name)
+        for package in (endpoints, apis)
+        for each in walk_packages(package.__path__, f"{package.__name__}.")
+    )
+    return [each.router for each in modules if hasattr(each, "router")]

@@ -4,9 +4,7 @@ engine runs them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel

@@ -5,11 +5,9 @@ that it is about, or as ``Table``, of all."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 
 from server.models.services import Services
 from server.models.table import Models
@@ -33,9 +31,3 @@ async def _services(
 
 
 Served = Annotated[Services, Depends(_services)]
-
-
-def routers() -> list[APIRouter]:
-    """Returns the router of every file here, by name."""
-    names = sorted(module.name for module in iter_modules(__path__))
-    return [import_module(f"{__name__}.{name}").router for name in names]

@@ -188,7 +188,7 @@ class NamedEventWriter(Writer):
 
     @abstractmethod
     def _close(self) -> None:
-        """What is open, if anything is, is as long as it gets."""
+        """End what is open, if anything is."""
 
     @abstractmethod
     def _ended(self, usage: Usage) -> Mapping[str, Any]:

@@ -326,8 +326,9 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
-        if len(self.tool_calls or ()) > MAX_TOOLS:  # several of a client's messages may be one here
-            raise refusal("tool_calls", message=f"takes at most {MAX_TOOLS} calls")
+        if (num := len(self.tool_calls or ())) > MAX_TOOLS:  # of several of a client's messages
+            message = f"list should have at most {MAX_TOOLS} items after validation, not {num}"
+            raise refusal("tool_calls", message=message)
         for name in _foreign_to(self.role):
             if getattr(self, name, None):
                 raise refusal(name, message=f"messages of {self.role!r} have no place for it")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from engine.process.launch import _STOP_SECONDS
-from server.endpoints import routers
+from server.app import routers
 from server.http.draining import _LAST_BYTES_SECONDS
 from server.metrics.prometheus import Metrics
 from server.setting_names import all_settings

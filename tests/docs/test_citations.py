@@ -11,7 +11,7 @@ from server.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = {".css", ".html", ".js", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
-MADE = {"__pycache__", "site", "build", "dist", "runs", "data", "slipstream_llm.egg-info"}
+MADE = {"__pycache__", "site", "dist", "runs", "data", "slipstream_llm.egg-info"}
 # Notes that were kept beside the repository while it was written.
 ELSEWHERE = re.compile(
     r"\b(?:ALGORITHMS|DESIGN|HOUSE|PEERS|STYLE)\b|(?<![\w/])(?:\.\./)?shared/|\bD\d+\.\d\b"
@@ -34,7 +34,9 @@ EXEMPT = {
 def texts() -> Iterator[tuple[Path, str]]:
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
-        hidden = any(part.startswith(".") and part != ".ci" for part in parts)
+        hidden = (
+            any(part.startswith(".") and part != ".ci" for part in parts) or parts[0] == "build"
+        )
         if hidden or MADE & set(parts) or path.suffix not in TYPES or not path.is_file():
             continue
         if path.relative_to(ROOT).as_posix() not in EXEMPT:

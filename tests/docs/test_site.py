@@ -16,15 +16,15 @@ from docs import generate
 from docs.hooks import without_outside_links
 from docs.pictures.draw import PICTURES
 from engine.request.info import SAMPLED
-from server.reply.usage import SpeculativeUsage
-from server.request.anthropic import MessagesRequest
-from server.request.embeddings import EmbeddingsRequest
-from server.request.ollama import (
+from server.apis.anthropic.request import MessagesRequest
+from server.apis.ollama.request import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaMessage,
     OllamaOptions,
 )
+from server.reply.usage import SpeculativeUsage
+from server.request.embeddings import EmbeddingsRequest
 from server.request.protocol import (
     ChatMessage,
     ChatRequest,
@@ -139,7 +139,8 @@ def test_the_api_page_names_every_field(model: type) -> None:
 
 
 def test_the_api_page_names_every_endpoint() -> None:
-    files = (ROOT / "server" / "endpoints").glob("*.py")
+    folders = (ROOT / "server" / name for name in ("apis", "endpoints"))
+    files = (path for folder in folders for path in folder.rglob("*.py"))
     source = " ".join(path.read_text(encoding="utf-8") for path in files)
     routes = set(re.findall(r'@router\.(?:get|post)\(\s*"([^"]+)"', source))
     assert len(routes) > 8

@@ -8,10 +8,10 @@ from itertools import chain
 from typing import Any
 
 from engine.request.params import GenerationRequest
-from server.request.anthropic import MessagesRequest
+from server.apis.anthropic.request import MessagesRequest
+from server.apis.responses.request import ResponsesRequest
 from server.request.body import Body
 from server.request.protocol import ChatRequest, CompletionRequest
-from server.request.responses import ResponsesRequest
 from worlds.scripted_engine import EOS, USER
 
 TEXT = "hello wörld. the end"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.request.errors import EngineDeadError, EngineError, RequestFailedError
-from server.reply.ollama import OllamaWriter
-from server.reply.responses import ResponsesWriter
+from server.apis.ollama.reply import OllamaWriter
+from server.apis.responses.reply import ResponsesWriter
 from server.reply.writers import ChunkWriter, Writer
 from worlds.live_server import Live, RawConnection, live
 from worlds.scripted_engine import ScriptedEngine

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.request.embeddings import EmbeddingsRequest
-from server.request.ollama import (
+from server.apis.ollama.request import (
     OllamaChatRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
+from server.request.embeddings import EmbeddingsRequest
 from server.request.protocol import DetokenizeRequest, TokenizeRequest
 from worlds.request_bodies import CHAT, COMPLETION, ENDPOINTS
 from worlds.scripted_engine import ScriptedEngine, engine_info

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from server.apis.responses.request import MAX_ITEMS
 from server.errors import ApiError
 from server.request.large_bodies import LARGE
 from server.request.messages import ChatMessage
 from server.request.parsing import parse
 from server.request.protocol import MAX_MESSAGES, StreamOptions
-from server.request.responses import MAX_ITEMS
 from worlds.request_bodies import COMPLETION, ENDPOINTS, TEXT, TOOLS
 from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect
@@ -156,6 +156,7 @@ TEXT_TOOL = {"type": "custom", "name": "t"}
 LOOK = {"type": "grammar", "syntax": "regex", "definition": "(?=a"}
 LOOKS, SYNTAX = "tools.1.tools.0.format.definition", "tools.0.format.syntax"
 SEARCH = {"type": "web_search"}
+MADE = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 SOME = {"type": "allowed_tools", "mode": "auto"}
 RESPONSES: list[Row] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -196,6 +197,7 @@ RESPONSES: list[Row] = [
     ({"tools": [TOOL, TOOL]}, "tools.1.name"),
     ({"input": [{"type": "reasoning"}]}, "input"),
     ({"input": [USER] * MAX_ITEMS, "instructions": "y"}, "input"),
+    ({"input": [MADE] * 129}, "input"),
 ]
 TOKENS: list[Row] = [
     ({}, "prompt"),

@@ -13,7 +13,7 @@ import ollama
 import pytest
 from huggingface_hub import constants
 
-import server.endpoints.ollama_pull
+import server.apis.ollama.pull
 from worlds.hub import Hub, pointed_at, running
 from worlds.live_server import live
 from worlds.scripted_engine import ScriptedEngine
@@ -97,7 +97,7 @@ async def test_a_client_that_leaves_ends_its_download(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on, has_ended = threading.Event(), threading.Event()
-    real = server.endpoints.ollama_pull.fetch
+    real = server.apis.ollama.pull.fetch
 
     def slow(name, *, told):  # type: ignore[no-untyped-def]
         def first_wait(file, done):  # type: ignore[no-untyped-def]
@@ -109,7 +109,7 @@ async def test_a_client_that_leaves_ends_its_download(
         finally:
             has_ended.set()
 
-    monkeypatch.setattr(server.endpoints.ollama_pull, "fetch", slow)
+    monkeypatch.setattr(server.apis.ollama.pull, "fetch", slow)
     async with live(ScriptedEngine(), allow_pull=True) as running_server:
         async with httpx.AsyncClient() as http:
             request = http.stream("POST", f"{running_server.url}/api/pull", json={"model": REPO})
@@ -121,7 +121,7 @@ async def test_a_client_that_leaves_ends_its_download(
         await asyncio.sleep(0)
         may_go_on.set()
         await asyncio.to_thread(has_ended.wait, 60)
-        monkeypatch.setattr(server.endpoints.ollama_pull, "fetch", real)
+        monkeypatch.setattr(server.apis.ollama.pull, "fetch", real)
         async with ollama.AsyncClient(running_server.url) as client:
             assert (await client.pull(REPO)).status == "success"
     assert len(hub.served["a-Q4_K_M.gguf"]) == 2

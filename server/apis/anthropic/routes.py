@@ -6,16 +6,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from server.endpoints import Served
-from server.errors import AnthropicErrorReply
-from server.http.openapi import REFUSED_BODY, errors, generated
-from server.reply.anthropic import AnthropicEvent, AnthropicMessage, MessagesWriter
-from server.request.anthropic import (
+from server.apis.anthropic.reply import AnthropicEvent, AnthropicMessage, MessagesWriter
+from server.apis.anthropic.request import (
     CountTokensRequest,
     MessagesRequest,
     count_tokens,
     plan_messages,
 )
+from server.endpoints import Served
+from server.errors import AnthropicErrorReply
+from server.http.openapi import REFUSED_BODY, errors, generated
 from server.request.large_bodies import BodyRoute
 
 router = APIRouter(tags=["anthropic"], route_class=BodyRoute)

@@ -7,11 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from server.endpoints import Served
-from server.errors import OllamaError
-from server.http.openapi import REFUSED_BODY, errors, written_in_lines
-from server.models.services import Services
-from server.reply.ollama import (
+from server.apis.ollama.reply import (
     EmbedWriter,
     GenerateWriter,
     OldEmbeddingsWriter,
@@ -22,16 +18,20 @@ from server.reply.ollama import (
     OllamaWriter,
     timestamp,
 )
-from server.request.large_bodies import AnyTypeRoute, LargeBody
-from server.request.ollama import (
+from server.apis.ollama.request import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
-    known_name,
     plan_ollama,
     plan_ollama_embeddings,
 )
+from server.endpoints import Served
+from server.errors import OllamaError
+from server.http.openapi import REFUSED_BODY, errors, written_in_lines
+from server.models.services import Services
+from server.request.large_bodies import AnyTypeRoute, LargeBody
+from server.request.tags import known_name
 
 router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
 

@@ -9,7 +9,7 @@ from typing import Any
 import ollama
 import pytest
 
-from server.endpoints.ollama_models import OLLAMA_VERSION
+from server.apis.ollama.catalogue import OLLAMA_VERSION
 from server.request.large_bodies import LARGE
 from worlds.client_servers import slipstream
 from worlds.official_clients import ollama_client

@@ -382,6 +382,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (_block("document", source={"type": "url"}), f"{CONTENT}.0.source.type", "files are not"),
     (_block("tool_result", tool_use_id="a", content="b"), CONTENT, "no message before"),
     (_block("tool_result", tool_use_id="a", content=[IMAGE]), f"{CONTENT}.0.content.0", "vision"),
+    ({"system": [{"type": "text", "text": "a"}, IMAGE]}, "system.1", "no vision part"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type", "'input_schema'"),
     ({"tools": [TOOL, TOOL]}, "tools.1.name", "twice"),
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema", "required"),
@@ -423,7 +424,15 @@ async def test_what_cannot_be_is_refused_by_name(
         assert error["type"] == "invalid_request_error"
         assert error["param"].startswith(field)
         assert part in error["message"]
-        fields = {"messages", "tools", "tool_choice", "thinking", "output_config", "container"}
+        fields = {
+            "messages",
+            "system",
+            "tools",
+            "tool_choice",
+            "thinking",
+            "output_config",
+            "container",
+        }
         counted = {"messages": HI} | asked
         if asked.keys() <= fields and "prompt is too long" not in part:
             reply = await http.post("/messages/count_tokens", json=counted)

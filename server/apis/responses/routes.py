@@ -10,20 +10,20 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
+from server.apis.responses.reply import ModelResponse, ResponseEvent, ResponsesWriter
+from server.apis.responses.request import (
+    Known,
+    ResponsesRequest,
+    plan_response,
+    references,
+)
 from server.endpoints import Served, Table
 from server.errors import ApiError, clip
 from server.http.openapi import REFUSED_BODY, errors, generated
 from server.models.services import Services, tenant_of
 from server.models.table import Models
 from server.plan import ignored_header
-from server.reply.responses import ModelResponse, ResponseEvent, ResponsesWriter
 from server.request.large_bodies import LARGE, BodyRoute, LargeBody
-from server.request.responses import (
-    Known,
-    ResponsesRequest,
-    plan_response,
-    references,
-)
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 _NAMING = (b'"previous_response_id"', b'"item_reference"')

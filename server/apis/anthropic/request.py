@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import MaxLen, MinLen
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
+from server.apis.anthropic.blocks import InputMessage, SystemField, Turn, system_text, turns
 from server.errors import refused
 from server.plan import RequestPlan
-from server.request.anthropic_blocks import InputMessage, SystemField, Turn, system_text, turns
 from server.request.body import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -292,4 +292,5 @@ def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:
     if body.thread not in (None, False):
         # The client's loop of tools asks for one, and on this code goes on without.
         raise refused("thread", f"is not supported: {_STATELESS}", "thread_unsupported_request")
-    refuse_foreign_parts(body.messages, "messages", translator.info.unserved)
+    for name in ("messages", "system"):
+        refuse_foreign_parts(getattr(body, name), name, translator.info.unserved)

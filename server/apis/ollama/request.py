@@ -8,7 +8,7 @@ nothing else of their callers'.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,10 +38,10 @@ from server.request.protocol import (
     CompletionRequest,
     sharing,
 )
+from server.request.tags import known_name
 from server.request.translate import Translator
 from server.request.wish import DURATION, seconds_of
 
-LATEST = ":latest"
 _EFFORT = "reasoning_effort"
 _USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _OWN = ("priority", "timeout", "cache_salt", "user", "metadata", "speculative")
@@ -333,20 +333,6 @@ def _as_called(
     """The plan with the client's name of the model, and the hints that nothing comes of."""
     hints = (each for each in body.ignored() if each != "keep_alive" or not translator.may_go)
     return replace(plan.ignoring(hints), model=body.model or translator.model_name)
-
-
-def known_name(name: str | None, served: Iterable[str]) -> str | None:
-    """The one of the names served that is meant: a name without a tag has the tag ``latest``, and one on
-    the hub may have its host before it. What is none of them stays as it is."""
-    if name is None:
-        return None
-    wanted = tagged(name.removeprefix("hf.co/"))
-    return next((each for each in served if tagged(each) in (wanted, tagged(name))), name)
-
-
-def tagged(name: str) -> str:
-    """The name with its tag, as Ollama lists it."""
-    return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def thinking_fields(think: bool | str | None, translator: Translator) -> dict[str, Any]:

@@ -14,14 +14,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from engine.request.info import EngineInfo
+from server.apis.ollama.reply import timestamp
+from server.apis.ollama.request import OllamaShowRequest
 from server.endpoints import Served, Table
 from server.errors import ApiError, OllamaError
 from server.http.openapi import REFUSED_BODY, errors
 from server.models.services import Services
 from server.models.table import Model
-from server.reply.ollama import timestamp
 from server.request.large_bodies import AnyTypeRoute
-from server.request.ollama import OllamaShowRequest, known_name, tagged
+from server.request.tags import known_name, tagged
 from server.request.translate import Translator
 from server.version import server_version
 

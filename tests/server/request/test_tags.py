@@ -1,11 +1,10 @@
-"""Names of models as Ollama's clients say them; requests themselves are told by the endpoints' tests."""
+"""Names of models as Ollama's clients say them."""
 
 from __future__ import annotations
 
 import pytest
 
-from server.request.ollama import OllamaOptions, known_name, tagged
-from server.request.protocol import ChatRequest
+from server.request.tags import known_name, tagged
 
 
 @pytest.mark.parametrize(
@@ -30,9 +29,3 @@ def test_a_name_without_a_tag_has_the_latest(
 def test_a_host_is_no_tag() -> None:
     assert tagged("host:80/org/model") == "host:80/org/model:latest"
     assert tagged("model:7b") == "model:7b"
-
-
-def test_every_option_is_a_field_of_chats() -> None:
-    said = OllamaOptions().for_request({}).keys()
-    assert set(OllamaOptions.model_fields) - said == {"num_predict"}
-    assert said <= {*ChatRequest.model_fields, *ChatRequest.synonyms}

@@ -16,12 +16,12 @@ from pydantic_core import to_json
 from engine.hub.choice import HubError, HubFile
 from engine.hub.fetch import fetch
 from engine.hub.name import HubName, read_name
+from server.apis.ollama.request import OllamaPullRequest
 from server.endpoints import Table
 from server.errors import ApiError, OllamaError, refused
 from server.http.openapi import REFUSED_BODY, errors
 from server.plan import ignored_header
 from server.request.large_bodies import LargeBody, TableRoute
-from server.request.ollama import OllamaPullRequest
 
 router = APIRouter(tags=["ollama"], route_class=TableRoute)
 _NOT_ALLOWED = "pull: this server fetches no models; its setting allow_pull (--allow-pull) is off."

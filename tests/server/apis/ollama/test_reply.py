@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from server.apis.ollama.reply import CallsUnderWay, timestamp
 from server.formats.parts import CallArguments, CallStart, Content, Part
 from server.reply import streaming
-from server.reply.ollama import CallsUnderWay, timestamp
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
 from worlds.serving import serve
 

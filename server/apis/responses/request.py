@@ -23,13 +23,31 @@ from pydantic import (
 )
 
 from engine.request.params import SamplingParams
+from server.apis.responses.tools import (
+    CHOICE_FIELD,
+    TOOLS_FIELD,
+    AllowedTools,
+    HostedTool,
+    NamedTool,
+    ShownTool,
+    TextFormat,
+    qualified,
+    shown_tools,
+)
 from server.errors import ApiError, bad_request, clip, refused
 from server.plan import OfResponse, RequestPlan
 from server.request.body import Body, WithoutEffect, optional
 from server.request.foreign_parts import find_foreign_part, refuse_foreign_parts
 from server.request.grammars import JsonSchema, ResponseFormat, Schema
 from server.request.kinds import Kinds, any_of, one_of, parse_as, parse_each
-from server.request.messages import ArgumentsField, ChatMessage, MessageToolCall, Tool, text_of
+from server.request.messages import (
+    NAME_PATTERN,
+    ArgumentsField,
+    ChatMessage,
+    MessageToolCall,
+    Tool,
+    text_of,
+)
 from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
@@ -41,17 +59,6 @@ from server.request.protocol import (
     EventOptions,
     ReasoningOptions,
     Verbosity,
-)
-from server.request.response_tools import (
-    CHOICE_FIELD,
-    TOOLS_FIELD,
-    AllowedTools,
-    HostedTool,
-    NamedTool,
-    ShownTool,
-    TextFormat,
-    qualified,
-    shown_tools,
 )
 from server.request.translate import SERVICE_TIER, Translator
 
@@ -235,6 +242,7 @@ InputField = Annotated[Any, PlainValidator(_parse_input, json_schema_input_type=
 
 class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
+    name: str = Field(pattern=NAME_PATTERN)
     schema_: Schema = Field(alias="schema")
 
 
