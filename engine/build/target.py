@@ -86,9 +86,9 @@ def with_fastest_weights(config: EngineConfig) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model that is ready to be run, and what is known of it. ``ranks``: those that it is divided among.
-    ``reference``: the logits that transformers itself gave it, ``failures``: the projections that could
-    not be packed; ``weights``: a digest of its weights, where blocks of other starts are read.
+    """A model that is ready to be run, and what is known of it. ``ranks``: those that it is divided
+    among. ``reference``: the logits that transformers itself gave it, ``failures``: the projections that
+    could not be packed; ``weights``: a digest of its weights, where blocks of other starts are read.
     ``drafts`` and ``heads``: the models and heads that draft for it, as ``found`` names them."""
 
     model: PreTrainedModel
