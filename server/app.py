@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What several applications in front of one engine share, or the models of one application.
+    """Parts shared by several applications in front of one engine, or by the models of one application.
     ``metrics``: steps included, which are counted here where they are this process's own.
     ``change_speculation``: None: it is decided here."""
 
@@ -144,7 +144,8 @@ def services_of(
     *,
     may_go: bool = False,
 ) -> Services:
-    """What answers in front of an engine. ``may_go``: it comes and goes. Raises as ``build_app``."""
+    """Returns the services in front of an engine. ``may_go``: it comes and goes. Raises as
+    ``build_app``."""
     info = engine.info
     model_name = public_name(info, settings)
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)

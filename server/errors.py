@@ -191,7 +191,7 @@ _SHAPES: Mapping[str, Callable[[ApiError, Scope], Mapping[str, Any]]] = {
     "/v1/messages": _anthropic_answer,
     "/api": lambda error, _: ollama_error(error),
 }
-"""By what the paths of an API begin with: whole segments."""
+"""The shapes of errors, by the first segments of an API's paths."""
 
 
 def clip(text: str, num_chars: int) -> str:

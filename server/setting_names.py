@@ -1,4 +1,4 @@
-"""What settings are called, as flags, as variables and in files, and what is said of other names."""
+"""The names of settings as flags, as variables and in files, and errors for other names."""
 
 from __future__ import annotations
 

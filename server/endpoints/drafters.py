@@ -21,7 +21,7 @@ router = APIRouter(tags=["catalogue"])
 
 @router.get("/v1/drafters", responses=errors(401))
 async def list_drafters(request: Request, served: Served) -> dict[str, Any]:
-    """Who can draft, within which limits."""
+    """Lists the drafters, and the limits of requests."""
     resolver = served.resolver_for(request)
     info = served.engine.info
     caps = caps_of(resolver)

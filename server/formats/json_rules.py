@@ -26,7 +26,7 @@ _SAID: Mapping[str, Sequence[str]] = {
     "array": ("items", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties"),
 }
-"""What may be said of a type where it is spelt out."""
+"""Keywords of a type that is spelt out."""
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _WAYS = ("$ref", "anyOf", "oneOf", "allOf")
 _ASIDE = ("$defs", "definitions", "$id", "$anchor")
@@ -175,7 +175,7 @@ def _compared(digits: str, is_least: bool) -> Iterator[str]:
 
 
 class _Rules:
-    """Of one schema: a rule for each in it, by its text, so that recursion ends."""
+    """The rules of one schema: one for each schema in it, by its text, so that recursion ends."""
 
     def __init__(self, rule: str, root: Any, options: Mapping[str, Any]) -> None:
         self._rule, self._root, self._options = rule, root, options

@@ -27,7 +27,7 @@ _ANNOTATIONS = (
 _FORMATS = " date-time time date duration email hostname ipv4 ipv6 uuid uri "
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _VOID = {"uniqueItems": False, "propertyNames": {"type": "string"}, "unevaluatedProperties": True}
-"""What is not supported, unless it says nothing."""
+"""Keywords that are not supported, unless their values say nothing."""
 _UNREACHED = 1 << 31
 """So many characters, items or properties no text has."""
 _MAX_PARTS, _MAX_PART_CHARS, _MAX_STEPS, _DEPTH = 16, 2048, 400_000, 8

@@ -21,7 +21,7 @@ _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]*")
 
 @dataclass(frozen=True, slots=True)
 class HeadLimits:
-    """What a request may have beside its body: ``num_bytes`` of URL, headers, trailers and extensions of
+    """The limits of a request beside its body: ``num_bytes`` of URL, headers, trailers and extensions of
     chunks together, and ``num_headers``, trailers among them."""
 
     num_bytes: int = 64 << 10

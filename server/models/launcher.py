@@ -133,7 +133,7 @@ class EngineLauncher:
             await loop.run_in_executor(self._threads, process.stop)
 
     def end_process(self) -> None:
-        """What is left of it where there is no event loop any more."""
+        """Stops the rest of it where there is no event loop any more."""
         if self._process is not None:
             self._process.stop()
 

@@ -61,7 +61,7 @@ class Model:
 
     @property
     def ready(self) -> Services | None:
-        """What answers for it now; None: it has to be loaded first."""
+        """Returns the services that answer for it now; None: it has to be loaded first."""
         if self.launcher is None:
             return self.services
         is_there = self.services is not None and self.services.engine.is_alive
@@ -175,7 +175,7 @@ class Models:
     async def using(
         self, request: Request, wish: Callable[[], Wish]
     ) -> AsyncIterator[Services | None]:
-        """What answers for the model that a request names, loaded for as long as the block and the
+        """The services for the model that a request names, loaded for as long as the block and the
         streams that it has begun. None: there is nothing to unload. Raises ApiError, and what
         ended its engine while it was loaded."""
         request.scope[ARRIVAL] = time.perf_counter()

@@ -38,7 +38,7 @@ def decoder_parts(tokenizer: Any) -> list[str]:
 
 
 class ByteLevelDecoder:
-    """What ``backend.decode`` returns, as the tokenizers library comes to it (its ``decode_chain`` of
+    """Returns the text of ``backend.decode``, as the tokenizers library makes it (its ``decode_chain`` of
     ``ByteLevel``), by a table of tokens' bytes. Ids that the tokenizer does not know add nothing."""
 
     def __init__(self, backend: Tokenizer, skip_special_tokens: bool) -> None:

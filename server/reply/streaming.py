@@ -217,7 +217,7 @@ class DeltaStreamResponse(StreamingResponse):
 
 
 async def _send_body(send: Send, content: bytes) -> None:
-    """What stands in for ``SEND_BODY`` where the application is not behind our protocol."""
+    """Stands in for ``SEND_BODY`` where the application is not behind our protocol."""
     await send({"type": "http.response.body", "body": content, "more_body": True})
 
 

@@ -71,8 +71,8 @@ class Ending(TypedDict):
 
 
 class OfPrompt(TypedDict):
-    """What is told of a prompt: in each choice of completions; beside the choices of chats, which have
-    one prompt."""
+    """Fields about a prompt: in each choice of completions, beside the choices of chats, which have one
+    prompt."""
 
     prompt_token_ids: NotRequired[list[int] | None]
     prompt_logprobs: NotRequired[PromptLogprobs | None]
@@ -270,16 +270,16 @@ class ChunkWriter(Writer):
 
     @cached_property
     def _head(self) -> bytes:
-        """What all chunks begin with."""
+        """Returns the first bytes of every chunk."""
         return b'data: %b,"choices":[' % as_json({**self._envelope, "object": self.chunk})[:-1]
 
     def _beside(self, delta: ChoiceDelta) -> Mapping[str, Any]:
-        """What a chunk of this delta has beside its choices."""
+        """Returns the fields of a delta's chunk beside its choices."""
         del delta
         return {}
 
     def _beside_whole(self, first: ChoiceDelta) -> Mapping[str, Any]:
-        """What a whole reply whose first choice this is has beside its choices."""
+        """Returns the fields of a whole reply beside its choices, of which this is the first."""
         del first
         return {}
 
@@ -296,7 +296,7 @@ class ChunkWriter(Writer):
         return self.plan.beginning(delta.index) + delta.text if delta.first else delta.text
 
     def _of_prompt(self, delta: ChoiceDelta) -> OfPrompt:
-        """What was asked for of the prompt, where the delta brings it."""
+        """Returns the fields about the prompt that were asked for, where the delta brings them."""
         found: OfPrompt = {}
         if delta.first and self.plan.return_token_ids:
             found["prompt_token_ids"] = list(self.plan.prompt_token_ids(delta.index))

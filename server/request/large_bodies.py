@@ -54,7 +54,7 @@ LARGE = 16 << 10
 _NICENESS = 10
 _ENVELOPE_BYTES = 1 << 20
 _MOST_BYTES = 4 << 30
-"""Of memory in a process that reads bodies, beside what it begins with."""
+"""Bytes of memory of a process that reads bodies, beside those that it begins with."""
 
 
 def default_body_bytes(max_model_len: int, tokenizer: Any) -> int:
@@ -142,7 +142,7 @@ class BodyRoute(APIRoute):
     def _answering(
         models: Any, request: Request, wish: Callable[[], Wish]
     ) -> AbstractAsyncContextManager[Any]:
-        """What the endpoint's last parameter is."""
+        """Returns the endpoint's last parameter."""
         found: AbstractAsyncContextManager[Any] = models.using(request, wish)
         return found
 

@@ -198,7 +198,7 @@ class ToolFields(Body):
 
 
 def _as_text(value: object) -> object:
-    """What clients write in the place of a text: nothing, or the object itself."""
+    """Returns the text of a value that clients may leave out or write as the object itself."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

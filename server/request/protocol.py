@@ -90,7 +90,8 @@ _LISTED_UNLESS: dict[str, tuple[Any, ...]] = {
 WITHOUT_EFFECT: WithoutEffect = {
     name: does for names, does in _LISTED_UNLESS.items() for name in names.split()
 }
-"""What clients of OpenAI, llama.cpp, Ollama, LM Studio, OpenRouter and others send to any server."""
+"""Fields that clients of OpenAI, llama.cpp, Ollama, LM Studio, OpenRouter and others send to any
+server."""
 TOKEN_LIMIT: dict[str, Any] = {
     "ge": -1,
     "le": MAX_COUNT,
@@ -127,7 +128,7 @@ class ReasoningOptions(Body):
 
 
 class EventOptions(Body):
-    """What may be said of all streams."""
+    """The options of all streams."""
 
     # Events are not padded.
     without_effect: ClassVar[WithoutEffect] = {"include_obfuscation": (False,)}

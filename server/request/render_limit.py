@@ -35,8 +35,8 @@ class SlowTemplateError(BaseException):
 
 
 class RenderLimit:
-    """Of this process. ``is_last``: no other one renders what takes it longer. ``may_die``: it may be
-    ended for a rendering. ``most_seconds``: of the last."""
+    """This process's limit. ``is_last``: no other process renders what takes longer here. ``may_die``: it
+    may be ended because of a rendering. ``most_seconds``: the limit of the last process."""
 
     is_last = may_die = False
     most_seconds = 5.0

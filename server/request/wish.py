@@ -1,5 +1,4 @@
-"""What a request says of the model that it needs, which may have to be loaded before the request can be
-read."""
+"""Finds the model that a request names, which may have to be loaded before the request can be read."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from server.request.messages import CACHED, ArgumentsField, MessageToolCall, Tex
 
 _NOTHING_RUNS = "no tool runs here; its results come from the client, as 'tool_result'"
 _ACCOUNT_LINE = "x-anthropic-billing-header:"
-"""What agents put at the front of a system prompt for Anthropic's books. It differs from session to
-session, so with it no session would find another's prompt in the cache."""
+"""The line that agents put at the front of a system prompt for Anthropic's accounts. It differs from
+session to session, so with it no session would find another's prompt in the cache."""
 
 
 class Block(Body):

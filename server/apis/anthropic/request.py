@@ -218,7 +218,7 @@ class MessageFields(Body):
         return given, OwnNames(_NAMES | paths)
 
     def form(self) -> OutputFormat | None:
-        """What the text has to match. Raises ApiError 400."""
+        """Returns the format that the text has to match. Raises ApiError 400."""
         own = None if self.output_config is None else self.output_config.format
         if own is not None and self.output_format not in (None, own):
             raise refused("output_format", "contradicts output_config.format")

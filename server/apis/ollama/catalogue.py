@@ -1,6 +1,5 @@
-"""What Ollama's clients ask about a server: its models, the facts of each, its version. The models were
-chosen at start, so what would change them is refused.
-"""
+"""Answers what Ollama's clients ask about a server: its models, the facts of each, its version. The
+models were chosen at start, so what would change them is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from server.version import server_version
 router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
 
 OLLAMA_VERSION = "0.12.11"
-"""Of the Ollama whose API this is: clients ask for at least one that has what they use."""
+"""The version of the Ollama whose API this is: clients ask for at least one that has what they use."""
 # The longest time that Ollama can count: it says so of a model that is kept for ever.
 _FOR_EVER = timedelta(microseconds=(2**63 - 1) // 1000)
 _BYTES = {"float32": 4, "float64": 8}

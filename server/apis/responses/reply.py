@@ -64,7 +64,7 @@ class ResponseEvent(TypedDict):
 
 
 _FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""What a call has of the model's text, by the item's type."""
+"""The field of a call that holds the model's text, by the item's type."""
 
 
 class ResponsesWriter(NamedEventWriter):

@@ -186,8 +186,8 @@ _FOREIGN = (  # noqa: SIM905
 
 
 class ForeignItem(_Item):
-    """What other servers and their tools left. The model is shown calls with an id, and what came of
-    them, as those of a function; the rest is left out."""
+    """Items that other servers and their tools left. The model is shown calls with an id, and what came
+    of them, as those of a function; the rest is left out."""
 
     model_config = ConfigDict(extra="allow")
     without_effect: ClassVar[WithoutEffect] = {}
