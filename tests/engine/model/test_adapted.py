@@ -100,9 +100,11 @@ def test_chunks_and_trees_have_their_requests_adapter(form: str) -> None:
     rest = tree(TEXT[:10], 1, nodes, parents, range(4, 6))
     first.adapter = rest.adapter = world.adapters[1]
     (begun,) = run_together(world.runner, [first])
-    assert torch.equal(begun, whole[:9])
     (drafted,) = run_together(world.runner, [rest])
-    assert torch.equal(drafted[[0, 1, 2, 4]], whole[9:13])
+    found = torch.cat([begun, drafted[[0, 1, 2, 4]]])
+    # A library's own products of floats may add in another order for another number of rows.
+    closeness = {"rtol": 1e-5, "atol": 1e-5} if form == "fp32" else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(found, whole[:13], **closeness)
 
 
 @pytest.mark.parametrize("form", ["packed fp32", "packed bf16", "int8 bf16"])

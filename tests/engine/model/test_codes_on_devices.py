@@ -159,7 +159,8 @@ def test_floats_are_rounded_to_8_bits(name: str, caplog: pytest.LogCaptureFixtur
 
 
 def test_floats_are_rounded_to_4_bits_by_what_layers_read() -> None:
-    """As elsewhere, but for what sums of other orders make of inputs."""
+    """As well as elsewhere. Sums of other orders, by CPU, turn some codes into their neighbours, and the
+    codes after them make up for that."""
     texts = torch.randint(0, 90, (2, 24), generator=torch.Generator().manual_seed(0))
     wanted: dict[str, torch.Tensor] = {}
     for group in quantize_4_bits(tiny_model("llama"), texts):
@@ -167,8 +168,10 @@ def test_floats_are_rounded_to_4_bits_by_what_layers_read() -> None:
     model = tiny_model("llama")
     with torch.device("meta"):
         replace_linears(model, quantize_4_bits(model, texts), "int4")
-    layers = layers_of(model)
+    layers, floats = layers_of(model), tiny_model("llama").state_dict()
     assert layers.keys() == wanted.keys()
     for name, layer in layers.items():
         assert layer.product.packed.format.bits == 4
-        assert (weight_of(layer) == wanted[name]).float().mean() > 0.99, name
+        found, weight = weight_of(layer), floats[f"{name}.weight"]
+        error = (wanted[name] - weight).norm().item()
+        assert (found - weight).norm().item() == pytest.approx(error, rel=0.05), name

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine import build as build_module
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.build import build_engine_for
+from engine.build import target as build_module
 from engine.config import EngineConfig
 from engine.kernels.integers import can_multiply
 from engine.model import quantization
