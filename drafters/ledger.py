@@ -35,6 +35,8 @@ _DECAY = 0.95
 _SHARED_DECAY = 0.99
 _TRIAL_SHARE = 0.01
 """Trials cost no more than this part of what is written."""
+_MOST_SURPRISE = 8.0
+"""Times what a trial was expected to take that the last one is believed to have taken."""
 _MOST_QUIET = 32
 """Steps in which no request is asked before the ledger looks again."""
 
@@ -104,6 +106,9 @@ class Ledger:
         self._seconds = self._times.expect if seconds is None else seconds
         self._num_trial_steps = num_trial_steps
         self._trial_times = BatchTimes()
+        self._trial_seconds = 0.0
+        """What the last trial took, for each who was tried: they differ by how much of a text was
+        missed."""
         self._num_written, self._num_missing = 0, 0.0
         """Tokens since the last trial, and how many more the next one waits for."""
         self._num_trials = 0
@@ -168,7 +173,8 @@ class Ledger:
             self._num_left, self._num_missing = self._num_left - 1, 0.0
             return [at for at in left if hopes[at].request_id == self._trier]
         tried = left[self._num_trials % len(left)]
-        most = hopes[tried].tokens_per_second * self._trial_times.expect(1)
+        seconds = max(self._trial_times.expect(1), self._trial_seconds)
+        most = hopes[tried].tokens_per_second * seconds
         price = (max(price, most) + hopes[tried].rows) * self._num_trial_steps
         self._num_missing = price / _TRIAL_SHARE - self._num_written
         if self._num_missing > 0:
@@ -192,3 +198,5 @@ class Ledger:
         that is the price of a trial, not of a call."""
         times = self._trial_times if has_rested else self._times
         times.observe(size, seconds)
+        if has_rested:
+            self._trial_seconds = min(seconds, _MOST_SURPRISE * times.expect(size)) / size

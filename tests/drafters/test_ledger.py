@@ -88,6 +88,17 @@ def test_a_trial_costs_what_requests_have_missed_and_a_call_does_not() -> None:
     assert 9 <= num_tried <= 11, "and a trial ten"
 
 
+def test_after_a_trial_that_took_long_the_next_one_waits_for_its_price() -> None:
+    ledger = timed({1: 0.001})
+    for seconds in (60.0, 0.02, 0.02, 0.1):  # the first one of all warms up
+        ledger.took(1, seconds, has_rested=True)
+    assert ledger.choose(hopes(0.05)) == []
+    ledger.wrote(999)
+    assert ledger.choose(hopes(0.05)) == [], "it took ten tokens' time"
+    ledger.wrote(2)
+    assert ledger.choose(hopes(0.05)) == [0]
+
+
 def test_of_a_batch_that_has_rested_a_trial_costs_a_part() -> None:
     ledger = timed({1: 0.001})
     for _ in range(2):
