@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "extend.md"
 COPIED = (
-    *("server", "engine", "drafters", "compiled", "kvpool", "slipstream"),
-    *("deploy", "docs", "tests", "pyproject.toml"),
+    *("server", "engine", "drafters", "compiled", "kvpool", "slipstream", "bench"),
+    *("deploy", "docs", "tests", "pyproject.toml", "README.md"),
 )
 _FILE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _BODY = re.compile(r"^curl localhost:8000(\S+) .*?-d '(.*?)'$", re.MULTILINE | re.DOTALL)

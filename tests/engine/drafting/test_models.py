@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from drafters.model.protocol import Candidates, DraftRows, Levels
 from drafters.tree import ROOT
-from engine import build
 from engine.build import build_engine_for
+from engine.build import sizes as build_sizes
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.drafting.draft_model import EngineDraftModel
@@ -301,7 +301,7 @@ def test_several_small_models_draft_side_by_side_each_under_its_name(
 def test_the_pool_leaves_room_for_the_draft_models_rows(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, kv_dtype: str, share: float
 ) -> None:
-    monkeypatch.setattr(build, "free_bytes", lambda _: 100 * 4 * 4 * 2 * 2 * 16 * 4)
+    monkeypatch.setattr(build_sizes, "free_bytes", lambda _: 100 * 4 * 4 * 2 * 2 * 16 * 4)
     sizes: dict[str, Any] = {"num_blocks": None, "kv_memory_fraction": 1.0}
     assert build_engine_for(target(), None, EngineConfig(**SIZES | sizes)).info.num_blocks == 100
     sizes |= {"draft": (folders["near"],), "draft_kv_dtype": kv_dtype}
