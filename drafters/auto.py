@@ -34,7 +34,7 @@ from drafters.base import (
     RequestState,
     drafter,
 )
-from drafters.containment import counted, succeeds
+from drafters.containment import counted, guarded, succeeds
 from drafters.copying.prediction import PredictionDrafter
 from drafters.estimator import AcceptanceEstimator
 from drafters.guests import Guest
@@ -182,7 +182,7 @@ class AutoDrafter(Drafter):
         self._invite(state, self._prediction, NewRequest(request_id, state.token_ids, {}, ""))
         for guest in state.guests:
             if guest.drafter.info.takes_prediction:
-                succeeds((guest,), guest.drafter.predict, request_id, prediction_token_ids)
+                guarded((guest,), guest.drafter.predict, request_id, prediction_token_ids)
 
     def read_prompt(self, request_id: str, num_tokens: int) -> int:
         """The core, then one guest after the other."""
@@ -258,19 +258,18 @@ class AutoDrafter(Drafter):
         for ask, guest in chosen:
             guest.catch_up(ask.request_id, ask.token_ids)
         blamed = guests if len(guests) == 1 else ()
-        begun: list[Callable[[], list[DraftTree]]] = []
-        succeeds(blamed, lambda: begun.append(begin(drafter, asks)))
+        begun = guarded(blamed, begin, drafter, asks)
         spent = self._clock() - started
 
         def finish() -> None:
             started = self._clock()
-            if begun and succeeds(blamed, lambda: self._take(guests, begun[0]())):
+            if begun is not None and succeeds(blamed, lambda: self._take(guests, begun())):
                 seconds = spent + self._clock() - started
                 if any(guest.tree.token_ids for guest in guests):
                     ledger.took(len(guests), seconds, any(guest.has_rested for guest in guests))
             elif len(guests) > 1:
                 for ask, guest in chosen:
-                    succeeds(
+                    guarded(
                         (guest,), lambda g, a: self._take([g], drafter.propose([a])), guest, ask
                     )
             self.weighed_seconds += spent + self._clock() - started
@@ -310,7 +309,7 @@ class AutoDrafter(Drafter):
         told = [(head, each) for each in rows if (head := self._head_in(each.request_id))]
         if told and self._head is not None:
             heads = [head for head, _ in told]
-            succeeds(heads, self._head.observe_hidden, [each for _, each in told])
+            guarded(heads, self._head.observe_hidden, [each for _, each in told])
 
     def num_usable_tokens(
         self, token_ids: Sequence[int], block_ids: Sequence[int], cache_salt: str
@@ -328,11 +327,11 @@ class AutoDrafter(Drafter):
         request that is not open."""
         head = self._head_in(request_id)
         if head is not None and head.has_drafted:
-            succeeds((head,), head.drafter.leave_blocks, request_id, token_ids, block_ids)
+            guarded((head,), head.drafter.leave_blocks, request_id, token_ids, block_ids)
 
     def settle(self) -> None:
         if self._head is not None:
-            succeeds((), self._head.settle)
+            guarded((), self._head.settle)
 
     # What all are told
 
@@ -363,7 +362,7 @@ class AutoDrafter(Drafter):
         state.core.finish()
         for guest in state.guests:
             guest.catch_up(request_id, state.token_ids)
-            succeeds((guest,), guest.drafter.close, request_id)
+            guarded((guest,), guest.drafter.close, request_id)
 
 
 def can_join(info: DrafterInfo) -> bool:

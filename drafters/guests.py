@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from drafters.base import Drafter, Observation
-from drafters.containment import succeeds
+from drafters.containment import guarded
 from drafters.estimator import RequestAcceptance
 from drafters.ledger import Gain, Ledger
 from drafters.tree import EMPTY, DraftTree
@@ -33,7 +33,6 @@ class Guest:
     num_free: float = 0.0
     has_rested: bool = True
     """It was not asked in the step before, and has to take in what has come since."""
-    has_drafted: bool = False
     hears_all: bool = field(init=False)
     """It hears of every step, since it keeps states of the target."""
 
@@ -44,6 +43,10 @@ class Guest:
     @property
     def name(self) -> str:
         return self.drafter.info.name
+
+    @property
+    def has_drafted(self) -> bool:
+        return bool(self.added.own)
 
     @property
     def is_asked(self) -> bool:
@@ -60,7 +63,6 @@ class Guest:
         was_asked = bool(self.tree.token_ids)
         self.has_rested = not was_asked
         if was_asked:
-            self.has_drafted = True
             self.added.observe(self._brought(seen, core), self.num_free)
         if was_asked or self.acceptance.is_waiting:
             self.acceptance.label_against(self.tree, emitted)
@@ -68,7 +70,7 @@ class Guest:
         if not self.is_asked:
             return
         if was_asked or self.hears_all:
-            succeeds((self,), self.drafter.observe, [told])
+            guarded((self,), self.drafter.observe, [told])
         else:
             self.num_missed += len(emitted)
 
@@ -77,7 +79,7 @@ class Guest:
         while its rows were verified: of what no row was granted for, nothing came."""
         accepted = seen.accepted_token_ids
         num_more = len(self.tree.follow(accepted)) - len(core.follow(accepted))
-        rows = (seen.tree.texts() & self.tree.texts()) - core.texts()
+        rows = {*seen.tree.paths()}.intersection(self.tree.paths()).difference(core.paths())
         return max(0, num_more) - len(rows) * seen.row_tokens
 
     def _view(self, seen: Observation) -> Observation:
@@ -97,4 +99,4 @@ class Guest:
         num_missed, self.num_missed = self.num_missed, 0
         if num_missed and self.is_asked:
             seen = Observation.of_missed(request_id, text, num_missed)
-            succeeds((self,), self.drafter.observe, [seen])
+            guarded((self,), self.drafter.observe, [seen])

@@ -87,12 +87,12 @@ class DraftTree:
                 path.append(index)
         return path
 
-    def texts(self) -> set[tuple[int, ...]]:
-        """Returns of each node the tokens from the root's child down to it."""
-        found: list[tuple[int, ...]] = []
-        for parent, token_id in zip(self.parents, self.token_ids, strict=True):
-            found.append((*found[parent], token_id) if parent != ROOT else (token_id,))
-        return set(found)
+    def paths(self) -> list[tuple[int, ...]]:
+        """Returns the tokens from the root (excluded) to every row (included), the root's row first."""
+        found: list[tuple[int, ...]] = [()]
+        for token_id, parent in zip(self.token_ids, self.parents, strict=True):
+            found.append((*found[parent - ROOT], token_id))
+        return found
 
     def subtree(self, kept: Sequence[int]) -> DraftTree:
         """Returns the tree of the given nodes (ascending, parent-closed), renumbered."""

@@ -35,7 +35,7 @@ from engine.kernels.triton.choice_ops import can_choose, choose_rows
 from engine.request.params import SamplingParams
 from engine.sampling.logprobs import begin_top_tokens
 from engine.sampling.noise_torch import gumbel
-from engine.sampling.state import SampledRequest, noise_positions, paths, rows_of, truncates
+from engine.sampling.state import SampledRequest, noise_positions, rows_of, truncates
 from engine.transfer import read_now, upload
 
 Truncation: TypeAlias = SamplingParams | DraftSampling
@@ -114,7 +114,7 @@ def edited_logits(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
         if processors:
             values = logits.clone() if values is logits else values
             own = rows_of(each)
-            rows, row_paths = values[own.start : own.stop], paths(each.draft)
+            rows, row_paths = values[own.start : own.stop], each.draft.paths()
             for processor in processors:
                 processor.process(rows, row_paths)
     return values

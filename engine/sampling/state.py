@@ -145,11 +145,3 @@ def noise_positions(request: SampledRequest) -> list[int]:
     state = request.sampling
     first = state.num_tokens + state.num_unseen
     return [first, *(first + depth for depth in request.draft.depths())]
-
-
-def paths(draft: DraftTree) -> list[tuple[int, ...]]:
-    """The draft tokens from the anchor (excluded) to every row (included), the anchor's row first."""
-    found: list[tuple[int, ...]] = [()]
-    for token_id, parent in zip(draft.token_ids, draft.parents, strict=True):
-        found.append((*found[parent + 1], token_id))
-    return found

@@ -14,7 +14,7 @@ from engine.request.events import FinishInfo, FinishReason, TokenLogprobs
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest
 from engine.request.stats import Reason, RequestStats
-from engine.sampling.state import SamplingState, paths
+from engine.sampling.state import SamplingState
 from kvpool.block_pool import Restoration
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class ScheduledRequest:
             return
         if self.sampling.verification != "match" and not draft.is_chain():
             return
-        num_left_out = 1 + len(draft) - grammar.num_maskable(paths(draft))
+        num_left_out = 1 + len(draft) - grammar.num_maskable(draft.paths())
         if num_left_out:
             self.draft = draft.subtree(range(len(draft) - num_left_out))
             self.rows.num_logits -= num_left_out

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from drafters.base import Drafter, HiddenRows, Observation, hidden_layers_of
-from drafters.containment import count_of, counted, guarded
+from drafters.containment import count_of, counted, guarded, succeeds
 from drafters.estimator import AcceptanceEstimator
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
@@ -112,14 +112,13 @@ class Speculation:
         request.drafting = self._drafting[request_id] = drafting
         drafting.weighs_cost = policy.weighs_cost and not wanted.min_speculative_tokens
 
-        def start() -> bool:
+        def start() -> None:
             drafter.open(request_id, request.token_ids, wanted.options, params.cache_salt)
             if params.prediction_token_ids:
                 drafter.predict(request_id, params.prediction_token_ids)
             drafter.read_prompt(request_id, 0)
-            return True
 
-        drafting.is_open = guarded([drafting], start) or False
+        drafting.is_open = succeeds([drafting], start)
         if drafting.is_open:
             self._unread[request_id] = drafting
 
@@ -164,13 +163,8 @@ class Speculation:
         may find it, and before others draft, who may have the blocks."""
         while self._unsettled:
             _, drafter = self._unsettled.popitem()
-            if guarded([], self._settled, drafter) is None:
+            if not succeeds([], drafter.settle):
                 self._num_closed_failures += 1
-
-    @staticmethod
-    def _settled(drafter: Drafter) -> bool:
-        drafter.settle()
-        return True
 
     def close(self, request: Request) -> int:
         """Forget a request; returns how often its drafter failed it, here included."""

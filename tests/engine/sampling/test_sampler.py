@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import chain
 from engine.request.errors import RequestError
 from engine.request.params import SamplingParams
 from engine.sampling.sampler import target_probs
-from engine.sampling.state import paths
 from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import (
     edited_row,
@@ -71,13 +70,13 @@ class Case:
         self.logits = logits.to(dtype)
 
     def edited(self) -> list[Tensor]:
-        texts = [[*self.output, *path] for path in paths(self.tree)]
+        texts = [[*self.output, *path] for path in self.tree.paths()]
         rows = zip(self.logits, texts, strict=True)
         return [edited_row(row, self.params, self.prompt, text) for row, text in rows]
 
     def expected(self) -> list[int]:
         first, tokens = len(self.prompt) + len(self.output), []
-        for values, path in zip(self.edited(), paths(self.tree), strict=True):
+        for values, path in zip(self.edited(), self.tree.paths(), strict=True):
             position = first + len(path)
             tokens.append(expected_token(values, self.params, self.state.key, position))
         return tokens
@@ -137,9 +136,3 @@ def test_tokens_outside_the_vocabulary_are_refused(params: SamplingParams, name:
     with pytest.raises(RequestError) as caught:
         new_state(params, 10)
     assert caught.value.param == name
-
-
-def test_paths_follow_the_tree() -> None:
-    tree = DraftTree([5, 6, 7, 8], [-1, 0, -1, 2], [0] * 4)
-    assert paths(tree) == [(), (5,), (5, 6), (7,), (7, 8)]
-    assert paths(EMPTY) == [()]
