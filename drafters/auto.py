@@ -167,14 +167,16 @@ class AutoDrafter(Drafter):
 
     def _invite(self, state: AutoState, drafter: Drafter, request: NewRequest) -> Guest:
         name = drafter.info.name
-        ledger = self._ledgers.setdefault(name, Ledger())
-        guest = Guest(drafter, ledger, self.estimator.for_request(name))
+        guest = Guest(drafter, self._ledger(name), self.estimator.for_request(name))
         state.guests.append(guest)
         options = drafter.info.defaults()
         told = (request.request_id, request.token_ids, options, request.cache_salt)
         if not succeeds((guest,), drafter.open, *told):
             guest.silence()
         return guest
+
+    def _ledger(self, guest: str) -> Ledger:
+        return self._ledgers.setdefault(guest, Ledger())
 
     def predict(self, request_id: str, prediction_token_ids: Sequence[int]) -> None:
         """Raises KeyError for a request that is not open."""
@@ -244,7 +246,11 @@ class AutoDrafter(Drafter):
         """Begins a guest's drafts of one batch, for the requests where they are expected to pay. What is
         returned takes them, of each request alone where that goes wrong."""
         hopes = [
-            Hope(guest.added.expect(guest.num_free), request.tokens_per_second)
+            Hope(
+                guest.added.expect(guest.num_free),
+                request.tokens_per_second,
+                has_rested=guest.has_rested,
+            )
             for request, guest in able
         ]
         ledger = able[0][1].ledger
@@ -314,8 +320,8 @@ class AutoDrafter(Drafter):
     def num_usable_tokens(
         self, token_ids: Sequence[int], block_ids: Sequence[int], cache_salt: str
     ) -> int:
-        """As many as the head can use; all if it fails."""
-        if self._head is None:
+        """As many as the head can use; all if it fails, or has not paid of late."""
+        if self._head is None or not self._ledger(self._head.info.name).pays:
             return len(token_ids)
         ask, most = self._head.num_usable_tokens, len(token_ids)
         return counted((), most, ask, token_ids, block_ids, cache_salt, otherwise=most)

@@ -8,7 +8,9 @@ costs about as much for one request as for many.
 
 Requests for which a draft does not pay are tried: one at a time, in turn, and only as often as the
 tokens generated since the last trial allow. So expensive drafts are tried seldom, and almost free ones,
-such as copies that come in runs, hardly rest.
+such as copies that come in runs, hardly rest. Where a drafter has to take in what a request has missed,
+and that takes long, requests join it by doubling their number: one lucky trial does not have all of them
+take in their texts at once.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ _TRIAL_SHARE = 0.01
 """Trials cost no more than this part of what is written."""
 _MOST_SURPRISE = 8.0
 """Times what a trial was expected to take that the last one is believed to have taken."""
+_DEAR = 2.0
+"""Times a call's price that a trial takes, from which requests join one after the other."""
 _MOST_QUIET = 32
 """Steps in which no request is asked before the ledger looks again."""
 
@@ -84,12 +88,13 @@ class Hope(NamedTuple):
     """A request for which the drafter may be asked: the tokens expected from its draft, less the tokens
     forgone while its rows are verified, and the tokens the engine generates per second meanwhile (as in
     ``DraftRequest``; 0: cost is not weighed). ``rows``: the price of its rows, in tokens, if it were
-    tried; ``request_id``: whose trial it is."""
+    tried; ``request_id``: whose trial it is. ``has_rested``: the drafter has to take in what it missed."""
 
     gain: float
     tokens_per_second: float
     rows: float = 0.0
     request_id: str = ""
+    has_rested: bool = False
 
 
 class Ledger:
@@ -117,6 +122,10 @@ class Ledger:
         others."""
         self._trier, self._num_left = "", 0
         """Whose trial lasts, and in how many steps more it is asked."""
+        self._num_joined = 0
+        """Requests that were asked in the last step for what they are expected to gain."""
+        self.pays = True
+        """Whether any request was last asked for other than as a trial."""
 
     def gain(self, kind: Hashable = None) -> Gain:
         """Returns the estimate of a new request."""
@@ -139,12 +148,25 @@ class Ledger:
             gain += hopes[order[size - 1]].gain
             if gain - MARGIN * (price[size] - price[first]) > most:
                 best, most = size, gain - MARGIN * (price[size] - price[first])
-        chosen, left = order[:best], order[best:]
+        chosen, left = self._join(hopes, order[:best], first), order[best:]
         if left:
             chosen += self._tried(hopes, left, price[best + 1] / (best + 1))
         if hopes and not chosen:
             self._rest(len(hopes))
         return sorted(chosen)
+
+    def _join(self, hopes: Sequence[Hope], worthy: list[int], num_free: int) -> list[int]:
+        """Returns those of ``worthy`` that are asked in this step: of the ones that have rested, as many as
+        were asked in the last step. The first ``num_free`` do not weigh cost and are no part of this."""
+        self.pays = bool(worthy)
+        most = max(1, self._num_joined)
+        if 0.0 < self._trial_times.expect(1) <= _DEAR * self._seconds(1):
+            most = len(worthy)
+        rested = [at for at in worthy[num_free:] if hopes[at].has_rested]
+        late = set(rested[most:])
+        chosen = [at for at in worthy if at not in late]
+        self._num_joined = len(chosen) - num_free
+        return chosen
 
     def _rest(self, num_requests: int) -> None:
         """Records that no request is asked: until others come, or a trial, nothing is learned of the

@@ -127,7 +127,8 @@ class Ledgers:
         if drafting.num_whole:
             rows = self._tokens(plan, drafting.num_whole)
         gain = drafting.gain.expect() - rows
-        return Hope(gain, self._rate, max(rows, drafting.row_tokens), request.request_id)
+        rows = max(rows, drafting.row_tokens)
+        return Hope(gain, self._rate, rows, request.request_id, drafting.has_rested)
 
     def granted(self, plan: Plan) -> None:
         """The drafts of the step are those that it verifies."""

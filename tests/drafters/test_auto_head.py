@@ -401,3 +401,11 @@ def test_a_head_that_does_not_know_what_is_of_use_costs_no_hit() -> None:
     auto = World(Head("head", right, fails="settle")).auto
     auto.settle()
     assert auto.num_usable_tokens([1, 2, 3], [5], "") == 3, "4 are more than there are"
+
+
+@pytest.mark.parametrize(("price", "usable"), [(2.0, 4), (6.0, 9)])
+def test_nothing_is_computed_again_for_a_head_that_rests(price: float, usable: int) -> None:
+    world = World(Head("head", right, seconds=price / RATE))
+    assert world.auto.num_usable_tokens([*range(9)], [5, 6], "") == 4, "nobody knows yet"
+    world.run(1000)
+    assert world.auto.num_usable_tokens([*range(9)], [5, 6], "") == usable

@@ -110,6 +110,41 @@ def test_of_a_batch_that_has_rested_a_trial_costs_a_part() -> None:
     assert 9 <= num_tried <= 11, "the part of one of eight is ten tokens' time"
 
 
+@pytest.mark.parametrize(("trial", "asked"), [(0.1, [1, 2, 4, 8]), (0.0015, [8, 8, 8, 8])])
+def test_where_taking_in_a_text_is_dear_requests_join_by_doubling(
+    trial: float, asked: list[int]
+) -> None:
+    """A call takes a tenth of a token's time, a trial ten tokens' or one and a half times a call's."""
+    ledger = timed({1: 0.001})
+    for _ in range(2):
+        ledger.took(1, trial, has_rested=True)
+    rested, found = [True] * 8, []
+    for _ in asked:
+        chosen = ledger.choose([Hope(2.0, RATE, has_rested=each) for each in rested])
+        rested = [each and at not in chosen for at, each in enumerate(rested)]
+        found.append(len(chosen))
+    assert found == asked
+
+
+def test_who_has_not_rested_is_asked_beside_one_that_joins() -> None:
+    ledger = Ledger()
+    rested = [True, False, True, True, False]
+    chosen = ledger.choose([Hope(2.0, RATE, has_rested=each) for each in rested])
+    assert chosen == [0, 1, 4]
+    always = [Hope(0.0, 0.0, has_rested=True)] * 3
+    assert ledger.choose(always) == [0, 1, 2], "their policy weighs no cost"
+
+
+def test_a_ledger_says_whether_drafts_pay() -> None:
+    ledger = timed({1: 0.01})
+    assert ledger.pays, "nothing says otherwise"
+    for gain, pays in ((0.5, False), (1.5, True), (0.5, False)):
+        ledger.choose(hopes(gain))
+        assert ledger.pays == pays
+    ledger.choose([Hope(0.0, 0.0)])
+    assert ledger.pays, "what is always asked for"
+
+
 def test_those_left_out_are_tried_in_turn_the_most_hopeful_first() -> None:
     ledger = timed({1: 0.01, 2: 0.02})
     found = []

@@ -89,9 +89,9 @@ def chunked(target: Target, requests: Sequence[GenerationRequest]) -> Driver:
 
 def prefix_hit(target: Target, requests: Sequence[GenerationRequest]) -> Driver:
     driver = Driver(target.core(target.setup))
-    once = SamplingParams(1, temperature=0.0)
+    some = SamplingParams(6, temperature=0.0)
     driver.run(*(request(f"first-{i}", prompt) for i, prompt in enumerate(target.prompts)))
-    # Heads have rows only of texts that they were asked for, and several take them from each other.
+    # Heads have rows only of texts that they drafted for, and several take them from each other.
     heads = {
         name: each.speculative
         for each in requests
@@ -99,7 +99,7 @@ def prefix_hit(target: Target, requests: Sequence[GenerationRequest]) -> Driver:
     }
     for name, way in heads.items():
         asked = enumerate(target.prompts)
-        driver.run(*(request(f"first-{name}-{i}", prompt, once, way) for i, prompt in asked))
+        driver.run(*(request(f"first-{name}-{i}", prompt, some, way) for i, prompt in asked))
     driver.run(*requests)
     # Long prompts may have lost blocks to each other meanwhile.
     contended = heads if len(heads) > 1 else {}
