@@ -329,10 +329,10 @@ class AutoDrafter(Drafter):
     def leave_blocks(
         self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int]
     ) -> None:
-        """A head that rested all the time computes nothing for others to find. Raises KeyError for a
-        request that is not open."""
+        """A head that does not pay, or never drafted here, computes nothing for others to find. Raises
+        KeyError for a request that is not open."""
         head = self._head_in(request_id)
-        if head is not None and head.has_drafted:
+        if head is not None and head.has_drafted and head.ledger.pays:
             guarded((head,), head.drafter.leave_blocks, request_id, token_ids, block_ids)
 
     def settle(self) -> None:

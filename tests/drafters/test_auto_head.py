@@ -312,6 +312,13 @@ def test_a_head_computes_what_others_may_find_only_where_it_has_drafted() -> Non
     assert world.head.calls == [("leave_blocks", "r", text, [5])]
 
 
+def test_a_head_that_does_not_pay_computes_nothing_for_others() -> None:
+    world = World(Head("head", right, seconds=6 / RATE)).run(300)
+    assert 0 < world.num_asked < 30
+    world.auto.leave_blocks("r", world.texts["r"], [5])
+    assert ("leave_blocks", "r", world.texts["r"], [5]) not in world.head.calls
+
+
 def test_auto_asks_the_engine_for_what_its_head_needs() -> None:
     head = Head("head", right)
     auto = World(head).auto
