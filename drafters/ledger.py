@@ -88,7 +88,7 @@ class Hope(NamedTuple):
     """A request for which the drafter may be asked: the tokens expected from its draft, less the tokens
     forgone while its rows are verified, and the tokens the engine generates per second meanwhile (as in
     ``DraftRequest``; 0: cost is not weighed). ``rows``: the price of its rows, in tokens, if it were
-    tried; ``request_id``: whose trial it is. ``has_rested``: the drafter has to take in what it missed."""
+    tried; ``request_id``: whose trial it is. ``has_rested``: it first takes in what was missed."""
 
     gain: float
     tokens_per_second: float
@@ -156,8 +156,8 @@ class Ledger:
         return sorted(chosen)
 
     def _join(self, hopes: Sequence[Hope], worthy: list[int], num_free: int) -> list[int]:
-        """Returns those of ``worthy`` that are asked in this step: of the ones that have rested, as many as
-        were asked in the last step. The first ``num_free`` do not weigh cost and are no part of this."""
+        """Returns the part of ``worthy`` that is asked in this step: of requests that have rested, as
+        many as were asked in the last step. The first ``num_free`` weigh no cost and are always asked."""
         self.pays = bool(worthy)
         most = max(1, self._num_joined)
         if 0.0 < self._trial_times.expect(1) <= _DEAR * self._seconds(1):

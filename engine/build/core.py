@@ -85,7 +85,7 @@ def _measured_cost(runner: ModelRunner, config: EngineConfig, limits: ModelLimit
         measure(
             runner.time_step,
             most,
-            repeats=2,
+            repeats=3,
             far_context=far,
             max_kv_tokens=runner.store.num_slots,
             budget_seconds=1.5,

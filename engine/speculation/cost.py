@@ -350,23 +350,32 @@ def measure(
     untimed one; so do one and eight rows over ``far_context`` tokens, and one row or a few of each of
     up to eight requests with as many tokens each, ``max_kv_tokens`` in all when every request takes
     whole blocks of ``block_size``. Rounds go over all of them in turn, so that a slow spell of the
-    machine hits all alike, and end early once ``budget_seconds`` are spent. Larger counts, which only
-    prompts reach, run twice, the better counts; those that would take more than an eighth of the
-    budget are left to ``CostModel``, which goes on as steeply.
+    machine hits all alike. Once ``budget_seconds`` are spent, points that take more than an eighth of
+    them are left out of further rounds, and the better of their two runs counts: the few rows among which
+    gamma chooses most are quick, and one slow run would be believed for long. Larger counts, which only
+    prompts reach, run twice, too; where one would take more than an eighth of the budget ``CostModel``
+    goes on as steeply instead.
     """
     counts = bucket_row_counts(max_rows)
     points = [(count, 0, 1) for count in counts if count <= _MOST_CHOSEN_ROWS]
     points += _far_points(max_rows, far_context, max_kv_tokens, block_size)
-    spent = sum(run(*point) for point in points)
+    first = {point: run(*point) for point in points}
     seconds: dict[tuple[int, int, int], list[float]] = {point: [] for point in points}
-    for _ in range(repeats):
+    spent = sum(first.values())
+    for number in range(repeats):
         for point in points:
-            seconds[point].append(run(*point))
-        spent += sum(values[-1] for values in seconds.values())
-        if spent > budget_seconds:
-            break
+            if number == 0 or spent <= budget_seconds or first[point] <= budget_seconds / 8:
+                seconds[point].append(run(*point))
+                spent += seconds[point][-1]
     measured = [
-        Measurement(rows, kv_tokens, median_low(values), requests)
+        Measurement(
+            rows,
+            kv_tokens,
+            median_low(values)
+            if len(values) > 1
+            else min(*values, first[rows, kv_tokens, requests]),
+            requests,
+        )
         for (rows, kv_tokens, requests), values in seconds.items()
     ]
     last = max((each for each in measured if not each.num_kv_tokens), key=itemgetter(0))

@@ -97,7 +97,7 @@ class EveryDrafterTarget(TinyTarget):
 
         context = DrafterContext(TINY_VOCAB, draft_model=draft_model)
         methods = {name: draft.method for name, draft in self._found.items()}
-        # Whether auto asks its head, so whether that has rows of a prefix, must not depend on the machine.
+        # Whether auto asks its head, so whether that has rows of a prefix, must not depend on machines.
         clock = partial(next, count(0.0, _TICK))
         auto = {"auto": lambda found: AutoDrafter(None, found.vocab_size, clock=clock)}
         drafters = build_drafters(None, context, auto, methods)

@@ -246,23 +246,27 @@ def test_requests_measured_side_by_side_fit_into_the_store_in_whole_blocks() -> 
     assert max(size.num_requests for size in sizes) == 4
 
 
-def test_measuring_stops_when_its_budget_is_spent_but_covers_every_row_count_that_gamma_chooses() -> (
-    None
-):
+def test_what_takes_long_runs_twice_once_the_budget_is_spent_and_the_better_run_counts() -> None:
     calls: list[tuple[int, ...]] = []
 
     def run(*size: int) -> float:
         calls.append(size)
-        return true_seconds(*size)
+        return true_seconds(*size) * (2.0 if calls.count(size) == 2 else 1.0)
 
-    points = measure(run, max_rows=1024, repeats=3, budget_seconds=0.9)
-    # 1.1 s went into the first round: there is one more, and nothing longer than 0.11 s is run.
-    assert calls == calls[: len(points)] * 2
+    points = measure(run, max_rows=1024, repeats=3, budget_seconds=0.4)
     assert [each.num_rows for each in points if each.num_kv_tokens == 0] == bucket_row_counts(64)
-    patient = measure(run, max_rows=1024, repeats=3, budget_seconds=4.0)
+    for each in points:
+        size = (each.num_rows, each.num_kv_tokens, each.num_requests)
+        assert calls.count(size) == (4 if true_seconds(*size) <= 0.05 else 2)
+        assert each.seconds == true_seconds(*size), "one slow run is not believed"
+    assert {calls.count(size) for size in calls} == {2, 4}
+
+
+def test_row_counts_that_take_an_eighth_of_the_budget_are_left_out() -> None:
+    points = measure(true_seconds, max_rows=1024, repeats=3, budget_seconds=4.0)
     # 256 rows would take 0.39 s, going by 128; 512 would take 0.69 s, more than an eighth.
-    assert max(each.num_rows for each in patient) == 256
-    model = CostModel(patient)
+    assert max(each.num_rows for each in points) == 256
+    model = CostModel(points)
     assert model.step_seconds(1024, 0, 1) == pytest.approx(true_seconds(1024))
 
 
