@@ -22,7 +22,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType
 from gguf.quants import dequantize, quantize
 
-from engine.gguf.file import GgufHeader, StoredTensor, read_header
+from engine.weights.gguf.file import GgufHeader, StoredTensor, read_header
 
 Array = np.ndarray[Any, Any]
 Kind = GGMLQuantizationType

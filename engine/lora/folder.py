@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 
 from engine.kernels import MOST_RANK
 from engine.model.layers import LayerShape
-from engine.model.patterns import Patterns
 from engine.request.errors import AdapterError
+from engine.weights.patterns import Patterns
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

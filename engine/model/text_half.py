@@ -33,8 +33,8 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from engine.model.patterns import Patterns
 from engine.request.errors import UnsupportedModelError
+from engine.weights.patterns import Patterns
 
 _MOST_INDEX_BYTES = 1 << 28
 _NUM_TOKENS = 12

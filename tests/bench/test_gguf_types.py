@@ -12,10 +12,10 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from bench.gguf_types import FALLBACKS, KINDS, Shape, fitting, main, pack, rewrite, write_random
-from engine.gguf.file import read_header
-from engine.model.gguf_weights import load_gguf, read_config
-from engine.model.stored.gguf import GgufEmbedding, GgufWeight
 from engine.tokenizer import load_tokenizer
+from engine.weights.gguf.blocks import GgufEmbedding, GgufWeight
+from engine.weights.gguf.file import read_header
+from engine.weights.gguf.loading import load_gguf, read_config
 from worlds.gguf_files import TOKENS, tiny_llama, write_gguf
 
 BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q5_0: 5, Kind.Q5_1: 5, Kind.Q8_0: 8} | {

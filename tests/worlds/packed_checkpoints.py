@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.model.checkpoint import load_weights
-from engine.model.stored.experts import expert_sizes
-from engine.model.stored.formats import read_places
-from engine.model.stored.layer import StoredLinear, StoredWeight
-from engine.model.stored.places import StoredTensors
+from engine.weights.checkpoint import load_weights
+from engine.weights.experts import expert_sizes
+from engine.weights.formats import read_places
+from engine.weights.layer import StoredLinear, StoredWeight
+from engine.weights.places import StoredTensors
 from worlds.tiny_models import tiny_model
 
 Tensors = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from engine.drafting.facts import TargetFacts
-from engine.model.checkpoint import not_finite
+from engine.weights.checkpoint import not_finite
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from engine.attention.backend import AttentionPlan, KVShape, attending
 from engine.batch import NORMED
 from engine.drafting.published.folder import DraftFolder
-from engine.model.checkpoint import load_weights
 from engine.model.loader import attach_attention, max_position, refuse_unservable
-from engine.model.shards import whole
 from engine.request.errors import UnsupportedModelError
+from engine.weights.checkpoint import load_weights
+from engine.weights.shards import whole
 
 logger = logging.getLogger(__name__)
 

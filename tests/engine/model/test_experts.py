@@ -21,12 +21,12 @@ from engine.model.experts import (
     restored_experts,
     rounded_experts,
 )
-from engine.model.int8 import quantize_weight
 from engine.model.loader import load_model
-from engine.model.rounding.gptq import round_to_nearest
-from engine.model.stored.experts import GgufExperts
-from engine.model.stored.gguf import BLOCK_TYPES
 from engine.request.errors import UnsupportedModelError
+from engine.weights.experts import GgufExperts
+from engine.weights.gguf.blocks import BLOCK_TYPES
+from engine.weights.rounding.gptq import round_to_nearest
+from engine.weights.rounding.int8 import quantize_weight
 from worlds.packed_checkpoints import (
     INT4,
     TOKENS,
