@@ -90,15 +90,15 @@ def _halves(sizes: Mapping[str, tuple[int, int]], name: str) -> tuple[int, int]:
 
 
 class GgufExperts(StoredExperts):
-    """Experts as GGUF files have them. ``kinds``: numbers of types in ggml, each one of ``BLOCK_TYPES``,
-    by the parameters that are there: ``gate_up_proj``, or ``gate_proj`` and ``up_proj`` apart, or
-    ``up_proj`` alone where there is no gate; and ``down_proj``. They are ``[num_experts, out_features,
-    bytes of a row]`` uint8. Where the model's experts have biases, each has one beside it,
-    ``<name>_bias``, ``[num_experts, out_features]`` of ``dtype``."""
+    """Experts as GGUF files have them. ``kinds``: types, each one of ``BLOCK_TYPES``, by the parameters
+    that are there: ``gate_up_proj``, or ``gate_proj`` and ``up_proj`` apart, or ``up_proj`` alone where
+    there is no gate; and ``down_proj``. They are ``[num_experts, out_features, bytes of a row]`` uint8.
+    Where the model's experts have biases, each has one beside it, ``<name>_bias``, ``[num_experts,
+    out_features]`` of ``dtype``."""
 
     method = "gguf"
 
-    def __init__(self, own: Any, kinds: Mapping[str, int], dtype: torch.dtype) -> None:
+    def __init__(self, own: Any, kinds: Mapping[str, str], dtype: torch.dtype) -> None:
         super().__init__(own)
         self.kinds = dict(kinds)
         for name, kind in kinds.items():

@@ -6,13 +6,15 @@ They last from loading to packing (``engine.model.quantization``), and compute n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from engine.kernels.grouped_weight import GroupedWeight
+from engine.request.errors import UnsupportedModelError
+from engine.weights.index import TensorIndex
 
 _CHANNELS_AT_ONCE = 2048
 
@@ -40,6 +42,31 @@ def embed_scale(module: nn.Module) -> float | None:
 def scaled(found: torch.Tensor, scale: float) -> torch.Tensor:
     """Returns what was looked up times a scale, which is rounded to its type first."""
     return found if scale == 1.0 else found * torch.tensor(scale).to(found.dtype)
+
+
+def room(
+    tensors: TensorIndex, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]
+) -> nn.Parameter:
+    """Returns a parameter of the type that is stored, to be filled. Raises UnsupportedModelError where
+    the tensor is missing, of another shape, or of none of these types."""
+    found = tensors.get(name)
+    if found is None:
+        raise UnsupportedModelError(
+            f"1 tensors that the configuration asks for are missing: {name}"
+        )
+    if found.shape != shape:
+        raise UnsupportedModelError(
+            "1 tensors have other shapes than the configuration says: "
+            f"{name} {list(found.shape)} instead of {list(shape)}"
+        )
+    if found.dtype not in dtypes:
+        wanted = ", ".join(map(type_name, dtypes))
+        raise UnsupportedModelError(f"{name} is of {type_name(found.dtype)} instead of {wanted}")
+    return fixed(torch.empty(shape, dtype=found.dtype))
+
+
+def type_name(dtype: torch.dtype | None) -> str:
+    return "an unknown type" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 class StoredWeight(nn.Module):

@@ -7,8 +7,8 @@ from torch import nn
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.request.errors import UnsupportedModelError
+from engine.weights.index import TensorIndex
 from engine.weights.layer import StoredLinear
-from engine.weights.places import StoredTensors
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 INDICES = (torch.int32, torch.int64)
@@ -46,11 +46,11 @@ class WordsLinear(StoredLinear):
     zeros: torch.Tensor | None
 
     def __init__(
-        self, name: str, linear: nn.Linear, tensors: StoredTensors, code_bits: int, group_size: int
+        self, name: str, linear: nn.Linear, tensors: TensorIndex, code_bits: int, group_size: int
     ) -> None:
         """``group_size``: -1: a row. ``tensors``: among which there may be a bias that the model does not
         have; it is added."""
-        has_bias = linear.bias is not None or tensors.has(f"{name}.bias")
+        has_bias = linear.bias is not None or f"{name}.bias" in tensors
         super().__init__(linear.in_features, linear.out_features, has_bias, linear.weight.dtype)
         self.code_bits = code_bits
         # What a configuration claims takes no memory beyond a row.

@@ -271,7 +271,7 @@ def read(folder: DraftFolder, facts: TargetFacts) -> DFlashNetwork:
     folder.check_ends(facts, settings.layers.hidden_size, settings.draft_vocab_size)
     token_map = read_token_map(folder, settings.draft_vocab_size, facts.vocab_size)
     network = DFlashNetwork(settings, facts.hidden_size, token_map)
-    folder.fill(network, {name: name for name in folder.shapes if name not in _NOT_READ})
+    folder.fill(network, {name: name for name in folder.tensors if name not in _NOT_READ})
     return network
 
 
@@ -293,7 +293,7 @@ def _read_settings(folder: DraftFolder, facts: TargetFacts) -> _Settings:
     _check_target(settings, config, facts)
     _check_num_layers(folder, config.num_hidden_layers)
     is_spark = kind == "dspark" or (
-        kind is None and bool(folder.shapes.keys() & {_MARKOV, _CONFIDENCE})
+        kind is None and bool(folder.tensors.keys() & {_MARKOV, _CONFIDENCE})
     )
     block_size = _holder("block_size", nested, settings).size("block_size")
     if block_size < 2:
@@ -303,8 +303,8 @@ def _read_settings(folder: DraftFolder, facts: TargetFacts) -> _Settings:
         raise settings.refused(
             "draft_vocab_size", f"is {draft_vocab_size}, and this model has {facts.vocab_size}"
         )
-    rank = folder.shape(_MARKOV, 2)[1] if is_spark and _MARKOV in folder.shapes else 0
-    has_confidence = is_spark and _CONFIDENCE in folder.shapes
+    rank = folder.shape(_MARKOV, 2)[1] if is_spark and _MARKOV in folder.tensors else 0
+    has_confidence = is_spark and _CONFIDENCE in folder.tensors
     return _Settings(
         layers=config,
         attentions=_attentions(config, settings, nested),
@@ -317,12 +317,12 @@ def _read_settings(folder: DraftFolder, facts: TargetFacts) -> _Settings:
             "sample_from_anchor", is_spark
         ),
         has_norms=config.model_type == "qwen3"
-        or "layers.0.self_attn.k_norm.weight" in folder.shapes,
+        or "layers.0.self_attn.k_norm.weight" in folder.tensors,
         draft_vocab_size=draft_vocab_size,
         markov_rank=rank,
         confidence_size=_confidence_size(folder, config.hidden_size, rank) if has_confidence else 0,
-        confidence_has_bias=has_confidence and "confidence_head.proj.bias" in folder.shapes,
-        owns=[name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in folder.shapes],
+        confidence_has_bias=has_confidence and "confidence_head.proj.bias" in folder.tensors,
+        owns=[name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in folder.tensors],
     )
 
 
@@ -377,7 +377,7 @@ def _check_rotations(config: Any, section: Section) -> None:
 
 def _check_num_layers(folder: DraftFolder, num_layers: int) -> None:
     """Raises DraftRefusedError where the tensors are of other layers than the configuration's."""
-    found = {int(match[1]) for name in folder.shapes if (match := _LAYER_NAME.match(name))}
+    found = {int(match[1]) for name in folder.tensors if (match := _LAYER_NAME.match(name))}
     if found != set(range(num_layers)):
         raise folder.refused(f"num_hidden_layers is {num_layers}, and tensors are of {len(found)}")
 

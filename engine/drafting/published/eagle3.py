@@ -78,7 +78,7 @@ def read(folder: DraftFolder, facts: TargetFacts) -> Eagle3Network:
     """Returns a folder's network, with weights of the types that they are stored in; ``networks.place``
     makes them the target's. Raises DraftRefusedError with the reason."""
     folder.check_target(facts)
-    names = {name: _name_of_today(name) for name in folder.shapes if name not in MAPS}
+    names = {name: _name_of_today(name) for name in folder.tensors if name not in MAPS}
     try:
         spec = _spec(folder, facts, set(names.values()))
         with torch.device("meta"):
@@ -214,15 +214,16 @@ def _parallel(
     EAGLE-3."""
     settings = folder.settings
     depth = _proposed(settings)
-    shape = folder.shapes.get(_MASK)
-    if shape is None and settings.content.get("speculators_model_type") != "peagle":
+    mask = folder.tensors.get(_MASK)
+    if mask is None and settings.content.get("speculators_model_type") != "peagle":
         return 1, None, None
     width = num_states * facts.hidden_size
-    if shape not in ((width,), (1, width), (1, 1, width)):
+    if mask is None or mask.shape not in ((width,), (1, width), (1, 1, width)):
         folder.check_shape(_MASK, (1, 1, width))
+    assert mask is not None, "its shape was checked"
     key = next((each for each in _MASK_TOKENS if settings.has(each)), _MASK_TOKENS[0])
     depth = depth or settings.size(NUM_PARALLEL, _USUAL_PARALLEL)
-    return depth, settings.token_id(key, facts.vocab_size), shape
+    return depth, settings.token_id(key, facts.vocab_size), mask.shape
 
 
 def _proposed(settings: Section) -> int | None:

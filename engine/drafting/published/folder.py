@@ -7,20 +7,21 @@ before any of them is read, and nothing is unpickled but tensors. Whatever does 
 
 from __future__ import annotations
 
-import json
-import pickle
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from engine.drafting.facts import TargetFacts
+from engine.request.errors import UnsupportedModelError
 from engine.weights.checkpoint import not_finite
+from engine.weights.files import read_header, read_object, read_tensors, weight_files
+from engine.weights.index import StoredTensor, TensorIndex, named
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -49,10 +50,7 @@ FAULTS = (
 )
 """Exceptions that transformers raises for values that it cannot use."""
 _MOST_CONFIG_BYTES = 1 << 20
-_MOST_INDEX_BYTES = 1 << 26
 _LARGEST_SIZE = 1 << 24
-_MOST_NAMED = 3
-_MOST_ERROR_CHARACTERS = 200
 
 
 class DraftRefusedError(ValueError):
@@ -122,7 +120,7 @@ class Section:
         """Raises DraftRefusedError naming the keys that are not among ``known``."""
         unknown = sorted(self.content.keys() - set(known))
         if unknown:
-            names = _named([f"{self.name}{key}" for key in unknown])
+            names = named([f"{self.name}{key}" for key in unknown])
             raise DraftRefusedError(self.path, f"{CONFIG} has unknown keys: {names}")
 
     def refused(self, key: str, fault: str) -> DraftRefusedError:
@@ -132,28 +130,27 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class DraftFolder:
-    """A folder whose configuration is read and whose tensors are known by name. ``shapes``: of all
-    tensors; ``files``: where each of them lies."""
+    """A folder whose configuration is read and whose tensors are known by name."""
 
     path: Path
     config: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    files: Mapping[str, Path]
+    tensors: TensorIndex
 
     @classmethod
     def open(cls, path: Path) -> DraftFolder:
         """Reads ``config.json`` and the headers of ``model.safetensors`` or ``pytorch_model.bin``, of the
         files that the index of either names, or of Medusa's. Raises DraftRefusedError with the reason."""
-        config = _read_object(path, CONFIG, _MOST_CONFIG_BYTES)
-        shapes: dict[str, tuple[int, ...]] = {}
-        files: dict[str, Path] = {}
-        for file in _weight_files(path):
-            found = _read_shapes(path, file)
-            if twice := sorted(shapes.keys() & found.keys()):
-                raise DraftRefusedError(path, f"two files hold {_named(twice)}")
-            shapes |= found
-            files |= dict.fromkeys(found, file)
-        return cls(path, config, shapes, files)
+        tensors: dict[str, StoredTensor] = {}
+        with _refusing(path):
+            config = read_object(path / CONFIG, _MOST_CONFIG_BYTES)
+            for file in (files := weight_files(path, _WEIGHTS)):
+                found = read_header(file)
+                if twice := sorted(tensors.keys() & found.keys()):
+                    raise DraftRefusedError(path, f"two files hold {named(twice)}")
+                tensors |= found
+        if not files:
+            raise DraftRefusedError(path, f"there is neither {' nor '.join(_WEIGHTS)}")
+        return cls(path, config, TensorIndex(tensors))
 
     @property
     def settings(self) -> Section:
@@ -177,7 +174,7 @@ class DraftFolder:
     def check_ends(self, facts: TargetFacts, hidden_size: int, draft_vocab_size: int) -> None:
         """Raises DraftRefusedError where the target's embedding or output head would have to stand in for
         a missing one and cannot."""
-        missing = [name for name in (EMBEDDING, HEAD) if name not in self.shapes]
+        missing = [name for name in (EMBEDDING, HEAD) if name not in self.tensors]
         if missing and hidden_size != facts.hidden_size:
             raise self.refused(
                 f"tensors are missing: {missing[0]} (the target's is for {facts.hidden_size} "
@@ -192,27 +189,23 @@ class DraftFolder:
     def shape(self, name: str, num_dims: int) -> tuple[int, ...]:
         """Returns a tensor's shape. Raises DraftRefusedError where there is no such tensor, or it has not
         so many dimensions."""
-        shape = self.shapes.get(name)
-        if shape is None:
+        found = self.tensors.get(name)
+        if found is None:
             raise self.refused(f"tensors are missing: {name}")
-        if len(shape) != num_dims:
-            raise self.refused(f"{name} {list(shape)} does not have {num_dims} dimensions")
-        return shape
+        if len(found.shape) != num_dims:
+            raise self.refused(f"{name} {list(found.shape)} does not have {num_dims} dimensions")
+        return found.shape
 
     def check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         """Raises DraftRefusedError naming both shapes where a tensor has another, or is missing."""
         if self.shape(name, len(wanted)) != wanted:
-            raise self.refused(_other_shape(name, self.shapes[name], wanted))
+            raise self.refused(_other_shape(self.tensors[name], wanted))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns tensors as they are stored. Raises DraftRefusedError where a file cannot be read, or
         holds values that are not finite."""
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.files[name], []).append(name)
-        tensors: dict[str, torch.Tensor] = {}
-        for file, wanted in by_file.items():
-            tensors |= _read_tensors(self.path, file, wanted)
+        with _refusing(self.path):
+            tensors = read_tensors(self.tensors[name] for name in names)
         if faults := not_finite(tensors.items()):
             raise self.refused(faults[0])
         return tensors
@@ -230,16 +223,16 @@ class DraftFolder:
         if len(set(names.values())) < len(names):
             raise self.refused("a tensor is there under two names")
         if unknown := sorted(name for name, own in names.items() if own not in wanted):
-            raise self.refused(f"unknown tensors: {_named(unknown)}")
+            raise self.refused(f"unknown tensors: {named(unknown)}")
         if missing := sorted(wanted.keys() - set(names.values())):
-            raise self.refused(f"tensors are missing: {_named(missing)}")
+            raise self.refused(f"tensors are missing: {named(missing)}")
         wrong = [
-            _other_shape(name, self.shapes[name], wanted[own])
+            _other_shape(self.tensors[name], wanted[own])
             for name, own in sorted(names.items())
-            if self.shapes[name] != wanted[own]
+            if self.tensors[name].shape != wanted[own]
         ]
         if wrong:
-            raise self.refused(_named(wrong))
+            raise self.refused(named(wrong))
         tensors = self.read(names)
         for name, own in names.items():
             if tensors[name].is_floating_point() != own_tensors[own].is_floating_point():
@@ -249,96 +242,14 @@ class DraftFolder:
         module.load_state_dict(copies, assign=True)
 
 
-def _read_object(path: Path, name: str, most_bytes: int) -> dict[str, Any]:
-    """Returns the object of a JSON file."""
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turns faults of files into those of the folder."""
     try:
-        with (path / name).open("rb") as file:
-            text = file.read(most_bytes + 1)
-        content = json.loads(text) if len(text) <= most_bytes else None
-    except FileNotFoundError as error:
-        raise DraftRefusedError(path, f"there is no {name}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise DraftRefusedError(path, f"{name} cannot be read: {_brief(error)}") from error
-    if len(text) > most_bytes:
-        raise DraftRefusedError(path, f"{name} has more than {most_bytes} bytes")
-    if not isinstance(content, dict):
-        raise DraftRefusedError(path, f"{name} does not hold an object")
-    return content
+        yield
+    except UnsupportedModelError as error:
+        raise DraftRefusedError(path, str(error)) from error
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """Returns the files that hold a folder's tensors."""
-    for name in _WEIGHTS:
-        if (path / name).exists():
-            return [path / name]
-        if (path / f"{name}.index.json").exists():
-            return _indexed_files(path, f"{name}.index.json", Path(name).suffix)
-    raise DraftRefusedError(path, f"there is neither {' nor '.join(_WEIGHTS)}")
-
-
-def _indexed_files(path: Path, index: str, suffix: str) -> list[Path]:
-    places = _read_object(path, index, _MOST_INDEX_BYTES).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise DraftRefusedError(path, f"{index} has no weight_map")
-    for name in places.values():
-        # Files of the folder itself alone: an index comes from elsewhere.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix):
-            raise DraftRefusedError(path, f"{index} names {name!r}, not a {suffix} file beside it")
-    return [path / name for name in sorted(set(places.values()))]
-
-
-def _read_shapes(path: Path, file: Path) -> dict[str, tuple[int, ...]]:
-    if file.suffix != ".safetensors":
-        found = _unpickled(path, file, "meta")
-        return {name: tuple(tensor.shape) for name, tensor in found.items()}
-    try:
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, file, error) from error
-
-
-def _read_tensors(path: Path, file: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    if file.suffix != ".safetensors":
-        found = _unpickled(path, file, "cpu")
-        return {name: found[name] for name in names}
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, file, error) from error
-
-
-def _unpickled(path: Path, file: Path, device: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a file that torch wrote; on the CPU they stay in the file until they are
-    used."""
-    try:
-        found = torch.load(file, map_location=device, weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise _damaged(path, file, error) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
-    ):
-        raise DraftRefusedError(path, f"{file.name} does not hold tensors by name")
-    return found
-
-
-def _damaged(path: Path, file: Path, error: Exception) -> DraftRefusedError:
-    if isinstance(error, FileNotFoundError):
-        return DraftRefusedError(path, f"there is no {file.name}")
-    return DraftRefusedError(path, f"{file.name} cannot be read: {_brief(error)}")
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MOST_ERROR_CHARACTERS]
-
-
-def _other_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    return f"{name} {list(found)} instead of {list(wanted)}"
-
-
-def _named(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    listed = ", ".join(names[:_MOST_NAMED])
-    return f"{listed} and {more} more" if more > 0 else listed
+def _other_shape(found: StoredTensor, wanted: tuple[int, ...]) -> str:
+    return f"{found.name} {list(found.shape)} instead of {list(wanted)}"

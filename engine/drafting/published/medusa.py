@@ -149,7 +149,7 @@ def _own_names(folder: DraftFolder) -> dict[str, str]:
     """Returns the folder's name of each tensor by vLLM's name of it."""
     found: dict[str, str] = {}
     unknown = []
-    for name in sorted(folder.shapes):
+    for name in sorted(folder.tensors):
         own = _own_name(_PREFIX.sub("", name))
         if own is None or own in found:
             unknown.append(name)
@@ -228,7 +228,7 @@ def _read_token_map(
     settings = folder.settings
     size = settings.size("truncated_vocab_size", vocab_size)
     name = stored.get(_TOKEN_MAP, _TOKEN_MAP)
-    if name not in folder.shapes and size == vocab_size:
+    if name not in folder.tensors and size == vocab_size:
         return None
     folder.check_shape(name, (size,))
     token_map = folder.read([name])[name]

@@ -18,7 +18,7 @@ MTP = "mtp"
 def method_of(folder: DraftFolder) -> str | None:
     """Returns the method of a folder, the name of the drafter that drafts with it; None: of none that is
     known here, so it is a model of its own."""
-    config, names = folder.config, folder.shapes.keys()
+    config, names = folder.config, folder.tensors.keys()
     if eagle3.recognises(config, names):
         return "p_eagle" if _is_parallel(config, names) else "eagle3"
     if dflash.recognises(config, names):

@@ -15,7 +15,9 @@ from torch import nn
 
 from engine.request.errors import UnsupportedModelError
 from engine.weights.fields import Fields
-from engine.weights.places import PlaceByTensors, StoredTensors
+from engine.weights.index import TensorIndex
+from engine.weights.layer import room
+from engine.weights.places import PlaceByTensors
 from engine.weights.words import SCALES, WordsLinear, unpack
 
 _BITS = 4
@@ -29,9 +31,7 @@ class AwqLinear(WordsLinear):
 
     method = "awq"
 
-    def __init__(
-        self, name: str, linear: nn.Linear, tensors: StoredTensors, group_size: int
-    ) -> None:
+    def __init__(self, name: str, linear: nn.Linear, tensors: TensorIndex, group_size: int) -> None:
         super().__init__(name, linear, tensors, _BITS, group_size)
         if self.in_features % self.span or self.out_features % _IN_WORD:
             raise UnsupportedModelError(
@@ -39,10 +39,10 @@ class AwqLinear(WordsLinear):
                 f"of {self.span} features and {_IN_WORD} channels"
             )
         words = self.out_features // _IN_WORD
-        self.qweight = tensors.room(f"{name}.qweight", (self.in_features, words), (torch.int32,))
-        self.qzeros = tensors.room(f"{name}.qzeros", (self.num_groups, words), (torch.int32,))
+        self.qweight = room(tensors, f"{name}.qweight", (self.in_features, words), (torch.int32,))
+        self.qzeros = room(tensors, f"{name}.qzeros", (self.num_groups, words), (torch.int32,))
         shape = self.num_groups, self.out_features
-        self.scales = tensors.room(f"{name}.scales", shape, SCALES)
+        self.scales = room(tensors, f"{name}.scales", shape, SCALES)
         self._describe(group_size, 8 * self.scales.itemsize, True)
         self._group_size = group_size
 
@@ -76,8 +76,8 @@ def read(config: Any) -> PlaceByTensors:
     fields.flag("zero_point", True)  # symmetric files have the same zero point everywhere
     fields.names("modules_to_not_convert")
 
-    def place(name: str, module: nn.Module, tensors: StoredTensors) -> nn.Module | None:
-        if type(module) is not nn.Linear or not tensors.has(f"{name}.qweight"):
+    def place(name: str, module: nn.Module, tensors: TensorIndex) -> nn.Module | None:
+        if type(module) is not nn.Linear or f"{name}.qweight" not in tensors:
             return None
         return AwqLinear(name, module, tensors, group_size)
 

@@ -21,8 +21,9 @@ from engine.kernels.grouped_weight import GroupedWeight
 from engine.request.errors import UnsupportedModelError
 from engine.weights.fields import Fields, Fits
 from engine.weights.formats import fp8
-from engine.weights.layer import StoredLinear, fixed
-from engine.weights.places import PlaceByTensors, StoredTensors
+from engine.weights.index import TensorIndex
+from engine.weights.layer import StoredLinear, fixed, room
+from engine.weights.places import PlaceByTensors
 from engine.weights.words import (
     INDICES,
     SCALES,
@@ -108,19 +109,17 @@ class _Scaled(WordsLinear):
 
     method = METHOD
 
-    def __init__(
-        self, name: str, linear: nn.Linear, tensors: StoredTensors, scheme: _Scheme
-    ) -> None:
+    def __init__(self, name: str, linear: nn.Linear, tensors: TensorIndex, scheme: _Scheme) -> None:
         super().__init__(name, linear, tensors, scheme.bits, scheme.group_size)
         shape: tuple[int, ...] = self.out_features, self.num_groups
         if scheme.strategy == "tensor":
             found = tensors.get(f"{name}.weight_scale")
             shape = found.shape if found and found.shape in ((), (1,), (1, 1)) else (1,)
-        self.weight_scale = tensors.room(f"{name}.weight_scale", shape, SCALES)
+        self.weight_scale = room(tensors, f"{name}.weight_scale", shape, SCALES)
         self.weight_g_idx = None
-        if tensors.has(f"{name}.weight_g_idx"):
+        if f"{name}.weight_g_idx" in tensors:
             shape = (self.in_features,)
-            self.weight_g_idx = tensors.room(f"{name}.weight_g_idx", shape, INDICES)
+            self.weight_g_idx = room(tensors, f"{name}.weight_g_idx", shape, INDICES)
         self._describe(scheme.group_size, 8 * self.weight_scale.itemsize, not scheme.symmetric)
 
     def loaded(self, name: str) -> None:
@@ -143,20 +142,18 @@ class _Scaled(WordsLinear):
 class PackedLinear(_Scaled):
     """A layer in the format "pack-quantized"."""
 
-    def __init__(
-        self, name: str, linear: nn.Linear, tensors: StoredTensors, scheme: _Scheme
-    ) -> None:
+    def __init__(self, name: str, linear: nn.Linear, tensors: TensorIndex, scheme: _Scheme) -> None:
         super().__init__(name, linear, tensors, scheme)
         words = self.out_features, num_words(self.in_features, scheme.bits)
-        self.weight_packed = tensors.room(f"{name}.weight_packed", words, (torch.int32,))
+        self.weight_packed = room(tensors, f"{name}.weight_packed", words, (torch.int32,))
         self.weight_zero_point = None
         if not scheme.symmetric:
             shape = num_words(self.out_features, scheme.bits), self.num_groups
-            zeros = tensors.room(f"{name}.weight_zero_point", shape, (torch.int32,))
+            zeros = room(tensors, f"{name}.weight_zero_point", shape, (torch.int32,))
             self.weight_zero_point = zeros
         self.weight_shape = None
-        if tensors.has(f"{name}.weight_shape"):
-            self.weight_shape = tensors.room(f"{name}.weight_shape", (2,), INDICES)
+        if f"{name}.weight_shape" in tensors:
+            self.weight_shape = room(tensors, f"{name}.weight_shape", (2,), INDICES)
 
     def loaded(self, name: str) -> None:
         sizes = [self.out_features, self.in_features]
@@ -180,16 +177,16 @@ class PackedLinear(_Scaled):
 class IntLinear(_Scaled):
     """A layer of signed bytes with scales by group, or with zero points."""
 
-    def __init__(
-        self, name: str, linear: nn.Linear, tensors: StoredTensors, scheme: _Scheme
-    ) -> None:
+    def __init__(self, name: str, linear: nn.Linear, tensors: TensorIndex, scheme: _Scheme) -> None:
         super().__init__(name, linear, tensors, scheme)
         sizes = self.out_features, self.in_features
-        self.weight = tensors.room(f"{name}.weight", sizes, (torch.int8,))
+        self.weight = room(tensors, f"{name}.weight", sizes, (torch.int8,))
         self.weight_zero_point = None
         if not scheme.symmetric:
             shape = tuple(self.weight_scale.shape)
-            self.weight_zero_point = tensors.room(f"{name}.weight_zero_point", shape, (torch.int8,))
+            self.weight_zero_point = room(
+                tensors, f"{name}.weight_zero_point", shape, (torch.int8,)
+            )
 
     def _zeros(self) -> torch.Tensor | None:
         if self.weight_zero_point is None:
@@ -224,7 +221,7 @@ def read(config: Any) -> PlaceByTensors:
         fp8.say_ranges()
     ignored = fields.names("ignore")
 
-    def place(name: str, module: nn.Module, tensors: StoredTensors) -> nn.Module | None:
+    def place(name: str, module: nn.Module, tensors: TensorIndex) -> nn.Module | None:
         if type(module) is not nn.Linear or _how_near(ignored, name, module) is not None:
             return None
         fitting = [(_how_near(each.targets, name, module), each) for each in schemes]
@@ -249,11 +246,11 @@ def _how_near(patterns: Sequence[str | Fits], name: str, module: nn.Module) -> i
 
 
 def _make(
-    name: str, linear: nn.Linear, tensors: StoredTensors, scheme: _Scheme
+    name: str, linear: nn.Linear, tensors: TensorIndex, scheme: _Scheme
 ) -> StoredLinear | None:
     """Returns the place; None for a layer that the checkpoint holds in a type of its own."""
     stored = tensors.get(f"{name}.weight")
-    if stored and stored.dtype in SCALES and not tensors.has(f"{name}.weight_scale"):
+    if stored and stored.dtype in SCALES and f"{name}.weight_scale" not in tensors:
         return None
     if scheme.layout == PACKED:
         return PackedLinear(name, linear, tensors, scheme)
@@ -265,9 +262,9 @@ def _make(
     if not scheme.by_token:
         return IntLinear(name, linear, tensors, scheme)
     sizes = linear.out_features, linear.in_features
-    tensors.room(f"{name}.weight", sizes, (torch.int8,))
-    scale = tensors.room(f"{name}.weight_scale", (sizes[0], 1), SCALES)
-    has_bias = linear.bias is not None or tensors.has(f"{name}.bias")
+    room(tensors, f"{name}.weight", sizes, (torch.int8,))
+    scale = room(tensors, f"{name}.weight_scale", (sizes[0], 1), SCALES)
+    has_bias = linear.bias is not None or f"{name}.bias" in tensors
     return StoredInt8Linear(*sizes[::-1], has_bias, linear.weight.dtype, scale.dtype)
 
 

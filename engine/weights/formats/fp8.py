@@ -16,8 +16,9 @@ from torch import nn
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.request.errors import UnsupportedModelError
 from engine.weights.fields import Fields
-from engine.weights.layer import StoredLinear
-from engine.weights.places import PlaceByTensors, StoredTensors
+from engine.weights.index import TensorIndex
+from engine.weights.layer import StoredLinear, room
+from engine.weights.places import PlaceByTensors
 from engine.weights.words import SCALES
 
 logger = logging.getLogger(__name__)
@@ -34,28 +35,28 @@ class Fp8Linear(StoredLinear):
     method = "fp8"
 
     def __init__(
-        self, name: str, linear: nn.Linear, tensors: StoredTensors, block: tuple[int, int] | None
+        self, name: str, linear: nn.Linear, tensors: TensorIndex, block: tuple[int, int] | None
     ) -> None:
         """``block`` None: the scales' shape says whether there is one or one for each channel. Raises
         UnsupportedModelError where scales are missing or do not fit."""
-        has_bias = linear.bias is not None or tensors.has(f"{name}.bias")
+        has_bias = linear.bias is not None or f"{name}.bias" in tensors
         super().__init__(linear.in_features, linear.out_features, has_bias, linear.weight.dtype)
         sizes = linear.out_features, linear.in_features
-        self.weight = tensors.room(f"{name}.weight", sizes, FLOATS)
-        self._scale = next((key for key in _SCALES if tensors.has(f"{name}.{key}")), _SCALES[1])
+        self.weight = room(tensors, f"{name}.weight", sizes, FLOATS)
+        self._scale = next((key for key in _SCALES if f"{name}.{key}" in tensors), _SCALES[1])
         found = tensors.get(f"{name}.{self._scale}")
         block_size = block or _block_of(name, found.shape if found else (), sizes)
         # What a configuration claims takes no memory beyond the layer.
         self.block = min(block_size[0], sizes[0]), min(block_size[1], sizes[1])
         grid = tuple(-(-size // side) for size, side in zip(sizes, self.block, strict=True))
         shape = found.shape if found and block is None else grid
-        scale = tensors.room(f"{name}.{self._scale}", shape, (*SCALES, torch.float8_e8m0fnu))
+        scale = room(tensors, f"{name}.{self._scale}", shape, (*SCALES, torch.float8_e8m0fnu))
         setattr(self, self._scale, scale)
         self._grid = grid
         for key in _INPUTS:
             stored = tensors.get(f"{name}.{key}")
             if stored:
-                setattr(self, key, tensors.room(f"{name}.{key}", stored.shape, SCALES))
+                setattr(self, key, room(tensors, f"{name}.{key}", stored.shape, SCALES))
         self.bits = 8 + 8 * scale.itemsize * scale.numel() / self.weight.numel()
         self.scheme = f"FP8, {self._said(sizes)}"
 
@@ -124,7 +125,7 @@ def read(config: Any) -> PlaceByTensors:
     if activations == "static":
         say_ranges()
 
-    def place(name: str, module: nn.Module, tensors: StoredTensors) -> nn.Module | None:
+    def place(name: str, module: nn.Module, tensors: TensorIndex) -> nn.Module | None:
         found = tensors.get(f"{name}.weight")
         if type(module) is not nn.Linear or found is None or found.dtype not in FLOATS:
             return None

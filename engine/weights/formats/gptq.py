@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from engine.weights.fields import Fields, Fits
-from engine.weights.places import PlaceByTensors, StoredTensors
+from engine.weights.index import TensorIndex
+from engine.weights.layer import room
+from engine.weights.places import PlaceByTensors
 from engine.weights.words import INDICES, SCALES, WordsLinear, num_words, unpack
 
 _BITS = (4, 8)
@@ -34,7 +36,7 @@ class GptqLinear(WordsLinear):
         self,
         name: str,
         linear: nn.Linear,
-        tensors: StoredTensors,
+        tensors: TensorIndex,
         bits: int,
         group_size: int,
         is_v1: bool,
@@ -42,14 +44,14 @@ class GptqLinear(WordsLinear):
         super().__init__(name, linear, tensors, bits, group_size)
         self.is_v1 = is_v1
         words = num_words(self.in_features, bits)
-        self.qweight = tensors.room(f"{name}.qweight", (words, self.out_features), (torch.int32,))
+        self.qweight = room(tensors, f"{name}.qweight", (words, self.out_features), (torch.int32,))
         shape = self.num_groups, num_words(self.out_features, bits)
-        self.qzeros = tensors.room(f"{name}.qzeros", shape, (torch.int32,))
+        self.qzeros = room(tensors, f"{name}.qzeros", shape, (torch.int32,))
         shape = self.num_groups, self.out_features
-        self.scales = tensors.room(f"{name}.scales", shape, SCALES)
+        self.scales = room(tensors, f"{name}.scales", shape, SCALES)
         self.g_idx = None
-        if tensors.has(f"{name}.g_idx"):
-            self.g_idx = tensors.room(f"{name}.g_idx", (self.in_features,), INDICES)
+        if f"{name}.g_idx" in tensors:
+            self.g_idx = room(tensors, f"{name}.g_idx", (self.in_features,), INDICES)
         self._group_size = group_size
         self._describe(group_size, 8 * self.scales.itemsize, True)
 
@@ -85,8 +87,8 @@ def read(config: Any) -> PlaceByTensors:
         fields.flag(key, False)  # the tensors say it
     dynamic = _read_dynamic(fields)
 
-    def place(name: str, module: nn.Module, tensors: StoredTensors) -> nn.Module | None:
-        if type(module) is not nn.Linear or not tensors.has(f"{name}.qweight"):
+    def place(name: str, module: nn.Module, tensors: TensorIndex) -> nn.Module | None:
+        if type(module) is not nn.Linear or f"{name}.qweight" not in tensors:
             return None
         own = _fields_of(name, fields, dynamic)
         bits = own.integer("bits", _BITS)

@@ -20,7 +20,9 @@ from engine.request.errors import UnsupportedModelError
 from engine.weights.experts import ExpertWeights, StoredExperts, expert_sizes
 from engine.weights.fields import Fields
 from engine.weights.gguf.blocks import from_mxfp4, largest_mxfp4
-from engine.weights.places import PlaceByTensors, StoredTensors
+from engine.weights.index import TensorIndex
+from engine.weights.layer import room
+from engine.weights.places import PlaceByTensors
 from engine.weights.words import SCALES
 
 _SPAN = 32
@@ -32,7 +34,7 @@ class Mxfp4Experts(StoredExperts):
 
     method = "mxfp4"
 
-    def __init__(self, name: str, own: Any, tensors: StoredTensors) -> None:
+    def __init__(self, name: str, own: Any, tensors: TensorIndex) -> None:
         super().__init__(own)
         for product, (channels, features) in self.sizes.items():
             if features % _SPAN:
@@ -45,8 +47,10 @@ class Mxfp4Experts(StoredExperts):
             if own.has_bias:
                 shapes["bias"] = ((self.num_experts, channels), SCALES)
             for part, (shape, dtypes) in shapes.items():
-                room = tensors.room(f"{name}.{product}_{part}", shape, dtypes)
-                self.register_parameter(f"{product}_{part}", room)
+                own_name = f"{product}_{part}"
+                self.register_parameter(
+                    own_name, room(tensors, f"{name}.{own_name}", shape, dtypes)
+                )
 
     def loaded(self, name: str) -> None:
         for product in self.sizes:
@@ -82,8 +86,8 @@ def read(config: Any) -> PlaceByTensors:
     ``quantization_config``."""
     Fields(config, "quantization_config (mxfp4)").names("modules_to_not_convert")
 
-    def place(name: str, module: nn.Module, tensors: StoredTensors) -> nn.Module | None:
-        if not expert_sizes(module) or not tensors.has(f"{name}.down_proj_blocks"):
+    def place(name: str, module: nn.Module, tensors: TensorIndex) -> nn.Module | None:
+        if not expert_sizes(module) or f"{name}.down_proj_blocks" not in tensors:
             return None
         return Mxfp4Experts(name, module, tensors)
 

@@ -44,7 +44,7 @@ class _Rows(StoredWeight):
     method = "gguf"
     weight: torch.nn.Parameter
 
-    def _hold(self, kind: int) -> None:
+    def _hold(self, kind: str) -> None:
         self._type = BLOCK_TYPES[kind]
         self.scheme, self.bits = self._type.name, self._type.bits
         num_bytes = self._type.row_bytes(self.in_features)
@@ -62,10 +62,10 @@ class _Rows(StoredWeight):
 
 
 class GgufWeight(_Rows, StoredLinear):
-    """A linear layer. ``kind``: number of its type in ggml, one of ``BLOCK_TYPES``."""
+    """A linear layer. ``kind``: its type, one of ``BLOCK_TYPES``."""
 
     def __init__(
-        self, kind: int, in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype
+        self, kind: str, in_features: int, out_features: int, has_bias: bool, dtype: torch.dtype
     ) -> None:
         super().__init__(in_features, out_features, has_bias, dtype)
         self._hold(kind)
@@ -76,7 +76,7 @@ class GgufEmbedding(_Rows):
     model multiplies with them (``engine.weights.layer.embed_scale``)."""
 
     def __init__(
-        self, kind: int, num_embeddings: int, embedding_dim: int, scale: float = 1.0
+        self, kind: str, num_embeddings: int, embedding_dim: int, scale: float = 1.0
     ) -> None:
         super().__init__(embedding_dim, num_embeddings)
         self.embed_scale = scale
@@ -246,16 +246,19 @@ def _half_powers(exponents: torch.Tensor) -> torch.Tensor:
 
 
 BLOCK_TYPES = {
-    2: BlockType("Q4_0", 32, 18, (0,), _read_q4_0),
-    3: BlockType("Q4_1", 32, 20, (0, 2), _read_q4_1),
-    6: BlockType("Q5_0", 32, 22, (0,), _read_q5_0),
-    7: BlockType("Q5_1", 32, 24, (0, 2), _read_q5_1),
-    8: BlockType("Q8_0", 32, 34, (0,), _read_q8_0),
-    12: BlockType("Q4_K", 256, 144, (0, 2), _read_q4_k),
-    13: BlockType("Q5_K", 256, 176, (0, 2), _read_q5_k),
-    14: BlockType("Q6_K", 256, 210, (208,), _read_q6_k),
-    20: BlockType("IQ4_NL", 32, 18, (0,), _read_iq4_nl),
-    23: BlockType("IQ4_XS", 256, 136, (0,), _read_iq4_xs),
-    39: BlockType("MXFP4", 32, 17, (), _read_mxfp4),
+    each.name: each
+    for each in (
+        BlockType("Q4_0", 32, 18, (0,), _read_q4_0),
+        BlockType("Q4_1", 32, 20, (0, 2), _read_q4_1),
+        BlockType("Q5_0", 32, 22, (0,), _read_q5_0),
+        BlockType("Q5_1", 32, 24, (0, 2), _read_q5_1),
+        BlockType("Q8_0", 32, 34, (0,), _read_q8_0),
+        BlockType("Q4_K", 256, 144, (0, 2), _read_q4_k),
+        BlockType("Q5_K", 256, 176, (0, 2), _read_q5_k),
+        BlockType("Q6_K", 256, 210, (208,), _read_q6_k),
+        BlockType("IQ4_NL", 32, 18, (0,), _read_iq4_nl),
+        BlockType("IQ4_XS", 256, 136, (0,), _read_iq4_xs),
+        BlockType("MXFP4", 32, 17, (), _read_mxfp4),
+    )
 }
-"""The types that stay as they are, by ggml's numbers."""
+"""The types that stay as they are, by ggml's names."""

@@ -88,7 +88,7 @@ class Said:
 
     def __init__(self, header: GgufHeader, floats: Callable[[str], list[float]]) -> None:
         self.header, self.floats = header, floats
-        self.tensors = {tensor.name: tensor.shape[::-1] for tensor in header.tensors}
+        self.tensors = {name: tensor.shape for name, tensor in header.tensors.items()}
         self.has_layers_with = {name.split(".", 2)[-1] for name in self.tensors}
         self.num_layers = self._num_layers()
 

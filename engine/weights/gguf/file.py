@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.request.errors import UnsupportedModelError
+from engine.weights.index import StoredTensor, TensorIndex
 
 _VERSIONS = (2, 3)
 _MOST_HEADER_BYTES = 1 << 28
@@ -43,29 +44,13 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as the file has it. ``shape``: the fastest moving dimension first. ``kind``: number of its
-    type in ggml. ``start``: in bytes from the beginning of the file. ``part``: number of the file among
-    those of the header."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    start: int
-    num_bytes: int
-    part: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The metadata and list of tensors that a file has before its data. ``spans``: where each metadata
-    value begins and ends in the file, its key and type included. ``paths``: the file, or the files that
-    it was split into."""
+    """The metadata and the tensors that a file says before its data. ``spans``: where each metadata
+    value begins and ends in the file, its key and type included."""
 
     metadata: Mapping[str, Any]
-    tensors: tuple[StoredTensor, ...]
+    tensors: TensorIndex
     spans: Mapping[str, tuple[int, int]]
-    paths: tuple[Path, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -120,32 +105,31 @@ def read_header(path: Path) -> GgufHeader:
     count = whole.metadata.get("split.count", 1)
     if not isinstance(count, int) or not 1 <= count <= _MOST_PARTS:
         raise UnsupportedModelError(f"its split.count is {str(count)[:_MOST_QUOTED]}")
-    paths, tensors = [path], [*whole.tensors]
+    tensors = dict(whole.tensors)
     for number in range(1, count):
         name = _PART.sub(rf"\g<1>-{number + 1:05d}-of-{count:05d}.gguf", path.name)
-        paths.append(path.with_name(name))
-        if name == path.name or not paths[-1].is_file():
+        if name == path.name or not path.with_name(name).is_file():
             raise UnsupportedModelError(f"part {number + 1} of {count} is missing: {name}")
-        part = _read_part(paths[-1])
+        part = _read_part(path.with_name(name))
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
             raise UnsupportedModelError(f"{name} is not part {number + 1} of {count}")
-        tensors += [replace(tensor, part=number) for tensor in part.tensors]
-    if len({tensor.name for tensor in tensors}) < len(tensors):
-        raise UnsupportedModelError("its parts name a tensor twice")
-    return replace(whole, tensors=tuple(tensors), paths=tuple(paths))
+        if not tensors.keys().isdisjoint(part.tensors):
+            raise UnsupportedModelError("its parts name a tensor twice")
+        tensors |= part.tensors
+    return replace(whole, tensors=TensorIndex(tensors))
 
 
 def _read_part(path: Path) -> GgufHeader:
     with path.open("rb") as file:
-        return _Walk(file, os.fstat(file.fileno()).st_size).header()
+        return _Walk(path, file, os.fstat(file.fileno()).st_size).header()
 
 
 class _Walk:
     """One pass over a header, which reads nothing that the file has no room for. ``part``: what is being
     read, for messages."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size = file, size
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self._path, self._file, self._size = path, file, size
         self._left = min(size, _MOST_HEADER_BYTES)
         self._num_elements = 0
         self._spans: dict[str, tuple[int, int]] = {}
@@ -201,7 +185,7 @@ class _Walk:
         layout = f"<{count}{_FIXED[kind]}"
         return list(struct.unpack(layout, self._bytes(struct.calcsize(layout))))
 
-    def _tensors(self, num_tensors: int, alignment: int) -> tuple[StoredTensor, ...]:
+    def _tensors(self, num_tensors: int, alignment: int) -> TensorIndex:
         infos = [self._tensor_info() for _ in range(num_tensors)]
         names = {name for name, *_ in infos}
         if len(names) < len(infos):
@@ -212,13 +196,13 @@ class _Walk:
                 raise UnsupportedModelError(
                     f"the data of tensor {name!r} begins at {offset}, no multiple of {alignment}"
                 )
-        tensors = tuple(self._stored(*info, start) for info in infos)
-        for one, next_one in pairwise(sorted(tensors, key=lambda tensor: tensor.start)):
+        tensors = {info[0]: self._stored(*info, start) for info in infos}
+        for one, next_one in pairwise(sorted(tensors.values(), key=lambda each: each.start)):
             if one.start + one.num_bytes > next_one.start:
                 raise UnsupportedModelError(
                     f"the data of tensors {one.name!r} and {next_one.name!r} overlap"
                 )
-        return tensors
+        return TensorIndex(tensors)
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
@@ -233,7 +217,7 @@ class _Walk:
     ) -> StoredTensor:
         if kind not in _block_sizes():
             raise UnsupportedModelError(f"tensor {name!r} has the unknown type {kind}")
-        in_block, block_bytes = _block_sizes()[kind]
+        kind_name, in_block, block_bytes = _block_sizes()[kind]
         if not shape or not all(shape) or shape[0] % in_block:
             raise UnsupportedModelError(
                 f"tensor {name!r} has the shape {list(shape)}, in blocks of {in_block}"
@@ -244,7 +228,7 @@ class _Walk:
             raise UnsupportedModelError(
                 f"the file ends in its data: it has {self._size} bytes, and tensor {name!r} ends at {end}"
             )
-        return StoredTensor(name, shape, kind, start + offset, num_bytes)
+        return StoredTensor(name, kind_name, shape[::-1], self._path, start + offset, num_bytes)
 
     def _count(self, of_what: str, least_bytes: int, most: int = sys.maxsize) -> int:
         """Returns how many things follow, of so many bytes each at least."""
@@ -286,8 +270,8 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
 
 
 @lru_cache(maxsize=1)
-def _block_sizes() -> dict[int, tuple[int, int]]:
-    """Returns the values and bytes of a block, by the type's number."""
+def _block_sizes() -> dict[int, tuple[str, int, int]]:
+    """Returns each type's name and the values and bytes of a block, by the type's number."""
     with needing_gguf():
         from gguf.constants import GGML_QUANT_SIZES
-    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
+    return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}

@@ -29,20 +29,19 @@ from engine.weights.gguf.architectures import ARCHITECTURES, Architecture
 from engine.weights.gguf.blocks import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.weights.gguf.configuration import Said, described, rope
 from engine.weights.gguf.conversion import DECAY, SOURCES, Array, Undo
-from engine.weights.gguf.file import GgufHeader, StoredTensor, needing_gguf, read_header
+from engine.weights.gguf.file import GgufHeader, needing_gguf, read_header
 from engine.weights.gguf.tokenizer import end_token_ids
+from engine.weights.index import StoredTensor, named
 from engine.weights.layer import embed_scale
 from engine.weights.places import Place, StoredConfig
 
 logger = logging.getLogger(__name__)
 
-Files = Sequence[BinaryIO]
-"""The parts of a file, by their numbers."""
+Files = Mapping[Path, BinaryIO]
+"""The parts of a file."""
 
-_F32, _F16, _BF16 = 0, 1, 30
-_FLOATS = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
-"""Types of tensors that are values, not blocks, by ggml's numbers."""
-_MOST_NAMED = 3
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""Types of tensors that are values, not blocks: the first that a file has is its own."""
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")} | {
     "temp": "temperature",
     "penalty_repeat": "repetition_penalty",
@@ -202,7 +201,7 @@ class _Names:
 
         (number,) = (each for each, name in MODEL_ARCH_NAMES.items() if name == header.architecture)
         self._table = Table(number, num_layers)
-        self._tensors = {tensor.name: tensor for tensor in header.tensors}
+        self._tensors = header.tensors
 
     def of(self, name: str) -> tuple[tuple[StoredTensor, ...], int | None] | None:
         """Returns the tensors, and which of a stack it is; None where none are in the file."""
@@ -239,14 +238,14 @@ class _Reading:
     ) -> None:
         self._header, self._config, self._dtype = header, config, dtype
         self._modules = dict(skeleton.named_modules(remove_duplicate=False))
-        self._num_dequantised: Counter[int] = Counter()
-        self._kinds: dict[str, int] = {}
+        self._num_dequantised: Counter[str] = Counter()
+        self._kinds: dict[str, str] = {}
         """The types of modules that keep their blocks, by names of modules."""
         self._orders: dict[str, torch.Tensor] = {}
         """Which features their columns are for, where these are in another order."""
         self._packed: dict[str, list[str]] = {}
         """Names of the modules that get a parameter's blocks, by its name."""
-        self._experts: dict[str, dict[str, int]] = {}
+        self._experts: dict[str, dict[str, str]] = {}
         """The types of experts that keep their blocks, by names of modules and of products."""
         self._products: dict[str, list[tuple[str, tuple[StoredTensor, ...]]]] = {}
         """Replacements of experts' parameters by name, each with its tensors."""
@@ -279,7 +278,7 @@ class _Reading:
             elif name not in tied:
                 missing.append(name)
         used = {part.name for making in found.values() for part in making.parts}
-        left = [each.name for each in self._header.tensors if each.name not in used]
+        left = self._header.tensors.keys() - used
         _refuse("tensors that the configuration asks for are missing", missing)
         _refuse("tensors are no parameters of the model", filter(self._is_needed, left))
         return found
@@ -340,7 +339,7 @@ class _Reading:
             names = self._packed.get(name, [])
             if names:
                 rows = [
-                    each.reshape(part.shape[1], -1)
+                    each.reshape(part.shape[-2], -1)
                     for each, part in zip(data, making.parts, strict=True)
                 ]
                 blocks = torch.from_numpy(making.stacked(self._config, rows))
@@ -354,7 +353,9 @@ class _Reading:
                 wrong.append(f"{name} {list(values.shape)} instead of {list(making.shape)}")
         _refuse("tensors have other shapes than the configuration says", wrong)
         if self._num_dequantised:
-            logger.info("dequantised: %s", _counted(self._num_dequantised))
+            counted = self._num_dequantised.most_common()
+            said = ", ".join(f"{count} tensors of type {kind}" for kind, count in counted)
+            logger.info("dequantised: %s", said)
         return found
 
     def _values(self, making: _Making, data: Sequence[Array]) -> torch.Tensor:
@@ -390,13 +391,13 @@ class _Reading:
 
     def _pack_experts(self, name: str, module: nn.Module) -> None:
         """Decides whether a layer's experts keep their blocks: all of their products have to."""
-        kinds: dict[str, int] = {}
+        kinds: dict[str, str] = {}
         products = {}
         for own, (channels, features) in expert_sizes(module).items():
             making = self._makings[f"{name}.{own}"]
             parts, count = making.parts, len(making.parts)
             wanted = (making.shape[0], channels // count, features)
-            if any(each.shape[::-1] != wanted or each.kind not in BLOCK_TYPES for each in parts):
+            if any(each.shape != wanted or each.kind not in BLOCK_TYPES for each in parts):
                 return
             # One product, where both are of one type.
             are_apart = len({each.kind for each in parts}) > 1
@@ -417,7 +418,7 @@ class _Reading:
         """Returns blocks, or biases, of all experts."""
         read = []
         for part in parts:
-            data, shape = _bytes_of(part, files), part.shape[:0:-1]
+            data, shape = _bytes_of(part, files), part.shape[:-1]
             is_packed = part.kind in BLOCK_TYPES
             read.append(data.reshape(*shape, -1) if is_packed else _values(part, data))
         whole = torch.from_numpy(read[0] if len(read) == 1 else np.concatenate(read, axis=1))
@@ -428,7 +429,7 @@ class _Reading:
         kinds = {part.kind for part in making.parts}
         if not (name.endswith(".weight") and _is_plain(module) and len(kinds) == 1):
             return False
-        shapes = [part.shape[::-1] for part in making.parts]
+        shapes = [part.shape for part in making.parts]
         return (
             kinds <= BLOCK_TYPES.keys()
             and all(len(shape) == 2 and shape[1] == making.shape[1] for shape in shapes)
@@ -440,9 +441,7 @@ def _refuse(fault: str, names: Iterable[str]) -> None:
     """Raises UnsupportedModelError if there are any."""
     several = sorted(names)
     if several:
-        more = len(several) - _MOST_NAMED
-        listed = ", ".join(several[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-        raise UnsupportedModelError(f"{len(several)} {fault}: {listed}")
+        raise UnsupportedModelError(f"{len(several)} {fault}: {named(several)}")
 
 
 def _is_of_shape(values: torch.Tensor, shape: Sequence[int]) -> bool:
@@ -465,12 +464,13 @@ def _module_of(name: str) -> str:
 @contextmanager
 def _opened(header: GgufHeader) -> Iterator[Files]:
     with ExitStack() as stack:
-        yield [stack.enter_context(path.open("rb")) for path in header.paths]
+        paths = {tensor.file for tensor in header.tensors.values()}
+        yield {path: stack.enter_context(path.open("rb")) for path in paths}
 
 
 def _bytes_of(tensor: StoredTensor, files: Files) -> np.ndarray[Any, Any]:
     data = np.empty(tensor.num_bytes, dtype=np.uint8)
-    file = files[tensor.part]
+    file = files[tensor.file]
     file.seek(tensor.start)
     if file.readinto(data) != tensor.num_bytes:  # type: ignore[attr-defined]  # BinaryIO lacks it
         raise UnsupportedModelError(
@@ -484,8 +484,8 @@ def _values(tensor: StoredTensor, data: np.ndarray[Any, Any]) -> np.ndarray[Any,
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    rows = data.reshape(prod(tensor.shape[1:]), -1)
-    kind = GGMLQuantizationType(tensor.kind)
+    rows = data.reshape(prod(tensor.shape[:-1]), -1)
+    kind = GGMLQuantizationType[tensor.kind]
     try:
         with np.errstate(
             all="ignore"
@@ -493,26 +493,18 @@ def _values(tensor: StoredTensor, data: np.ndarray[Any, Any]) -> np.ndarray[Any,
             values: np.ndarray[Any, Any] = dequantize(rows, kind)
     except NotImplementedError as error:
         raise UnsupportedModelError(
-            f"tensor {tensor.name!r} is of the type {kind.name}, which is not read"
+            f"tensor {tensor.name!r} is of the type {tensor.kind}, which is not read"
         ) from error
-    return values.reshape(tensor.shape[::-1])
-
-
-def _counted(kinds: Counter[int]) -> str:
-    """Says how many tensors there are of each type."""
-    from gguf.constants import GGMLQuantizationType
-
-    named = ((GGMLQuantizationType(kind).name, count) for kind, count in kinds.most_common())
-    return ", ".join(f"{count} tensors of type {name}" for name, count in named)
+    return values.reshape(tensor.shape)
 
 
 def stored_dtype(header: GgufHeader) -> torch.dtype:
     """Returns the type in which to compute with a file's weights. Norms are float32 whatever the others
     are."""
-    kinds = {tensor.kind for tensor in header.tensors}
-    if not kinds <= set(_FLOATS):
+    kinds = {tensor.kind for tensor in header.tensors.values()}
+    if not kinds <= _FLOATS.keys():
         return torch.bfloat16
-    return _FLOATS[max(kinds)]
+    return next(dtype for kind, dtype in _FLOATS.items() if kind in kinds)
 
 
 def _check_rotary(model: PreTrainedModel, header: GgufHeader) -> None:
@@ -552,8 +544,7 @@ def forget_quantization(model: Any) -> None:
 def _divide_frequencies(model: PreTrainedModel, header: GgufHeader) -> None:
     """Divides the rotary embedding's frequencies by what the file says for long contexts (Llama 3.1 and
     later). Raises UnsupportedModelError where it does not fit."""
-    names = {each.name for each in header.tensors}
-    if _ROPE_FACTORS not in names or model.config.model_type == _PROPORTIONAL:
+    if _ROPE_FACTORS not in header.tensors or model.config.model_type == _PROPORTIONAL:
         return
     factors = _read_floats(header, _ROPE_FACTORS)
     rotary: list[Any] = [each for each in model.modules() if hasattr(each, "inv_freq")]
@@ -568,8 +559,8 @@ def _divide_frequencies(model: PreTrainedModel, header: GgufHeader) -> None:
 
 def _read_floats(header: GgufHeader, name: str) -> torch.Tensor:
     """Returns a small tensor of the file. Raises UnsupportedModelError where it has none."""
-    tensor = next((each for each in header.tensors if each.name == name), None)
-    if tensor is None or tensor.kind != _F32:
+    tensor = header.tensors.get(name)
+    if tensor is None or tensor.kind != "F32":
         raise UnsupportedModelError(f"{name} is not stored in float32")
     with _opened(header) as files:
         return torch.from_numpy(_bytes_of(tensor, files).view(np.float32))

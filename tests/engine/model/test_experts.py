@@ -49,7 +49,7 @@ WIDE: dict[str, Any] = {
     "gpt_oss": {"hidden_size": 256, "intermediate_size": 256},
 }
 """Blocks of GGUF files have up to 256 values."""
-Q4_K, Q6_K, IQ4_XS, MXFP4 = 12, 14, 23, 39
+Q4_K, Q6_K, IQ4_XS, MXFP4 = "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"
 
 
 def experts_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -68,7 +68,7 @@ def inputs_for(own: Any, num_rows: int = 40) -> tuple[torch.Tensor, torch.Tensor
     return rows.to(own.down_proj.dtype), chosen, weights
 
 
-def blocks(own: Any, kinds: dict[str, int]) -> GgufExperts:
+def blocks(own: Any, kinds: dict[str, str]) -> GgufExperts:
     """Experts of random blocks in the place of ``own``."""
     found = GgufExperts(own, kinds, torch.float32)
     generator = torch.Generator().manual_seed(0)

@@ -12,8 +12,9 @@ from torch import nn
 
 from engine.model.loader import load_model
 from engine.request.errors import UnsupportedModelError
+from engine.weights.files import described
 from engine.weights.formats.awq import read
-from engine.weights.places import StoredTensors
+from engine.weights.index import TensorIndex
 from worlds.packed_checkpoints import Tensors, awq, draw, fill, load, plain, stored, write_folder
 from worlds.tiny_models import CPU, own_logits
 
@@ -66,7 +67,7 @@ def test_names_of_older_versions_are_read() -> None:
     codes = draw(16, 64)
     old = {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"}
     named = {f"up.{key}": each for key, each in awq(codes).items()}
-    assert read(old)("up", nn.Linear(64, 16), StoredTensors.of(named)) is not None
+    assert read(old)("up", nn.Linear(64, 16), TensorIndex(described(named, Path()))) is not None
 
 
 def test_layers_without_codes_stay(tmp_path: Path) -> None:

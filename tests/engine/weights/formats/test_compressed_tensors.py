@@ -16,10 +16,11 @@ from torch import nn
 
 from engine.model.loader import load_model
 from engine.request.errors import UnsupportedModelError
+from engine.weights.files import described
 from engine.weights.formats.compressed_tensors import StoredInt8Linear, read
 from engine.weights.formats.fp8 import Fp8Linear
+from engine.weights.index import TensorIndex
 from engine.weights.patterns import Patterns
-from engine.weights.places import StoredTensors
 from slipstream.tools.quantize.written import store_int8
 from worlds.packed_checkpoints import (
     INT4,
@@ -228,16 +229,16 @@ def test_patterns_say_which_layers_have_few_bits(
     found["config_groups"]["group_0"]["targets"] = targets
     tensors = {f"{name}.{key}": each for key, each in packed(draw(8, 64)).items()}
     place = read(found)
-    described = StoredTensors.of(tensors)
-    assert (place(name, nn.Linear(64, 8), described) is not None) is takes
-    assert place(name, nn.Embedding(8, 64), described) is None
+    index = TensorIndex(described(tensors, Path()))
+    assert (place(name, nn.Linear(64, 8), index) is not None) is takes
+    assert place(name, nn.Embedding(8, 64), index) is None
 
 
 def test_a_pattern_that_matches_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Patterns, "seconds_left", 0.05)
     place = read(configuration("pack-quantized", INT4, ignore=[r"re:(\w|.)+(\w|.)+(\w|.)+(?=!$)"]))
     with pytest.raises(ValueError, match="timed out"):
-        place("model.layers.10.self_attn.q_proj", nn.Linear(64, 8), StoredTensors({}))
+        place("model.layers.10.self_attn.q_proj", nn.Linear(64, 8), TensorIndex({}))
 
 
 def packed_as(**weights: Any) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from engine.weights.gguf.blocks import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.weights.gguf.file import GgufHeader, find_gguf, read_header
 from engine.weights.gguf.loading import load_gguf, read_config, stored_dtype
 from engine.weights.gguf.tokenizer import gguf_tokenizer
+from engine.weights.index import TensorIndex
 from slipstream.cli import main
 from worlds.gguf_files import (
     CONTROL,
@@ -224,7 +225,7 @@ def test_blocks_with_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> N
     header = read_header(path)
     broken = bytearray(path.read_bytes())
     for name in ("blk.1.ffn_up.weight", "token_embd.weight"):
-        (start,) = (each.start for each in header.tensors if each.name == name)
+        start = header.tensors[name].start
         broken[start + 34 : start + 36] = b"\x00\x7c"
     path.write_bytes(broken)
     with pytest.raises(UnsupportedModelError, match="not finite: ") as caught:
@@ -335,7 +336,7 @@ def test_runs_of_white_space_are_matched_longest_first_as_gemmas_sentencepiece_d
     space: str,
 ) -> None:
     """The expected pieces are those of sentencepiece, trained with such user-defined symbols."""
-    tokenizer = gguf_tokenizer(GgufHeader(gemma_vocabulary(space), (), {}))
+    tokenizer = gguf_tokenizer(GgufHeader(gemma_vocabulary(space), TensorIndex({}), {}))
     texts = {
         char * size: [char * 31] * (size // 31) + [char * (size % 31)]
         for char in "\n\t "
@@ -405,7 +406,7 @@ def refused_by_both(path: Path) -> str:
 def parts_of(path: Path) -> dict[str, int]:
     """Where each part of a file begins."""
     data = path.read_bytes()
-    first = min(tensor.start for tensor in read_header(path).tensors)
+    first = min(tensor.start for tensor in read_header(path).tensors.values())
     return {
         "header": 0,
         "metadata": 24,
@@ -450,7 +451,7 @@ def fields_of(path: Path) -> list[int]:
         (kind,) = struct.unpack_from("<I", data, kind_at)
         found += [first, kind_at + (8 if kind == 9 else 4)]
     at = max(end for _, end in header.spans.values())
-    for tensor in header.tensors:
+    for tensor in header.tensors.values():
         found.append(at)
         at += 8 + len(tensor.name.encode()) + 4
         found += [at + 8 * each for each in range(len(tensor.shape))]
@@ -506,9 +507,10 @@ def test_damage_is_refused_or_harmless_and_takes_no_memory(
     try:
         with suppress(UnsupportedModelError):
             header = read_header(path)
-            ends = [each.start + each.num_bytes for each in header.tensors]
+            tensors = header.tensors.values()
+            ends = [each.start + each.num_bytes for each in tensors]
             assert max(ends, default=0) <= len(broken)
-            assert sum(each.num_bytes for each in header.tensors) <= len(broken)
+            assert sum(each.num_bytes for each in tensors) <= len(broken)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
