@@ -16,7 +16,8 @@ from torch import nn
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.request.errors import UnsupportedModelError
 from engine.weights.gguf.blocks import BLOCK_TYPES, block_scales
-from engine.weights.layer import StoredLinear, fixed
+from engine.weights.index import TensorIndex
+from engine.weights.layer import Place, StoredLinear, fixed
 
 
 class ExpertWeights(NamedTuple):
@@ -131,10 +132,6 @@ class GgufExperts(StoredExperts):
 
 # --- a module for each expert ---
 
-Has = Callable[[str], bool]
-"""Whether the checkpoint has tensors of a layer, named as within the module of experts."""
-LayerPlace = Callable[[str, nn.Linear], nn.Module | None]
-"""Makes a layer's place, of such a name and a plain layer; None: it stays as it is."""
 _NAMES = {
     "gate_proj": ("gate_proj", "w1"),
     "up_proj": ("up_proj", "w3"),
@@ -147,18 +144,16 @@ class ExpertLayers(StoredExperts):
     """Experts of a checkpoint that has layers for each: ``<expert>.gate_proj`` and so on, each a
     ``StoredLinear``."""
 
-    def __init__(self, own: Any, has: Has, place: LayerPlace) -> None:
+    def __init__(self, name: str, own: Any, tensors: TensorIndex, place: Place) -> None:
         """Raises UnsupportedModelError where a layer has no place."""
         super().__init__(own)
-        first = ("gate_proj", "up_proj") if own.has_gate else ("up_proj",)
-        self.names = {
-            name: next((each for each in _NAMES[name] if has(f"0.{each}")), name)
-            for name in (*first, "down_proj")
-        }
+        products = ("gate_proj",) * own.has_gate + ("up_proj", "down_proj")
+        self.names = {each: _stored_name(name, each, tensors) or each for each in products}
         for expert in range(self.num_experts):
             layers = nn.Module()
-            for name, stored in self.names.items():
-                found = place(f"{expert}.{stored}", _plain(own, *_halves(self.sizes, name)))
+            for product, stored in self.names.items():
+                plain = _plain(own, *_halves(self.sizes, product))
+                found = place(f"{name}.{expert}.{stored}", plain, tensors)
                 if not isinstance(found, StoredLinear):
                     raise UnsupportedModelError(
                         f"{type(own).__name__}: experts in floats beside others in few bits"
@@ -193,11 +188,20 @@ def _plain(own: Any, channels: int, features: int) -> nn.Linear:
     return nn.Linear(features, channels, bias=own.has_bias, device="meta")
 
 
-def place_experts(own: nn.Module, has: Has, place: LayerPlace) -> ExpertLayers | None:
+def _stored_name(name: str, product: str, tensors: TensorIndex) -> str | None:
+    """Returns the name that the first expert's layer has in the checkpoint; None: it has none."""
+    names = (each for each in _NAMES[product] if tensors.has_module(f"{name}.0.{each}"))
+    return next(names, None)
+
+
+def place_experts(
+    name: str, own: nn.Module, tensors: TensorIndex, place: Place
+) -> ExpertLayers | None:
     """Returns the placeholder for a model's module; None: it is no experts module, or the checkpoint
     has no quantized layers for it."""
-    sizes = expert_sizes(own)
-    down = next((each for each in _NAMES["down_proj"] if has(f"0.{each}")), None)
-    if not sizes or down is None or place(f"0.{down}", _plain(own, *sizes["down_proj"])) is None:
+    sizes, down = expert_sizes(own), _stored_name(name, "down_proj", tensors)
+    if not sizes or down is None:
         return None
-    return ExpertLayers(own, has, place)
+    if place(f"{name}.0.{down}", _plain(own, *sizes["down_proj"]), tensors) is None:
+        return None
+    return ExpertLayers(name, own, tensors, place)

@@ -6,7 +6,7 @@ They last from loading to packing (``engine.model.quantization``), and compute n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ def room(
 
 def type_name(dtype: torch.dtype | None) -> str:
     return "an unknown type" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+Place = Callable[[str, nn.Module, TensorIndex], nn.Module | None]
+"""Takes a module's name, the module, and the tensors of safetensors files, if weights come from such;
+returns what stands in the module's place, or None: it stays."""
 
 
 class StoredWeight(nn.Module):

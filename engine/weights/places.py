@@ -7,7 +7,7 @@ quantizer of its own interface replaces layers by our modules; its loader does t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +24,24 @@ from engine.request.errors import UnsupportedModelError
 from engine.weights.experts import StoredExperts, place_experts
 from engine.weights.files import read_header
 from engine.weights.index import TensorIndex
-from engine.weights.layer import StoredWeight, type_name
+from engine.weights.layer import Place, StoredWeight, type_name
 
 _METHOD = "slipstream-stored"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EXPERTS = re.compile(r"\.experts\.\d+\.\w+\.(qweight|weight_packed|weight_scale(_inv)?)$")
 
-Place = Callable[[str, nn.Module], nn.Module | None]
-"""Takes a module's name and the module; returns what stands in its place, or None: it stays."""
-
-
-PlaceByTensors = Callable[[str, nn.Module, TensorIndex], nn.Module | None]
-"""As ``Place``, and what the checkpoint's headers say."""
-
 
 @register_quantization_config(_METHOD)
 class StoredConfig(QuantizationConfigMixin):
     """A ``quantization_config`` for ``from_pretrained``. ``place``: makes a ``StoredWeight`` for each
-    module that is quantized in the checkpoint, or ``place_by_tensors``, for safetensors checkpoints,
-    whose names are changed by ``key_mapping``. They are called while modules are on the device "meta"."""
+    module that is quantized in the checkpoint, while modules are on the device "meta". ``key_mapping``:
+    changes the names of safetensors files."""
 
     def __init__(
-        self,
-        place: Place | None = None,
-        place_by_tensors: PlaceByTensors | None = None,
-        key_mapping: Mapping[str, str] | None = None,
-        **_: Any,
+        self, place: Place, key_mapping: Mapping[str, str] | None = None, **_: Any
     ) -> None:
         self.quant_method: Any = _METHOD
-        self.place = place
-        self.place_by_tensors = place_by_tensors
-        self.key_mapping = key_mapping or {}
+        self.place, self.key_mapping = place, key_mapping or {}
 
 
 @register_quantizer(_METHOD)
@@ -65,27 +52,11 @@ class StoredQuantizer(HfQuantizer):
     quantization_config: StoredConfig
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: Iterable[str] = (), **_: Any
+        self, model: PreTrainedModel, checkpoint_files: Iterable[str] | None = None, **_: Any
     ) -> None:
-        by_tensors = self.quantization_config.place_by_tensors
-        if by_tensors is None:
-            place = self.quantization_config.place
-            assert place is not None, "loaded by this package alone"
-            _put(model, place)
-            return
-        tensors = _index_of(checkpoint_files, model, self.quantization_config.key_mapping)
-
-        def found(name: str, module: nn.Module) -> nn.Module | None:
-            def layer(part: str, plain: nn.Linear) -> nn.Module | None:
-                return by_tensors(f"{name}.{part}", plain, tensors)
-
-            def has(part: str) -> bool:
-                return tensors.has_module(f"{name}.{part}")
-
-            experts = place_experts(module, has, layer)
-            return by_tensors(name, module, tensors) if experts is None else experts
-
-        _put(model, found)
+        config = self.quantization_config
+        tensors = _index_of(checkpoint_files or (), model, config.key_mapping)
+        _put(model, tensors, config.place)
         _refuse_experts(model, tensors)
         _refuse_codes(model, tensors)
 
@@ -125,11 +96,12 @@ def _index_of(
     return TensorIndex(found, model.base_model_prefix)
 
 
-def _put(model: PreTrainedModel, place: Place) -> None:
+def _put(model: PreTrainedModel, tensors: TensorIndex, place: Place) -> None:
     """Puts the places into the model. One is tied to another place, or to nothing."""
     placed = set()
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        found = place(name, module)
+        found: nn.Module | None = place_experts(name, module, tensors, place)
+        found = place(name, module, tensors) if found is None else found
         if found is not None:
             model.set_submodule(name, found)
             placed.add(f"{name}.weight")

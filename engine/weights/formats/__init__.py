@@ -1,24 +1,21 @@
-"""The formats of quantised checkpoints that are read here, by what their configurations call them."""
+"""Formats of quantized checkpoints. One file per format, named as ``quant_method`` is, with underscores
+for hyphens; all files here are loaded with the package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from engine.request.errors import UnsupportedModelError
-from engine.weights.formats import awq, compressed_tensors, fp8, gptq, mxfp4
-from engine.weights.places import PlaceByTensors, StoredConfig
+from engine.weights.layer import Place
+from engine.weights.places import StoredConfig
 
-_READERS: dict[str, Callable[[Any], PlaceByTensors]] = {
-    "awq": awq.read,
-    "compressed-tensors": compressed_tensors.read,
-    "fp8": fp8.read,
-    "gptq": gptq.read,
-    "mxfp4": mxfp4.read,
+_READERS: dict[str, Callable[[Any], Place]] = {
+    each.name.replace("_", "-"): import_module(f"{__name__}.{each.name}").read
+    for each in iter_modules(__path__)
 }
-"""Another format is another file, and a line here."""
-
-
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -46,4 +43,4 @@ def read_places(config: Any, key_mapping: Mapping[str, str] | None = None) -> St
     except RecursionError as error:
         raise UnsupportedModelError("quantization_config is nested too deeply") from error
     del config.quantization_config
-    return StoredConfig(place_by_tensors=place, key_mapping=key_mapping)
+    return StoredConfig(place, key_mapping)

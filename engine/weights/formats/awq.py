@@ -16,8 +16,7 @@ from torch import nn
 from engine.request.errors import UnsupportedModelError
 from engine.weights.fields import Fields
 from engine.weights.index import TensorIndex
-from engine.weights.layer import room
-from engine.weights.places import PlaceByTensors
+from engine.weights.layer import Place, room
 from engine.weights.words import SCALES, WordsLinear, unpack
 
 _BITS = 4
@@ -66,7 +65,7 @@ def _unpack(words: torch.Tensor) -> torch.Tensor:
     return nibbles[:, :, _NIBBLES].flatten(1)
 
 
-def read(config: Any) -> PlaceByTensors:
+def read(config: Any) -> Place:
     """Returns the factory of placeholders for the quantized layers of a model with this
     ``quantization_config``. Raises UnsupportedModelError for unsupported variants."""
     fields = Fields(config, "quantization_config (awq)")

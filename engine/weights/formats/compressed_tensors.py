@@ -22,8 +22,7 @@ from engine.request.errors import UnsupportedModelError
 from engine.weights.fields import Fields, Fits
 from engine.weights.formats import fp8
 from engine.weights.index import TensorIndex
-from engine.weights.layer import StoredLinear, fixed, room
-from engine.weights.places import PlaceByTensors
+from engine.weights.layer import Place, StoredLinear, fixed, room
 from engine.weights.words import (
     INDICES,
     SCALES,
@@ -198,7 +197,7 @@ class IntLinear(_Scaled):
         return self._in_order(_from_signed(self.weight[first:end]))
 
 
-def read(config: Any) -> PlaceByTensors:
+def read(config: Any) -> Place:
     """Returns what gives places to the layers of a model with this ``quantization_config``. Raises
     UnsupportedModelError for variants that are not served."""
     fields = Fields(config, "quantization_config (compressed-tensors)")

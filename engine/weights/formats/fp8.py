@@ -17,8 +17,7 @@ from engine.kernels.grouped_weight import GroupedWeight
 from engine.request.errors import UnsupportedModelError
 from engine.weights.fields import Fields
 from engine.weights.index import TensorIndex
-from engine.weights.layer import StoredLinear, room
-from engine.weights.places import PlaceByTensors
+from engine.weights.layer import Place, StoredLinear, room
 from engine.weights.words import SCALES
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ def read_block(fields: Fields, key: str) -> tuple[int, int] | None:
     return found[0], found[1]
 
 
-def read(config: Any) -> PlaceByTensors:
+def read(config: Any) -> Place:
     """Returns what gives places to the layers of a model with this ``quantization_config``: those whose
     weights have 8 bits. Raises UnsupportedModelError for variants that are not served."""
     fields = Fields(config, "quantization_config (fp8)")

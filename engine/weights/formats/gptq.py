@@ -19,8 +19,7 @@ from torch import nn
 
 from engine.weights.fields import Fields, Fits
 from engine.weights.index import TensorIndex
-from engine.weights.layer import room
-from engine.weights.places import PlaceByTensors
+from engine.weights.layer import Place, room
 from engine.weights.words import INDICES, SCALES, WordsLinear, num_words, unpack
 
 _BITS = (4, 8)
@@ -71,7 +70,7 @@ class GptqLinear(WordsLinear):
         return self.scales[:, first:end].T.contiguous()
 
 
-def read(config: Any) -> PlaceByTensors:
+def read(config: Any) -> Place:
     """Returns the factory of placeholders for the quantized layers of a model with this
     ``quantization_config``, including the output head. Raises UnsupportedModelError for unsupported
     variants."""

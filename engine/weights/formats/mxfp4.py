@@ -21,8 +21,7 @@ from engine.weights.experts import ExpertWeights, StoredExperts, expert_sizes
 from engine.weights.fields import Fields
 from engine.weights.gguf.blocks import from_mxfp4, largest_mxfp4
 from engine.weights.index import TensorIndex
-from engine.weights.layer import room
-from engine.weights.places import PlaceByTensors
+from engine.weights.layer import Place, room
 from engine.weights.words import SCALES
 
 _SPAN = 32
@@ -81,7 +80,7 @@ class Mxfp4Experts(StoredExperts):
         return ExpertWeights(*self.sizes[name], parts, bias, "MXFP4")
 
 
-def read(config: Any) -> PlaceByTensors:
+def read(config: Any) -> Place:
     """Returns the factory of placeholders for the quantized experts of a model with this
     ``quantization_config``."""
     Fields(config, "quantization_config (mxfp4)").names("modules_to_not_convert")

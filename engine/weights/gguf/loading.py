@@ -31,9 +31,9 @@ from engine.weights.gguf.configuration import Said, described, rope
 from engine.weights.gguf.conversion import DECAY, SOURCES, Array, Undo
 from engine.weights.gguf.file import GgufHeader, needing_gguf, read_header
 from engine.weights.gguf.tokenizer import end_token_ids
-from engine.weights.index import StoredTensor, named
-from engine.weights.layer import embed_scale
-from engine.weights.places import Place, StoredConfig
+from engine.weights.index import StoredTensor, TensorIndex, named
+from engine.weights.layer import Place, embed_scale
+from engine.weights.places import StoredConfig
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,8 @@ class _Reading:
         kinds, experts, dtype = self._kinds, self._experts, self._dtype
         orders = self._orders
 
-        def place(name: str, module: nn.Module) -> nn.Module | None:
+        def place(name: str, module: nn.Module, tensors: TensorIndex) -> nn.Module | None:
+            del tensors  # of safetensors files
             if name in experts:
                 return GgufExperts(module, experts[name], dtype)
             kind = kinds.get(name)

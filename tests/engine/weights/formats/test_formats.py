@@ -174,9 +174,7 @@ def test_every_configuration_is_a_plan_or_refused_in_one_line(
         assert plan
         assert "\n" not in plan
     else:
-        layer = attempt(
-            lambda: fill(plan.place_by_tensors, nn.Linear(64, 16, bias=False), tensors, name)
-        )
+        layer = attempt(lambda: fill(plan.place, nn.Linear(64, 16, bias=False), tensors, name))
         if isinstance(layer, str):  # tensors of something else
             assert "\n" not in layer
         elif layer is not None:
