@@ -51,9 +51,8 @@ def room(
     the tensor is missing, of another shape, or of none of these types."""
     found = tensors.get(name)
     if found is None:
-        raise UnsupportedModelError(
-            f"1 tensors that the configuration asks for are missing: {name}"
-        )
+        fault = "1 tensors that the configuration asks for are missing"
+        raise UnsupportedModelError(f"{fault}: {name}")
     if found.shape != shape:
         raise UnsupportedModelError(
             "1 tensors have other shapes than the configuration says: "

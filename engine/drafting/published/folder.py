@@ -7,16 +7,21 @@ before any of them is read, and nothing is unpickled but tensors. Whatever does 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from engine.attention.backend import IMPLEMENTATION
 from engine.drafting.facts import TargetFacts
 from engine.request.errors import UnsupportedModelError
 from engine.weights.checkpoint import not_finite
@@ -49,6 +54,7 @@ FAULTS = (
     ValueError,
 )
 """Exceptions that transformers raises for values that it cannot use."""
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.")
 _MOST_CONFIG_BYTES = 1 << 20
 _LARGEST_SIZE = 1 << 24
 
@@ -58,6 +64,55 @@ class DraftRefusedError(ValueError):
 
     def __init__(self, path: Path, fault: str) -> None:
         super().__init__(f"{path}: {' '.join(fault.split())}")
+
+
+Fault = Callable[[Any, TargetFacts], str | None]
+"""Returns what is wrong with a value of a configuration, or None."""
+_NEEDED = object()
+
+
+class Field(NamedTuple):
+    """A field of a format's configuration. ``keys``: where it may stand, the most binding first, within
+    sections as "section.key"; "": its name. ``default``: of one that is missing, or a function of the
+    target's facts."""
+
+    faults: tuple[Fault, ...]
+    keys: str = ""
+    default: Any = _NEEDED
+
+
+def size(value: Any, _: TargetFacts) -> str | None:
+    is_one = type(value) is int and 1 <= value < _LARGEST_SIZE
+    return None if is_one else f"is {value!r}, not a positive whole number"
+
+
+def token_id(value: Any, facts: TargetFacts) -> str | None:
+    is_one = type(value) is int and 0 <= value < facts.vocab_size
+    return None if is_one else f"is {value!r}, not a token of the target's {facts.vocab_size}"
+
+
+def flag(value: Any, _: TargetFacts) -> str | None:
+    return None if type(value) is bool else f"is {value!r}, neither true nor false"
+
+
+def layer_ids(value: Any, _: TargetFacts) -> str | None:
+    are_ids = isinstance(value, list) and all(type(each) is int for each in value)
+    return None if are_ids else "is not a list of whole numbers"
+
+
+def only(*known: Any, said: str = "read") -> Fault:
+    """Returns the fault of values that change what is computed to what is not computed here."""
+    return lambda value, _: (
+        None if value in known else f"is {value!r}, and only {known[0]!r} is {said}"
+    )
+
+
+def of_target(fact: str, said: str = "this model has") -> Fault:
+    """Returns the fault of a size that is not the target's."""
+    own = attrgetter(fact)
+    return lambda value, facts: (
+        None if value == own(facts) else f"is {value}, and {said} {own(facts)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,42 +127,6 @@ class Section:
     def has(self, key: str) -> bool:
         return self.content.get(key) is not None
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Returns a positive whole number. Raises DraftRefusedError where it is none, or missing and
-        without a ``default``."""
-        value = self.content.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or not 1 <= value < _LARGEST_SIZE:
-            raise self.refused(key, f"is {value!r}, not a positive whole number")
-        return value
-
-    def token_id(self, key: str, vocab_size: int) -> int:
-        """Returns a token's id. Raises DraftRefusedError where it is not within the vocabulary."""
-        value = self.content.get(key)
-        if type(value) is not int or not 0 <= value < vocab_size:
-            raise self.refused(key, f"is {value!r}, not a token of the target's {vocab_size}")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Raises DraftRefusedError where the value is neither true nor false."""
-        value = self.content.get(key)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            raise self.refused(key, f"is {value!r}, neither true nor false")
-        return value
-
-    def layer_ids(self, key: str) -> tuple[int, ...] | None:
-        """Returns numbers of layers as they are written, None where they are missing or none is named.
-        Raises DraftRefusedError where they are no list of whole numbers."""
-        value = self.content.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(type(each) is int for each in value):
-            raise self.refused(key, "is not a list of whole numbers")
-        return tuple(value) or None
-
     def section(self, key: str) -> Section:
         """Returns an object inside this one, empty where it is missing. Raises DraftRefusedError where it
         is no object."""
@@ -115,6 +134,36 @@ class Section:
         if value is not None and not isinstance(value, dict):
             raise self.refused(key, "is not an object")
         return Section(self.path, f"{self.name}{key}.", value or {})
+
+    def holder(self, keys: str) -> tuple[Section, str]:
+        """Returns the section and the key of the first of a field's ``keys`` that says something, of none
+        the one that stands highest."""
+        places = []
+        for key in keys.split():
+            *names, own = key.split(".")
+            places.append((reduce(Section.section, names, self), own))
+        usual = min(places, key=lambda place: place[0].name.count("."))
+        return next((place for place in places if place[0].has(place[1])), usual)
+
+    def values(
+        self, fields: Mapping[str, Field], facts: TargetFacts, closed: str = ""
+    ) -> dict[str, Any]:
+        """Returns the values of a format's fields by their names. ``closed``: a section that may have no
+        other keys. Raises DraftRefusedError, which names the key and its fault."""
+        found = {}
+        if closed:
+            start = f"{closed}."
+            known = " ".join(field.keys for field in fields.values()).split()
+            inside = [key.removeprefix(start) for key in known if key.startswith(start)]
+            self.section(closed).check_keys(inside)
+        for name, (faults, keys, default) in fields.items():
+            section, key = self.holder(keys or name)
+            found[name] = value = section.content.get(key)
+            if value is None and default is not _NEEDED:
+                found[name] = default(facts) if callable(default) else default
+            elif fault := next(filter(None, (each(value, facts) for each in faults)), None):
+                raise section.refused(key, fault)
+        return found
 
     def check_keys(self, known: Collection[str]) -> None:
         """Raises DraftRefusedError naming the keys that are not among ``known``."""
@@ -126,6 +175,49 @@ class Section:
     def refused(self, key: str, fault: str) -> DraftRefusedError:
         """Returns an error about one key, to be raised."""
         return DraftRefusedError(self.path, f"{self.name}{key} {fault}")
+
+
+class LayerForm(NamedTuple):
+    """How a format describes layers. ``families``: classes and the keys that are theirs beside ``SIZES``,
+    by model types; ``usual``: the type where none is said. The rest ends the messages of faults: of a
+    family, of heads, of the number of layers, of the vocabulary."""
+
+    families: Mapping[str, tuple[Any, Collection[str]]]
+    usual: str
+    family: str
+    heads: str
+    layers: str
+    target: str
+
+
+def read_layers(section: Section, form: LayerForm, names: Iterable[str], facts: TargetFacts) -> Any:
+    """Returns transformers' configuration of a head's layers, with its defaults for what is missing:
+    formats leave out what equals them. ``names``: of tensors.
+
+    Raises DraftRefusedError for sizes that are none, or not the tensors' and the target's; one of
+    ``FAULTS`` where transformers does.
+    """
+    family = section.content.get("model_type") or form.usual
+    if not isinstance(family, str) or family not in form.families:
+        raise section.refused("model_type", f"is {family!r}, {form.family}")
+    kind, keys = form.families[family]
+    # A copy: transformers writes into what it is given.
+    given = {key: section.content[key] for key in (*SIZES, *keys) if section.has(key)}
+    config = kind(attn_implementation=IMPLEMENTATION, **copy.deepcopy(given))
+    made = Section(section.path, section.name, {key: getattr(config, key) for key in SIZES})
+    sizes = made.values(dict.fromkeys(SIZES, Field((size,))), facts)
+    if fault := of_target("vocab_size", form.target)(sizes["vocab_size"], facts):
+        raise DraftRefusedError(section.path, f"vocab_size {fault}")
+    num_heads, num_kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if num_heads % num_kv_heads:
+        fault = f"is {num_kv_heads}, {form.heads.format(num_heads)}"
+        raise section.refused("num_key_value_heads", fault)
+    num_layers = sizes["num_hidden_layers"]
+    found = {int(match[1]) for match in map(_LAYER_NAME.match, names) if match}
+    if found != set(range(num_layers)):
+        fault = f"is {num_layers}, {form.layers.format(len(found))}"
+        raise section.refused("num_hidden_layers", fault)
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +301,12 @@ class DraftFolder:
         if faults := not_finite(tensors.items()):
             raise self.refused(faults[0])
         return tensors
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns a tensor of this shape. Raises DraftRefusedError as ``check_shape`` and ``read``."""
+        self.check_shape(name, shape)
+        # A copy: what is read may still lie in the file, which anybody may change.
+        return self.read([name])[name].clone()
 
     def fill(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Gives a module its parameters and buffers, of the types that they are stored in. ``names``: the

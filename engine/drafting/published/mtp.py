@@ -144,10 +144,7 @@ class _Module:
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns one tensor by its name in the module. Raises DraftRefusedError where it is missing, of
         another shape or not finite."""
-        full = self.root + name
-        self.folder.check_shape(full, shape)
-        # A copy: what is read may still lie in the file, which anybody may change.
-        return self.folder.read([full])[full].clone()
+        return self.folder.tensor(self.root + name, shape)
 
     def count(self) -> int:
         """Returns how many modules the checkpoint has: further ones are numbered on."""
