@@ -11,10 +11,9 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +35,6 @@ from engine.weights.layer import Place, embed_scale
 from engine.weights.places import StoredConfig
 
 logger = logging.getLogger(__name__)
-
-Files = Mapping[Path, BinaryIO]
-"""The parts of a file."""
 
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Types of tensors that are values, not blocks: the first that a file has is its own."""
@@ -71,7 +67,8 @@ def read_config(path: Path) -> tuple[GgufHeader, Any]:
     if hasattr(usual, "rope_parameters"):
         head_dim = values.get("qk_rope_head_dim", said.head_dim)
         values["rope_parameters"] = rope(said, usual.rope_parameters, head_dim)
-        _add_rope(values["rope_parameters"], more)
+        parameters = values["rope_parameters"]
+        parameters.get("full_attention", parameters).update(more)
     config = kind(**values)
     config.name_or_path = str(path.parent)
     return header, config
@@ -85,10 +82,6 @@ def _architecture(header: GgufHeader) -> Architecture:
             "that are"
         )
     return found
-
-
-def _add_rope(parameters: dict[str, Any], more: Mapping[str, Any]) -> None:
-    parameters.get("full_attention", parameters).update(more)
 
 
 def load_gguf(
@@ -111,13 +104,11 @@ def load_gguf(
         skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     _check_rotary(skeleton, header)
     reading = _Reading(header, config, skeleton, wanted, packed)
-    with _opened(header) as files:
-        tensors = reading.tensors(files)
     loaded = load_weights(
         None,
         config,
         type(skeleton),
-        state_dict=tensors,
+        state_dict=reading.tensors(),
         quantization_config=StoredConfig(reading.placing()),
         dtype=wanted,
     )
@@ -328,15 +319,15 @@ class _Reading:
 
         return place
 
-    def tensors(self, files: Files) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the model's parameters by name: blocks as they are, everything else in its type.
         Raises UnsupportedModelError for those of other shapes than the model's."""
         found, wrong = dict(self._said), []
         for name, making in self._makings.items():
             if name in self._products:
-                found |= {each: self._product(parts, files) for each, parts in self._products[name]}
+                found |= {each: self._product(parts) for each, parts in self._products[name]}
                 continue
-            data = [_bytes_of(part, files) for part in making.parts]
+            data = [_bytes_of(part) for part in making.parts]
             names = self._packed.get(name, [])
             if names:
                 rows = [
@@ -415,11 +406,11 @@ class _Reading:
             self._experts[name] = kinds
             self._products |= products
 
-    def _product(self, parts: Sequence[StoredTensor], files: Files) -> torch.Tensor:
+    def _product(self, parts: Sequence[StoredTensor]) -> torch.Tensor:
         """Returns blocks, or biases, of all experts."""
         read = []
         for part in parts:
-            data, shape = _bytes_of(part, files), part.shape[:-1]
+            data, shape = _bytes_of(part), part.shape[:-1]
             is_packed = part.kind in BLOCK_TYPES
             read.append(data.reshape(*shape, -1) if is_packed else _values(part, data))
         whole = torch.from_numpy(read[0] if len(read) == 1 else np.concatenate(read, axis=1))
@@ -462,25 +453,16 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-@contextmanager
-def _opened(header: GgufHeader) -> Iterator[Files]:
-    with ExitStack() as stack:
-        paths = {tensor.file for tensor in header.tensors.values()}
-        yield {path: stack.enter_context(path.open("rb")) for path in paths}
-
-
-def _bytes_of(tensor: StoredTensor, files: Files) -> np.ndarray[Any, Any]:
-    data = np.empty(tensor.num_bytes, dtype=np.uint8)
-    file = files[tensor.file]
-    file.seek(tensor.start)
-    if file.readinto(data) != tensor.num_bytes:  # type: ignore[attr-defined]  # BinaryIO lacks it
+def _bytes_of(tensor: StoredTensor) -> Array:
+    data: Array = np.fromfile(tensor.file, np.uint8, tensor.num_bytes, offset=tensor.start)
+    if len(data) != tensor.num_bytes:
         raise UnsupportedModelError(
             f"the file ends in tensor {tensor.name!r}: it was cut meanwhile"
         )
     return data
 
 
-def _values(tensor: StoredTensor, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _values(tensor: StoredTensor, data: Array) -> Array:
     """Returns a tensor in float32, the fastest moving dimension last."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
@@ -488,10 +470,9 @@ def _values(tensor: StoredTensor, data: np.ndarray[Any, Any]) -> np.ndarray[Any,
     rows = data.reshape(prod(tensor.shape[:-1]), -1)
     kind = GGMLQuantizationType[tensor.kind]
     try:
-        with np.errstate(
-            all="ignore"
-        ):  # scales that are no numbers are named with all others, later
-            values: np.ndarray[Any, Any] = dequantize(rows, kind)
+        # Scales that are no numbers are named with all others, later.
+        with np.errstate(all="ignore"):
+            values: Array = dequantize(rows, kind)
     except NotImplementedError as error:
         raise UnsupportedModelError(
             f"tensor {tensor.name!r} is of the type {tensor.kind}, which is not read"
@@ -563,5 +544,4 @@ def _read_floats(header: GgufHeader, name: str) -> torch.Tensor:
     tensor = header.tensors.get(name)
     if tensor is None or tensor.kind != "F32":
         raise UnsupportedModelError(f"{name} is not stored in float32")
-    with _opened(header) as files:
-        return torch.from_numpy(_bytes_of(tensor, files).view(np.float32))
+    return torch.from_numpy(_bytes_of(tensor).view(np.float32))
