@@ -268,13 +268,15 @@ def _make_layer(config: Any, index: int, attends: _Attention, has_norms: bool) -
     return layer  # type: ignore[no-any-return]
 
 
-def recognises(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
-    """Whether a folder holds a head of DFlash's kind, by its configuration and its tensors."""
+def recognised(config: Mapping[str, Any], tensor_names: Collection[str]) -> str | None:
+    """Returns the method of a folder, by its configuration and its tensors; None: it is of another."""
     kind = config.get("speculators_model_type")
-    if kind is not None:
-        return kind in _KINDS
     # EAGLE-3's heads have a norm of this name too, but within their layer.
-    return _NESTED in config or "hidden_norm.weight" in tensor_names
+    is_plain = kind is None and (_NESTED in config or "hidden_norm.weight" in tensor_names)
+    if not is_plain and kind not in _KINDS:
+        return None
+    has_markov = any(name.startswith("markov_head.") for name in tensor_names)
+    return "dspark" if has_markov or kind == "dspark" else "dflash"
 
 
 def read(folder: DraftFolder, facts: TargetFacts) -> DFlashNetwork:

@@ -92,15 +92,19 @@ _PARALLEL_FIELDS = {
 _PROPOSAL_KEYS = ("proposal_type", "speculative_tokens", "verifier_accept_k", "accept_tolerance")
 
 
-def recognises(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
-    """Whether a folder is of this method, by its own word or by its tensors."""
-    method = config.get("speculators_model_type")
-    if method is not None:
-        return method in _SPECULATORS
-    architectures = config.get("architectures")
-    if isinstance(architectures, list) and any("eagle3" in str(a).lower() for a in architectures):
-        return True
-    return any(f"{first}hidden_norm.weight" in tensor_names for first in ("midlayer.", "layers.0."))
+def recognised(config: Mapping[str, Any], tensor_names: Collection[str]) -> str | None:
+    """Returns the method of a folder, by its own word or by its tensors; None: it is of another."""
+    kind = config.get("speculators_model_type")
+    given = config.get("architectures")
+    architectures = " ".join(map(str, given if isinstance(given, list) else ())).lower()
+    norms = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
+    if kind is None:
+        is_known = "eagle3" in architectures or any(each in tensor_names for each in norms)
+    else:
+        is_known = kind in _SPECULATORS
+    if not is_known:
+        return None
+    return "p_eagle" if _MASK in tensor_names or kind == "peagle" else "eagle3"
 
 
 def read(folder: DraftFolder, facts: TargetFacts) -> Eagle3Network:

@@ -9,7 +9,7 @@ a head costs ``hidden_size`` squared and not ``hidden_size * vocab_size`` number
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -122,19 +122,20 @@ class MedusaNetwork(nn.Module):
         return whole.index_copy_(2, self.token_map, logits)
 
 
-def recognises(config: Mapping[str, Any]) -> bool:
-    """Returns whether a folder's configuration is that of Medusa's heads, in any of the forms."""
-    return config.get("model_type") == KIND or "medusa_num_heads" in config
+def recognised(config: Mapping[str, Any], tensor_names: Collection[str] = ()) -> str | None:
+    """Returns the method of a folder, by its configuration; None: it is of another."""
+    del tensor_names
+    return KIND if config.get("model_type") == KIND or "medusa_num_heads" in config else None
 
 
-def read_medusa(folder: DraftFolder, facts: TargetFacts) -> MedusaNetwork:
+def read(folder: DraftFolder, facts: TargetFacts) -> MedusaNetwork:
     """Returns the folder's heads, which are still to be placed and bound. How many there are is said by
     the tensors: configurations that its authors published say fewer than the files hold.
 
     Raises DraftRefusedError where the folder is of another method, its tensors are not those of such
     heads, or they do not fit the target.
     """
-    if not recognises(folder.config):
+    if recognised(folder.config) is None:
         raise folder.refused(f"{CONFIG} is not that of Medusa heads")
     folder.check_target(facts)
     found = folder.settings.values(_FIELDS, facts)
