@@ -20,7 +20,6 @@ from engine.model.loader import bundled_path, load_tokenizer
 from engine.names import locate
 from engine.request.errors import UnsupportedModelError
 from engine.weights.gguf.file import find_gguf, needing_gguf
-from engine.weights.gguf.loading import forget_quantization
 
 
 class Models(NamedTuple):
@@ -101,7 +100,11 @@ def dequantised(gguf: Path, dtype: torch.dtype) -> PreTrainedModel:
             dtype=dtype,
             quantization_config=GgufConfig(dequantize=True),
         )
-    forget_quantization(model)
+    # A model like any other is saved.
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    model.is_quantized = False
     return model.eval()
 
 

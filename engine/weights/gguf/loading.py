@@ -112,7 +112,6 @@ def load_gguf(
         quantization_config=StoredConfig(reading.placing()),
         dtype=wanted,
     )
-    forget_quantization(loaded)
     loaded.config.name_or_path = str(path.parent)
     _check_blocks(loaded)
     _divide_frequencies(loaded, header)
@@ -513,14 +512,6 @@ def _check_blocks(model: PreTrainedModel) -> None:
     faults = not_finite(places)
     if faults:
         raise UnsupportedModelError(faults[0])
-
-
-def forget_quantization(model: Any) -> None:
-    """Makes what was dequantised a model like any other."""
-    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
-        if hasattr(owner, name):
-            delattr(owner, name)
-    model.is_quantized = False
 
 
 def _divide_frequencies(model: PreTrainedModel, header: GgufHeader) -> None:
