@@ -22,7 +22,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType
 from gguf.quants import dequantize, quantize
 
-from engine.gguf.file import GgufHeader, StoredTensor, read_header
+from engine.weights.gguf.file import GgufHeader, read_header
+from engine.weights.index import StoredTensor
 
 Array = np.ndarray[Any, Any]
 Kind = GGMLQuantizationType
@@ -160,18 +161,18 @@ def rewrite(source: Path, target: Path, kind: Kind) -> None:
     """Writes a file with all blocks of matrices in another type. What is no block stays as it is."""
     header = read_header(source)
     with source.open("rb") as file:
-        tensors = [_rewritten(file, tensor, kind) for tensor in header.tensors]
+        tensors = [_rewritten(file, tensor, kind) for tensor in header.tensors.values()]
         _write(target, _metadata_of(source, header), tensors)
 
 
 def _rewritten(file: BinaryIO, tensor: StoredTensor, kind: Kind) -> _Tensor:
-    own = Kind(tensor.kind)
+    own = Kind[tensor.kind]
     is_kept = own in _VALUES or len(tensor.shape) < 2
-    wanted = own if is_kept else fitting(kind, tensor.shape[0])
+    wanted = own if is_kept else fitting(kind, tensor.shape[-1])
 
     def parts() -> Iterator[Array]:
-        num_rows = prod(tensor.shape[1:])
-        at_once = max(1, _AT_ONCE // tensor.shape[0])
+        num_rows = prod(tensor.shape[:-1])
+        at_once = max(1, _AT_ONCE // tensor.shape[-1])
         for first in range(0, num_rows, at_once):
             count = min(at_once, num_rows - first)
             row_bytes = tensor.num_bytes // num_rows
@@ -179,7 +180,7 @@ def _rewritten(file: BinaryIO, tensor: StoredTensor, kind: Kind) -> _Tensor:
             rows = np.frombuffer(file.read(count * row_bytes), np.uint8).reshape(count, -1)
             yield rows if is_kept else pack(dequantize(rows, own), wanted)
 
-    return _Tensor(tensor.name, tensor.shape, wanted, parts)
+    return _Tensor(tensor.name, tensor.shape[::-1], wanted, parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from bench.peers.gguf_writer import BLOCK_TYPES, write_gguf
 from bench.peers.model_files import dequantised, find_heads
 from bench.scaled_model import build_scaled_copy, scaled_config, scaled_tensors
 from engine.drafting.published.folder import CONFIG, SIZES, WEIGHTS
-from engine.gguf.file import find_gguf
 from engine.model.loader import load_tokenizer
 from engine.names import locate
+from engine.weights.gguf.file import find_gguf
 
 _SHARD = "1GB"
 

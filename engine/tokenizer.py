@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.gguf.file import find_gguf, read_header
-from engine.gguf.tokenizer import gguf_tokenizer
 from engine.hub.name import called
 from engine.logs import log_through_root
 from engine.names import BUNDLED as BUNDLED
 from engine.names import bundled_path as bundled_path
 from engine.names import locate, own_chat_template
 from engine.request.errors import EngineError, UnsupportedModelError, panics_as_errors
+from engine.weights.gguf.file import find_gguf, read_header
+from engine.weights.gguf.tokenizer import gguf_tokenizer
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

@@ -168,7 +168,7 @@ def write_medusa(
     output_head: torch.Tensor | None = None,
 ) -> None:
     """Writes a folder in vLLM's form, in bf16. ``notes``: more of its configuration. ``output_head``:
-    the target's, ``[vocab_size, hidden_size]``, which vLLM asks for; None: ``read_medusa`` takes it from
+    the target's, ``[vocab_size, hidden_size]``, which vLLM asks for; None: ``medusa.read`` takes it from
     the target."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {} if output_head is None else {SHARED_HEAD: output_head}

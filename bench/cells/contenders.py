@@ -20,11 +20,11 @@ from bench.peers.worker import PeerContender, Worker
 from engine.build import with_fastest_weights
 from engine.config import EngineConfig
 from engine.drafting.drafts import with_bundled_drafts
-from engine.gguf.file import find_gguf
 from engine.names import locate
 from engine.request.info import EngineInfo
 from engine.request.params import PLAIN as PLAIN_DECODING
 from engine.request.params import SpeculativeParams
+from engine.weights.gguf.file import find_gguf
 
 _FREE = ("suffix", "stand", "recycling")
 _RUN_SECONDS = 600.0

@@ -16,7 +16,7 @@ from engine.kernels.triton.code_ops import look_up, product
 from engine.kernels.triton.packed_codes import pack
 from engine.model.layers import PackedWeight
 from engine.model.linear import DeviceWeight, cancelling, keeps_bits
-from engine.model.rounding.gptq import round_to_nearest
+from engine.weights.rounding.gptq import round_to_nearest
 
 SHAPES = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096))
 """Inputs and outputs of the layers of 8 billion parameters' models."""

@@ -17,13 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from engine.core import EngineCore
+from engine.model.calibration.sequence import quantize_4_bits
 from engine.model.loader import prepare_model
 from engine.model.quantization import replace_linears
-from engine.model.rounding.gptq import BITS, SPAN, GroupedWeight
-from engine.model.rounding.sequence import quantize_4_bits
 from engine.model.runner import ModelRunner
 from engine.request.events import TokenEvent
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams
+from engine.weights.rounding.gptq import BITS, SPAN, GroupedWeight
 
 _REPEATS = 20
 _WARM_UPS = 3

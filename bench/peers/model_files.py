@@ -16,11 +16,10 @@ from bench.peers.llama_cpp import quantize
 from bench.peers.place import Place, distinct_name, once
 from engine.config import EngineConfig
 from engine.drafting.drafts import SMALL_MODEL, find_drafts, with_bundled_drafts
-from engine.gguf.file import find_gguf, needing_gguf
-from engine.model.gguf_weights import forget_quantization
 from engine.model.loader import bundled_path, load_tokenizer
 from engine.names import locate
 from engine.request.errors import UnsupportedModelError
+from engine.weights.gguf.file import find_gguf, needing_gguf
 
 
 class Models(NamedTuple):
@@ -101,7 +100,11 @@ def dequantised(gguf: Path, dtype: torch.dtype) -> PreTrainedModel:
             dtype=dtype,
             quantization_config=GgufConfig(dequantize=True),
         )
-    forget_quantization(model)
+    # A model like any other is saved.
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    model.is_quantized = False
     return model.eval()
 
 

@@ -23,8 +23,9 @@ from engine.drafting.heads import DraftHeads, prepare_heads
 from engine.drafting.models import DraftModels, prepare_drafts
 from engine.logs import log_through_root
 from engine.machine import can_pack
+from engine.model.calibration.sequence import quantize_4_bits
+from engine.model.calibration.texts import CALIBRATION_TOKENS, calibration_texts
 from engine.model.fusing import fuse
-from engine.model.int8 import is_exact
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, eos_token_ids, load_model, state_shapes
 from engine.model.quantization import (
@@ -38,8 +39,6 @@ from engine.model.quantization import (
     round_experts,
     round_inputs,
 )
-from engine.model.rounding.sequence import quantize_4_bits
-from engine.model.rounding.texts import CALIBRATION_TOKENS, calibration_texts
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import blocks_needed, check_logits, reference_logits
 from engine.offload.identity import weights_digest
@@ -47,6 +46,7 @@ from engine.ranks.group import Ranks
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import Determinism, QuantizationInfo
 from engine.states.build import checked_states
+from engine.weights.rounding.int8 import is_exact
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from engine.drafting.head_model import HeadModel
 from engine.drafting.heads import DraftHeads
 from engine.drafting.models import DraftModels
 from engine.hub.name import called
-from engine.model.rounding.texts import beginnings
+from engine.model.calibration.texts import beginnings
 from engine.model.runner import ModelRunner
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import DraftInfo

@@ -158,8 +158,8 @@ def find_method(path: str) -> str:
     # They need torch, which processes do not have that only read the setting.
     from engine.drafting.published.folder import DraftFolder
     from engine.drafting.published.methods import method_of
-    from engine.gguf.file import find_gguf
     from engine.request.errors import UnsupportedModelError
+    from engine.weights.gguf.file import find_gguf
 
     try:
         if find_gguf(path) is not None:

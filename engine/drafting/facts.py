@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.model.quantization import packed_weights
-from engine.model.shards import whole
+from engine.weights.shards import whole
 
 _SAMPLES = 256
 

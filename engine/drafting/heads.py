@@ -31,7 +31,6 @@ from engine.drafting.medusa import MedusaHeads
 from engine.drafting.published.folder import DraftRefusedError
 from engine.drafting.published.methods import read_network
 from engine.drafting.published.networks import place
-from engine.gguf.file import find_gguf
 from engine.machine import can_pack
 from engine.model.fusing import fuse
 from engine.model.layers import is_plain
@@ -45,8 +44,9 @@ from engine.model.quantization import (
     usual_bits,
 )
 from engine.model.runner import ModelRunner
-from engine.model.shards import whole_layer
 from engine.names import locate
+from engine.weights.gguf.file import find_gguf
+from engine.weights.shards import whole_layer
 
 logger = logging.getLogger(__name__)
 

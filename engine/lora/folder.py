@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from engine.kernels import MOST_RANK
 from engine.model.layers import LayerShape
-from engine.model.patterns import Patterns
-from engine.request.errors import AdapterError
+from engine.request.errors import AdapterError, UnsupportedModelError
+from engine.weights.files import read_header, read_tensors
+from engine.weights.index import named
+from engine.weights.patterns import Patterns
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 1 << 20
-_MOST_NAMED = 3
 _MOST_PATH_CHARS = 300
 _PREFIX = "base_model.model."
 _FIRST, _SECOND = "lora_A", "lora_B"
@@ -172,14 +172,12 @@ class _Folder:
                 + (": a .bin is not read, save it anew" if has_pickles else "")
             )
         try:
-            with safe_open(path, framework="pt") as file:
-                known = {_key_of(name): name for name in file.keys()}  # noqa: SIM118
-                found = {key: file.get_slice(name) for key, name in known.items()}
-                self._check({key: tuple(each.get_shape()) for key, each in found.items()})
-                tensors = {key: file.get_tensor(name) for key, name in known.items()}
-        except (SafetensorError, OSError, RuntimeError) as error:
-            # RuntimeError: it is larger than what can be mapped.
-            raise AdapterError(f"{WEIGHTS} cannot be read: {error}") from None
+            known = {_key_of(name): tensor for name, tensor in read_header(path).items()}
+            self._check({key: tensor.shape for key, tensor in known.items()})
+            stored = read_tensors(known.values())
+        except UnsupportedModelError as error:
+            raise AdapterError(str(error)) from None
+        tensors = {key: stored[each.name] for key, each in known.items()}
         for key, tensor in tensors.items():
             if tensor.dtype not in _TYPES:
                 raise AdapterError(f"{key} has the type {tensor.dtype}, which is not served")
@@ -194,11 +192,11 @@ class _Folder:
         unknown = [layer for layer in layers if self._name(layer) not in self._shapes]
         if unknown:
             raise AdapterError(
-                f"{_named(unknown)}: not among the layers that an adapter may change here"
+                f"{named(unknown)}: not among the layers that an adapter may change here"
                 f"{self._of_base()}"
             )
-        named = [self._name(layer) for layer in layers]
-        if len(set(named)) < len(named):
+        own = {self._name(layer) for layer in layers}
+        if len(own) < len(layers):
             raise AdapterError(f"{WEIGHTS} has several parts for one layer")
         for layer in layers:
             shape = self._shapes[self._name(layer)]
@@ -244,8 +242,3 @@ def _key_of(name: str) -> str:
 
 def _is_positive(value: object) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
-
-
-def _named(names: list[str]) -> str:
-    rest = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")

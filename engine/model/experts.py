@@ -19,8 +19,8 @@ from torch import nn
 from engine.kernels import KINDS, LANES
 from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
 from engine.model.product import GroupedProduct
-from engine.model.stored.experts import ExpertWeights, StoredExperts, expert_sizes
-from engine.model.stored.layer import fixed
+from engine.weights.experts import ExpertWeights, StoredExperts, expert_sizes
+from engine.weights.layer import fixed
 
 if TYPE_CHECKING:
     from engine.kernels.float_product import PackedFloats

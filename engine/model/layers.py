@@ -13,6 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.model.product import kernels_of
+from engine.weights.layer import scaled
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -131,21 +132,6 @@ class GroupedLinear(nn.Module):
         return result.narrow(-1, self.first, self.out_features)
 
 
-def embed_scale(module: nn.Module) -> float | None:
-    """Returns what an embedding multiplies with what it looks up, in the type of that; 1: nothing. None:
-    the module does something else."""
-    if type(module) is nn.Embedding:
-        return 1.0
-    scale = getattr(module, "scalar_embed_scale", None)
-    if not isinstance(module, nn.Embedding) or not isinstance(scale, float | int):
-        return None
-    kind: Any = type(module)
-    with torch.device("cpu"):  # models are made on another
-        probed, ids = kind(3, 2, None, 0.7), torch.arange(3)
-        expected = scaled(nn.functional.embedding(ids, probed.weight), 0.7)
-        return float(scale) if torch.equal(probed(ids), expected) else None
-
-
 class ScaledEmbedding(nn.Embedding):
     """An embedding that multiplies what it looks up."""
 
@@ -154,11 +140,6 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids`` ``[..]`` int64; returns ``[.., embedding_dim]``."""
         return scaled(super().forward(token_ids), self.embed_scale)
-
-
-def scaled(found: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns what was looked up times a scale, which is rounded to its type first."""
-    return found if scale == 1.0 else found * torch.tensor(scale).to(found.dtype)
 
 
 class GroupedEmbedding(nn.Module):

@@ -23,12 +23,7 @@ from engine.attention.backend import (
     KVShape,
     attending,
 )
-from engine.gguf.file import find_gguf
-from engine.model.checkpoint import load_config, load_weights
-from engine.model.gguf_weights import load_gguf, read_config
 from engine.model.quantization import pack_stored
-from engine.model.shards import sharding_options
-from engine.model.stored.formats import read_places
 from engine.model.text_half import TextHalf, find_text_half, has_text_half, text_of
 from engine.names import BUNDLED as BUNDLED
 from engine.names import bundled_path as bundled_path
@@ -38,6 +33,11 @@ from engine.request.info import SAMPLED
 from engine.states.seam import attach_states, finding_states
 from engine.tokenizer import check_folder, naming
 from engine.tokenizer import load_tokenizer as load_tokenizer
+from engine.weights.checkpoint import load_config, load_weights
+from engine.weights.formats import read_places
+from engine.weights.gguf.file import find_gguf
+from engine.weights.gguf.loading import load_gguf, read_config
+from engine.weights.shards import sharding_options
 from kvpool.state_store import StateShape
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,6 @@ from engine.model.experts import (
     restored_experts,
     rounded_experts,
 )
-from engine.model.int8 import GROUP, computes_whole_numbers, quantize_weight
 from engine.model.layers import (
     GroupedEmbedding,
     GroupedLinear,
@@ -43,12 +42,13 @@ from engine.model.product import (
     join_products,
     kernels_for,
 )
-from engine.model.rounding.gptq import BITS, round_to_nearest
-from engine.model.stored.experts import StoredExperts
-from engine.model.stored.layer import StoredLinear, StoredWeight
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
 from engine.states.seam import gates_of
+from engine.weights.experts import StoredExperts
+from engine.weights.layer import StoredLinear, StoredWeight
+from engine.weights.rounding.gptq import BITS, round_to_nearest
+from engine.weights.rounding.int8 import GROUP, computes_whole_numbers, quantize_weight
 
 if TYPE_CHECKING:
     from engine.model.product import Packed

@@ -9,7 +9,6 @@ what the whole would is seen from logits of a text.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -33,10 +31,10 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from engine.model.patterns import Patterns
 from engine.request.errors import UnsupportedModelError
+from engine.weights.files import read_header, weight_files
+from engine.weights.patterns import Patterns
 
-_MOST_INDEX_BYTES = 1 << 28
 _NUM_TOKENS = 12
 _TOLERANCES = {torch.float32: 1e-3}
 """The allowed mean difference of the half's logits from the whole's, relative to their spread."""
@@ -274,26 +272,13 @@ def _without_memory(kind: Any, config: Any) -> Any:
 
 
 def _names(folder: Path) -> list[str]:
-    """Returns the names of a checkpoint's tensors, from the file that transformers would read."""
-    for file in ("model.safetensors", "pytorch_model.bin"):
-        for name in (file, f"{file}.index.json"):
-            if (folder / name).is_file():
-                return _names_in(str(folder / name))
-    raise UnsupportedModelError("there are no weights in model.safetensors or pytorch_model.bin")
-
-
-def _names_in(path: str) -> list[str]:
-    if path.endswith(".json"):
-        with open(path, encoding="utf-8") as file:
-            index = json.loads(file.read(_MOST_INDEX_BYTES))
-        names = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(names, dict):
-            raise UnsupportedModelError("the index of weights has no weight_map")
-        return list(names)
-    if path.endswith(".safetensors"):
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    return list(torch.load(path, map_location="meta", weights_only=True, mmap=True))
+    """Returns the names of a checkpoint's tensors, from the files that transformers would read."""
+    files = weight_files(folder, ("model.safetensors", "pytorch_model.bin"))
+    if not files:
+        raise UnsupportedModelError(
+            "there are no weights in model.safetensors or pytorch_model.bin"
+        )
+    return [name for file in files for name in read_header(file)]
 
 
 def _places(own: Any, names: list[str], kind: str) -> tuple[str, str | None]:

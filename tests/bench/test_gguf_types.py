@@ -12,10 +12,10 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from bench.gguf_types import FALLBACKS, KINDS, Shape, fitting, main, pack, rewrite, write_random
-from engine.gguf.file import read_header
-from engine.model.gguf_weights import load_gguf, read_config
-from engine.model.stored.gguf import GgufEmbedding, GgufWeight
 from engine.tokenizer import load_tokenizer
+from engine.weights.gguf.blocks import GgufEmbedding, GgufWeight
+from engine.weights.gguf.file import read_header
+from engine.weights.gguf.loading import load_gguf, read_config
 from worlds.gguf_files import TOKENS, tiny_llama, write_gguf
 
 BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q5_0: 5, Kind.Q5_1: 5, Kind.Q8_0: 8} | {
@@ -48,12 +48,13 @@ def test_a_rewritten_file_is_the_same_model_in_another_type(tmp_path: Path, kind
     rewrite(source, target, kind)
     before, after = read_header(source), read_header(target)
     assert after.metadata == before.metadata
-    assert [each.shape for each in after.tensors] == [each.shape for each in before.tensors]
-    for own, made in zip(before.tensors, after.tensors, strict=True):
+    assert list(after.tensors) == list(before.tensors)
+    for own, made in zip(before.tensors.values(), after.tensors.values(), strict=True):
+        assert made.shape == own.shape
         is_matrix = len(own.shape) == 2
-        assert made.kind == (fitting(kind, own.shape[0]) if is_matrix else own.kind)
-    own_kinds = {each.kind for each in after.tensors if len(each.shape) == 2}
-    assert own_kinds == {kind, FALLBACKS.get(kind, kind)}
+        assert made.kind == (fitting(kind, own.shape[-1]).name if is_matrix else own.kind)
+    own_kinds = {each.kind for each in after.tensors.values() if len(each.shape) == 2}
+    assert own_kinds == {kind.name, FALLBACKS.get(kind, kind).name}
     up = load_gguf(target, *read_config(target), "auto").get_submodule("model.layers.1.mlp.up_proj")
     assert isinstance(up, GgufWeight)
     expected = dequantize(
@@ -88,7 +89,7 @@ def test_the_command_writes_either(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     target = tmp_path / "target.gguf"
     monkeypatch.setattr(sys, "argv", ["gguf_types", source, str(target), "--type", "Q4_K"])
     main()
-    assert {each.kind for each in read_header(target).tensors} == {Kind.F32, Kind.Q5_0}
+    assert {each.kind for each in read_header(target).tensors.values()} == {"F32", "Q5_0"}
     sizes = ["--width", "256", "--layers", "1", "--ffn", "256", "--heads", "4", "--kv-heads", "4"]
     options = ["gguf_types", source, str(target), "--random", "--vocabulary", "300", *sizes]
     monkeypatch.setattr(sys, "argv", options)

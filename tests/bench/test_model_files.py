@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.peers.model_files import Models, find_heads, model_files
 from bench.peers.place import PeerUnavailableError
-from engine.gguf.file import read_header
 from engine.model.loader import load_model
 from engine.names import BUNDLED
 from engine.request.errors import UnsupportedModelError
+from engine.weights.gguf.file import read_header
 from worlds.tiny_bench_model import save_tiny_model
 
 

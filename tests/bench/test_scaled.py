@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.scaled import main, save_scaled, save_scaled_head
 from engine.drafting.published.eagle3 import read
 from engine.drafting.published.folder import DraftFolder
-from engine.gguf.file import find_gguf, read_header
 from engine.model.loader import load_model, load_tokenizer
 from engine.model.quantization import quantize_model
 from engine.names import BUNDLED
+from engine.weights.gguf.file import find_gguf, read_header
 from worlds.plain_heads import PlainEagle, Sizes
 from worlds.published_eagle3 import FACTS, Form, target_ends, written
 from worlds.tiny_bench_model import tiny_tokenizer

@@ -105,6 +105,8 @@ def test_every_kind_has_its_file_and_pages_name_folders_that_exist() -> None:
         "engine/sampling/processors",
         "engine/attention",
         "server/endpoints",
+        "engine/weights/formats",
+        "engine/drafting/published",
     }
 
 
@@ -170,6 +172,64 @@ def test_the_endpoint_is_part_of_the_application(client: httpx.Client) -> None:
     reply = client.post("/v1/pieces", json={"token_ids": []})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "token_ids"
+
+
+PACKED = """
+import sys; sys.path.append("tests")
+from pathlib import Path
+import torch
+from engine.model.quantization import packed_weights
+from worlds.packed_checkpoints import load, plain, write_folder
+from engine.model.loader import prepare_model
+
+def stored(name, linear):
+    scales = linear.weight.detach().float().abs().amax(1) / 127
+    codes = (linear.weight.detach().float() / scales[:, None]).round()
+    return {"codes": codes.char(), "scales": scales}, codes * scales[:, None]
+
+path = Path(sys.argv[1])
+expected = write_folder(path, {"quant_method": "row-int8", "bits": 8}, stored)
+ids = torch.arange(12)[None]
+with torch.inference_mode():
+    torch.testing.assert_close(plain(load(path))(ids).logits, expected(ids).logits)
+print(len(list(packed_weights(prepare_model(load(path), torch.device("cpu"))))) > 7)
+"""
+HEADS = """
+import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from engine.drafting.facts import TargetFacts
+from engine.drafting.published.folder import DraftFolder, DraftRefusedError
+from engine.drafting.published.methods import method_of, read_network
+
+path, facts = Path(sys.argv[1]), TargetFacts(8, 16, 4, "")
+tensors = {"weight": torch.randn(1, 3, 8, 8), "bias": torch.randn(1, 3, 1, 8)}
+save_file(tensors, path / "model.safetensors")
+for size in (8, 9):
+    config = {"num_flat_heads": 3, "target": {"hidden_size": size}}
+    (path / "config.json").write_text(json.dumps(config))
+    try:
+        network = read_network(method_of(DraftFolder.open(path)), path, facts, None)
+        print(network.num_heads, torch.equal(network.blocks.weight, tensors["weight"]))
+    except DraftRefusedError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (PACKED, "True\n"),
+        (HEADS, "3 True\nPATH: target.hidden_size is 9, and this model has 8\n"),
+    ],
+)
+def test_published_formats_are_found_and_read(
+    code: str, said: str, project: Path, tmp_path: Path
+) -> None:
+    result = run(project, "-c", code, str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == said.replace("PATH", str(tmp_path))
 
 
 def test_help_and_the_generated_tables_name_them_all(project: Path) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from engine.gguf.file import find_gguf, read_header
-from engine.gguf.tokenizer import end_token_ids, gguf_tokenizer
 from engine.names import locate
 from engine.tokenizer import load_tokenizer
+from engine.weights.gguf.file import find_gguf, read_header
+from engine.weights.gguf.tokenizer import end_token_ids, gguf_tokenizer
 from worlds.real_model import REAL
 
 pytestmark = REAL

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from engine.drafting.facts import target_facts, weights_fingerprint
-from engine.drafting.published import eagle3
+from engine.drafting.published import eagle3, medusa
 from engine.drafting.published.folder import DraftFolder, DraftRefusedError
-from engine.drafting.published.medusa import read_medusa
 from training import heads
 from training.target_states import Target
 from worlds.counting_target import NUM_USED, VOCAB, counting_model, written_texts
@@ -71,7 +70,7 @@ def test_heads_learn_what_the_target_says_and_are_read(
     assert config["held_out_top1"] == pytest.approx(after, abs=1e-4)
 
     facts = target_facts(counting_model())
-    read: Any = read_medusa if kind == "medusa" else eagle3.read
+    read: Any = medusa.read if kind == "medusa" else eagle3.read
     network = read(DraftFolder.open(tmp_path), facts)
     assert (network.token_map is None) == (kind == "medusa")
     if kind == "p_eagle":

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from engine.kernels.grouped_weight import GroupedWeight
-from engine.model.rounding.gptq import round_by_inputs
-from engine.model.stored.gguf import IQ4_VALUES, from_mxfp4
+from engine.weights.gguf.blocks import IQ4_VALUES, from_mxfp4
+from engine.weights.rounding.gptq import round_by_inputs
 
 Scheme = Callable[[int, int], GroupedWeight]
 """Takes output channels and input features, a multiple of 256."""

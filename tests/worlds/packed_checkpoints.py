@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.model.checkpoint import load_weights
-from engine.model.stored.experts import expert_sizes
-from engine.model.stored.formats import read_places
-from engine.model.stored.layer import StoredLinear, StoredWeight
-from engine.model.stored.places import StoredTensors
+from engine.weights.checkpoint import load_weights
+from engine.weights.experts import expert_sizes
+from engine.weights.files import described
+from engine.weights.formats import read_places
+from engine.weights.index import TensorIndex
+from engine.weights.layer import StoredLinear, StoredWeight
 from worlds.tiny_models import tiny_model
 
 Tensors = dict[str, torch.Tensor]
@@ -261,8 +262,8 @@ def stored(model: PreTrainedModel) -> dict[str, StoredWeight]:
 
 def fill(place: Any, linear: nn.Linear, tensors: Tensors, name: str = "up") -> Any:
     """Returns what stands in a layer's place, with its tensors; None if nothing does."""
-    described = StoredTensors.of({f"{name}.{key}": each for key, each in tensors.items()})
-    layer = place(name, linear, described)
+    found = described({f"{name}.{key}": each for key, each in tensors.items()}, Path())
+    layer = place(name, linear, TensorIndex(found))
     if layer is not None:
         layer.load_state_dict(tensors, strict=False)
         layer.loaded(name)

@@ -12,15 +12,14 @@ Folders come in two formats: z-lab's, whose layers stand at the top of the confi
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
@@ -29,44 +28,35 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from engine.attention.backend import IMPLEMENTATION, AttentionPlan, KVShape, attending
+from engine.attention.backend import AttentionPlan, KVShape, attending
 from engine.drafting.facts import TargetFacts
 from engine.drafting.published.dspark import ConfidenceHead, MarkovHead
 from engine.drafting.published.folder import (
     CONFIG,
     FAULTS,
-    SIZES,
     DraftFolder,
     DraftRefusedError,
+    Field,
+    LayerForm,
     Section,
+    flag,
+    layer_ids,
+    of_target,
+    only,
+    read_layers,
+    size,
+    token_id,
 )
 from engine.drafting.published.vocabulary import read_token_map
 
 _KINDS = ("dflash", "dflash2", "dspark")
 """Kinds in speculators' format; the second is recognized in order to be refused by name."""
 _NESTED = "dflash_config"
-_NESTED_KEYS = (
-    "block_size",
-    "causal",
-    "mask_token_id",
-    "sample_from_anchor",
-    "swa_window_size",
-    "target_layer_ids",
-    "use_swa",
-)
-_LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _LAYER_KEYS = (
     "attention_bias",
-    "head_dim",
     "hidden_act",
-    "hidden_size",
-    "intermediate_size",
     "layer_types",
-    "max_position_embeddings",
     "max_window_layers",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
     "original_max_position_embeddings",
     "partial_rotary_factor",
     "rms_norm_eps",
@@ -75,22 +65,45 @@ _LAYER_KEYS = (
     "rope_theta",
     "sliding_window",
     "use_sliding_window",
-    "vocab_size",
 )
-_ONLY = {
-    "input_embedding_scale": 1.0,
-    "logit_scale": 1.0,
-    "markov_head_type": "vanilla",
-    "output_multiplier": 1.0,
-    "rope_is_neox_style": True,
+_FAMILIES = {"llama": (LlamaConfig, _LAYER_KEYS), "qwen3": (Qwen3Config, _LAYER_KEYS)}
+_SAID = ("neither llama nor qwen3", "of {} heads", "and tensors are of {}", "this model has")
+_LAYERS = LayerForm(_FAMILIES, "qwen3", *_SAID)
+
+
+def _is_block(rows: int, _: TargetFacts) -> str | None:
+    return None if rows > 1 else f"is {rows}, and a block has at least 2 rows"
+
+
+def _within(own: int, facts: TargetFacts) -> str | None:
+    known = facts.vocab_size
+    return f"is {own}, and this model has {known}" if own > known else None
+
+
+_FIELDS = {
+    "block_size": Field((size, _is_block), f"{_NESTED}.block_size block_size"),
+    "mask_token_id": Field((token_id,), f"{_NESTED}.mask_token_id mask_token_id"),
+    "sample_from_anchor": Field((flag,), f"{_NESTED}.sample_from_anchor sample_from_anchor", None),
+    "draft_vocab_size": Field((size, _within), default=attrgetter("vocab_size")),
+    "target_hidden_size": Field((size, of_target("hidden_size")), default=None),
+    "num_target_layers": Field((size, of_target("num_layers")), default=None),
+    "sliding_window_non_causal": Field((flag,), default=False),
+    "is_causal": Field((flag,), f"is_causal {_NESTED}.causal", None),
+    "use_swa": Field((flag,), f"{_NESTED}.use_swa", False),
+    "swa_window_size": Field((size,), f"{_NESTED}.swa_window_size", None),
+    "entered": Field((layer_ids,), "aux_hidden_state_layer_ids", None),
+    "left": Field((layer_ids,), f"{_NESTED}.target_layer_ids target_layer_ids", None),
+    "input_embedding_scale": Field((only(1.0),), default=None),
+    "logit_scale": Field((only(1.0),), default=None),
+    "markov_head_type": Field((only("vanilla"),), default=None),
+    "output_multiplier": Field((only(1.0),), default=None),
+    "rope_is_neox_style": Field((only(True),), default=None),
 }
-"""Keys that change what is computed, with the one value that is computed here."""
 _MASK_FILE = "mask_embedding.pt"
 _MARKOV = "markov_head.markov_w1.weight"
 _CONFIDENCE = "confidence_head.proj.weight"
 _NOT_READ = ("d2t", "t2d")
 """Tensors that are no weights: the first becomes ``token_map``, the second says the same again."""
-_LAYER_NAME = re.compile(r"layers\.(\d+)\.")
 
 
 class _Attention(NamedTuple):
@@ -255,13 +268,15 @@ def _make_layer(config: Any, index: int, attends: _Attention, has_norms: bool) -
     return layer  # type: ignore[no-any-return]
 
 
-def recognises(config: Mapping[str, Any], tensor_names: Collection[str]) -> bool:
-    """Whether a folder holds a head of DFlash's kind, by its configuration and its tensors."""
+def recognised(config: Mapping[str, Any], tensor_names: Collection[str]) -> str | None:
+    """Returns the method of a folder, by its configuration and its tensors; None: it is of another."""
     kind = config.get("speculators_model_type")
-    if kind is not None:
-        return kind in _KINDS
     # EAGLE-3's heads have a norm of this name too, but within their layer.
-    return _NESTED in config or "hidden_norm.weight" in tensor_names
+    is_plain = kind is None and (_NESTED in config or "hidden_norm.weight" in tensor_names)
+    if not is_plain and kind not in _KINDS:
+        return None
+    has_markov = any(name.startswith("markov_head.") for name in tensor_names)
+    return "dspark" if has_markov or kind == "dspark" else "dflash"
 
 
 def read(folder: DraftFolder, facts: TargetFacts) -> DFlashNetwork:
@@ -271,89 +286,55 @@ def read(folder: DraftFolder, facts: TargetFacts) -> DFlashNetwork:
     folder.check_ends(facts, settings.layers.hidden_size, settings.draft_vocab_size)
     token_map = read_token_map(folder, settings.draft_vocab_size, facts.vocab_size)
     network = DFlashNetwork(settings, facts.hidden_size, token_map)
-    folder.fill(network, {name: name for name in folder.shapes if name not in _NOT_READ})
+    folder.fill(network, {name: name for name in folder.tensors if name not in _NOT_READ})
     return network
 
 
 def _read_settings(folder: DraftFolder, facts: TargetFacts) -> _Settings:
-    settings, nested = folder.settings, folder.settings.section(_NESTED)
+    settings = folder.settings
     kind = settings.content.get("speculators_model_type")
     if kind == "dflash2":
         raise folder.refused("dflash2's convolutions and selector are not read")
     folder.check_target(facts)
-    nested.check_keys(_NESTED_KEYS)
-    for key, value in _ONLY.items():
-        if settings.has(key) and settings.content[key] != value:
-            raise settings.refused(key, f"is {settings.content[key]!r}, and only {value!r} is read")
+    found = settings.values(_FIELDS, facts, closed=_NESTED)
     if (folder.path / _MASK_FILE).exists():
         raise folder.refused(f"{_MASK_FILE} holds another embedding of the mask, which is not read")
-    config = _layer_config(
-        settings if kind is None else settings.section("transformer_layer_config")
-    )
-    _check_target(settings, config, facts)
-    _check_num_layers(folder, config.num_hidden_layers)
+    section = settings if kind is None else settings.section("transformer_layer_config")
+    config = _layer_config(section, folder.tensors, facts)
     is_spark = kind == "dspark" or (
-        kind is None and bool(folder.shapes.keys() & {_MARKOV, _CONFIDENCE})
+        kind is None and bool(folder.tensors.keys() & {_MARKOV, _CONFIDENCE})
     )
-    block_size = _holder("block_size", nested, settings).size("block_size")
-    if block_size < 2:
-        raise settings.refused("block_size", f"is {block_size}, and a block has at least 2 rows")
-    draft_vocab_size = settings.size("draft_vocab_size", facts.vocab_size)
-    if draft_vocab_size > facts.vocab_size:
-        raise settings.refused(
-            "draft_vocab_size", f"is {draft_vocab_size}, and this model has {facts.vocab_size}"
-        )
-    rank = folder.shape(_MARKOV, 2)[1] if is_spark and _MARKOV in folder.shapes else 0
-    has_confidence = is_spark and _CONFIDENCE in folder.shapes
+    anchor_predicts = found["sample_from_anchor"]
+    rank = folder.shape(_MARKOV, 2)[1] if is_spark and _MARKOV in folder.tensors else 0
+    has_confidence = is_spark and _CONFIDENCE in folder.tensors
     return _Settings(
         layers=config,
-        attentions=_attentions(config, settings, nested),
-        candidate_layers=_candidate_layers(settings, nested, facts.num_layers, config),
-        block_size=block_size,
-        mask_token_id=_holder("mask_token_id", nested, settings).token_id(
-            "mask_token_id", facts.vocab_size
-        ),
-        anchor_predicts=_holder("sample_from_anchor", nested, settings).flag(
-            "sample_from_anchor", is_spark
-        ),
+        attentions=_attentions(config, settings, found),
+        candidate_layers=_candidate_layers(settings, found, facts.num_layers, config),
+        block_size=found["block_size"],
+        mask_token_id=found["mask_token_id"],
+        anchor_predicts=is_spark if anchor_predicts is None else anchor_predicts,
         has_norms=config.model_type == "qwen3"
-        or "layers.0.self_attn.k_norm.weight" in folder.shapes,
-        draft_vocab_size=draft_vocab_size,
+        or "layers.0.self_attn.k_norm.weight" in folder.tensors,
+        draft_vocab_size=found["draft_vocab_size"],
         markov_rank=rank,
         confidence_size=_confidence_size(folder, config.hidden_size, rank) if has_confidence else 0,
-        confidence_has_bias=has_confidence and "confidence_head.proj.bias" in folder.shapes,
-        owns=[name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in folder.shapes],
+        confidence_has_bias=has_confidence and "confidence_head.proj.bias" in folder.tensors,
+        owns=[name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in folder.tensors],
     )
 
 
-def _holder(key: str, nested: Section, settings: Section) -> Section:
-    """Returns the section that a key stands in; folders of different years have it in either."""
-    return nested if nested.has(key) else settings
-
-
-def _layer_config(section: Section) -> Any:
-    """Returns transformers' configuration of the layers, with its defaults for what is missing: formats
-    leave out what equals them. Raises DraftRefusedError where transformers does, or sizes are none."""
-    model_type = section.content.get("model_type", "qwen3")
-    kind = _LAYER_CONFIGS.get(model_type) if isinstance(model_type, str) else None
-    if kind is None:
-        raise section.refused("model_type", f"is {model_type!r}, neither llama nor qwen3")
-    # A copy: transformers writes into what it is given.
-    given = {key: copy.deepcopy(section.content[key]) for key in _LAYER_KEYS if section.has(key)}
+def _layer_config(section: Section, names: Iterable[str], facts: TargetFacts) -> Any:
+    """Returns transformers' configuration of the layers. Raises DraftRefusedError where transformers
+    cannot make any of it, or not what is computed here."""
     try:
-        config: Any = kind(attn_implementation=IMPLEMENTATION, **given)
+        config = read_layers(section, _LAYERS, names, facts)
+    except DraftRefusedError:
+        raise
     except FAULTS as error:
         raise DraftRefusedError(
             section.path, f"the layers of {CONFIG} cannot be read: {error}"
         ) from error
-    made = Section(section.path, section.name, {key: getattr(config, key) for key in SIZES})
-    for key in SIZES:
-        made.size(key)
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise made.refused(
-            "num_key_value_heads",
-            f"is {config.num_key_value_heads}, of {config.num_attention_heads} heads",
-        )
     if not 0 <= config.rms_norm_eps < 1:
         raise section.refused("rms_norm_eps", f"is {config.rms_norm_eps!r}")
     if config.hidden_act not in ACT2FN:
@@ -375,32 +356,7 @@ def _check_rotations(config: Any, section: Section) -> None:
         raise section.refused("rope_parameters", "give no frequencies for these heads")
 
 
-def _check_num_layers(folder: DraftFolder, num_layers: int) -> None:
-    """Raises DraftRefusedError where the tensors are of other layers than the configuration's."""
-    found = {int(match[1]) for name in folder.shapes if (match := _LAYER_NAME.match(name))}
-    if found != set(range(num_layers)):
-        raise folder.refused(f"num_hidden_layers is {num_layers}, and tensors are of {len(found)}")
-
-
-def _check_target(settings: Section, config: PreTrainedConfig, facts: TargetFacts) -> None:
-    """Raises DraftRefusedError where the folder says that it is for a target of other sizes."""
-    found = {
-        "vocab_size": (config.vocab_size, facts.vocab_size),
-        "target_hidden_size": (
-            settings.size("target_hidden_size", facts.hidden_size),
-            facts.hidden_size,
-        ),
-        "num_target_layers": (
-            settings.size("num_target_layers", facts.num_layers),
-            facts.num_layers,
-        ),
-    }
-    for key, (theirs, ours) in found.items():
-        if theirs != ours:
-            raise settings.refused(key, f"is {theirs}, and this model has {ours}")
-
-
-def _attentions(config: Any, settings: Section, nested: Section) -> list[_Attention]:
+def _attentions(config: Any, settings: Section, found: Mapping[str, Any]) -> list[_Attention]:
     """Returns how each layer attends. Layers with a window are causal, others are not, unless a key of
     either format says otherwise."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -408,16 +364,11 @@ def _attentions(config: Any, settings: Section, nested: Section) -> list[_Attent
         raise settings.refused("layer_types", f"has {', '.join(sorted(others))}")
     is_sliding = [each == "sliding_attention" for each in types]
     is_causal = is_sliding
-    if settings.flag("sliding_window_non_causal", False):
-        is_causal = [False] * len(types)
-    for section, key in ((nested, "causal"), (settings, "is_causal")):
-        if section.has(key):
-            is_causal = [section.flag(key, False)] * len(types)
-    if nested.flag("use_swa", False) and not any(is_sliding):
+    if found["sliding_window_non_causal"] or found["is_causal"] is not None:
+        is_causal = [bool(found["is_causal"])] * len(types)
+    if found["use_swa"] and not any(is_sliding):
         is_sliding = [True] * len(types)
-    window = getattr(config, "sliding_window", None)
-    if nested.has("swa_window_size"):
-        window = nested.size("swa_window_size")
+    window = found["swa_window_size"] or getattr(config, "sliding_window", None)
     if any(is_sliding) and (type(window) is not int or window < 1):
         raise settings.refused("sliding_window", f"is {window!r}, and there are sliding layers")
     return [
@@ -427,26 +378,22 @@ def _attentions(config: Any, settings: Section, nested: Section) -> list[_Attent
 
 
 def _candidate_layers(
-    settings: Section, nested: Section, num_layers: int, config: Any
+    settings: Section, found: Mapping[str, Any], num_layers: int, config: Any
 ) -> tuple[tuple[int, ...], ...]:
     """Returns the layers that the folder names, and their alternatives if the author counted from the
     other end of a layer, as far as the target has them. Layers as in ``InputBatch.hidden_layers``."""
-    key, offset = "aux_hidden_state_layer_ids", 0
-    ids = settings.layer_ids(key)
-    if ids is None:
-        section = _holder("target_layer_ids", nested, settings)
-        # These count what leaves a layer, the others what enters it.
-        key, offset = f"{section.name}target_layer_ids", 1
-        ids = section.layer_ids("target_layer_ids")
-    if ids is None and settings.has("speculators_model_type"):
-        key, offset = "aux_hidden_state_layer_ids", 0
-        ids = (2, num_layers // 2, num_layers - 3)
-    elif ids is None:
+    name = "entered" if found["entered"] else "left"
+    ids = found[name]
+    if not ids and settings.has("speculators_model_type"):
+        name, ids = "entered", (2, num_layers // 2, num_layers - 3)
+    elif not ids:
         ids = spread_layers(num_layers, config.num_hidden_layers)
+    offset = 1 if name == "left" else 0
     named, others = (tuple(each + shift for each in ids) for shift in (offset, 1 - offset))
     if not _are_within(named, num_layers):
         listed = ", ".join(map(str, ids))
-        raise settings.refused(key, f"names layers {listed}, and this model has {num_layers}")
+        section, key = settings.holder(_FIELDS[name].keys)
+        raise section.refused(key, f"names layers {listed}, and this model has {num_layers}")
     return (named, others) if _are_within(others, num_layers) else (named,)
 
 

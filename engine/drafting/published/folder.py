@@ -7,20 +7,26 @@ before any of them is read, and nothing is unpickled but tensors. Whatever does 
 
 from __future__ import annotations
 
-import json
-import pickle
-from collections.abc import Collection, Iterable, Mapping
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from engine.attention.backend import IMPLEMENTATION
 from engine.drafting.facts import TargetFacts
-from engine.model.checkpoint import not_finite
+from engine.request.errors import UnsupportedModelError
+from engine.weights.checkpoint import not_finite
+from engine.weights.files import read_header, read_object, read_tensors, weight_files
+from engine.weights.index import StoredTensor, TensorIndex, named
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -48,11 +54,9 @@ FAULTS = (
     ValueError,
 )
 """Exceptions that transformers raises for values that it cannot use."""
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.")
 _MOST_CONFIG_BYTES = 1 << 20
-_MOST_INDEX_BYTES = 1 << 26
 _LARGEST_SIZE = 1 << 24
-_MOST_NAMED = 3
-_MOST_ERROR_CHARACTERS = 200
 
 
 class DraftRefusedError(ValueError):
@@ -60,6 +64,55 @@ class DraftRefusedError(ValueError):
 
     def __init__(self, path: Path, fault: str) -> None:
         super().__init__(f"{path}: {' '.join(fault.split())}")
+
+
+Fault = Callable[[Any, TargetFacts], str | None]
+"""Returns what is wrong with a value of a configuration, or None."""
+_NEEDED = object()
+
+
+class Field(NamedTuple):
+    """A field of a format's configuration. ``keys``: where it may stand, the most binding first, within
+    sections as "section.key"; "": its name. ``default``: of one that is missing, or a function of the
+    target's facts."""
+
+    faults: tuple[Fault, ...]
+    keys: str = ""
+    default: Any = _NEEDED
+
+
+def size(value: Any, _: TargetFacts) -> str | None:
+    is_one = type(value) is int and 1 <= value < _LARGEST_SIZE
+    return None if is_one else f"is {value!r}, not a positive whole number"
+
+
+def token_id(value: Any, facts: TargetFacts) -> str | None:
+    is_one = type(value) is int and 0 <= value < facts.vocab_size
+    return None if is_one else f"is {value!r}, not a token of the target's {facts.vocab_size}"
+
+
+def flag(value: Any, _: TargetFacts) -> str | None:
+    return None if type(value) is bool else f"is {value!r}, neither true nor false"
+
+
+def layer_ids(value: Any, _: TargetFacts) -> str | None:
+    are_ids = isinstance(value, list) and all(type(each) is int for each in value)
+    return None if are_ids else "is not a list of whole numbers"
+
+
+def only(*known: Any, said: str = "read") -> Fault:
+    """Returns the fault of values that change what is computed to what is not computed here."""
+    return lambda value, _: (
+        None if value in known else f"is {value!r}, and only {known[0]!r} is {said}"
+    )
+
+
+def of_target(fact: str, said: str = "this model has") -> Fault:
+    """Returns the fault of a size that is not the target's."""
+    own = attrgetter(fact)
+    return lambda value, facts: (
+        None if value == own(facts) else f"is {value}, and {said} {own(facts)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,42 +127,6 @@ class Section:
     def has(self, key: str) -> bool:
         return self.content.get(key) is not None
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Returns a positive whole number. Raises DraftRefusedError where it is none, or missing and
-        without a ``default``."""
-        value = self.content.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or not 1 <= value < _LARGEST_SIZE:
-            raise self.refused(key, f"is {value!r}, not a positive whole number")
-        return value
-
-    def token_id(self, key: str, vocab_size: int) -> int:
-        """Returns a token's id. Raises DraftRefusedError where it is not within the vocabulary."""
-        value = self.content.get(key)
-        if type(value) is not int or not 0 <= value < vocab_size:
-            raise self.refused(key, f"is {value!r}, not a token of the target's {vocab_size}")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Raises DraftRefusedError where the value is neither true nor false."""
-        value = self.content.get(key)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            raise self.refused(key, f"is {value!r}, neither true nor false")
-        return value
-
-    def layer_ids(self, key: str) -> tuple[int, ...] | None:
-        """Returns numbers of layers as they are written, None where they are missing or none is named.
-        Raises DraftRefusedError where they are no list of whole numbers."""
-        value = self.content.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(type(each) is int for each in value):
-            raise self.refused(key, "is not a list of whole numbers")
-        return tuple(value) or None
-
     def section(self, key: str) -> Section:
         """Returns an object inside this one, empty where it is missing. Raises DraftRefusedError where it
         is no object."""
@@ -118,11 +135,41 @@ class Section:
             raise self.refused(key, "is not an object")
         return Section(self.path, f"{self.name}{key}.", value or {})
 
+    def holder(self, keys: str) -> tuple[Section, str]:
+        """Returns the section and the key of the first of a field's ``keys`` that says something, of none
+        the one that stands highest."""
+        places = []
+        for key in keys.split():
+            *names, own = key.split(".")
+            places.append((reduce(Section.section, names, self), own))
+        usual = min(places, key=lambda place: place[0].name.count("."))
+        return next((place for place in places if place[0].has(place[1])), usual)
+
+    def values(
+        self, fields: Mapping[str, Field], facts: TargetFacts, closed: str = ""
+    ) -> dict[str, Any]:
+        """Returns the values of a format's fields by their names. ``closed``: a section that may have no
+        other keys. Raises DraftRefusedError, which names the key and its fault."""
+        found = {}
+        if closed:
+            start = f"{closed}."
+            known = " ".join(field.keys for field in fields.values()).split()
+            inside = [key.removeprefix(start) for key in known if key.startswith(start)]
+            self.section(closed).check_keys(inside)
+        for name, (faults, keys, default) in fields.items():
+            section, key = self.holder(keys or name)
+            found[name] = value = section.content.get(key)
+            if value is None and default is not _NEEDED:
+                found[name] = default(facts) if callable(default) else default
+            elif fault := next(filter(None, (each(value, facts) for each in faults)), None):
+                raise section.refused(key, fault)
+        return found
+
     def check_keys(self, known: Collection[str]) -> None:
         """Raises DraftRefusedError naming the keys that are not among ``known``."""
         unknown = sorted(self.content.keys() - set(known))
         if unknown:
-            names = _named([f"{self.name}{key}" for key in unknown])
+            names = named([f"{self.name}{key}" for key in unknown])
             raise DraftRefusedError(self.path, f"{CONFIG} has unknown keys: {names}")
 
     def refused(self, key: str, fault: str) -> DraftRefusedError:
@@ -130,30 +177,72 @@ class Section:
         return DraftRefusedError(self.path, f"{self.name}{key} {fault}")
 
 
+class LayerForm(NamedTuple):
+    """How a format describes layers. ``families``: classes and the keys that are theirs beside ``SIZES``,
+    by model types; ``usual``: the type where none is said. The rest ends the messages of faults: of a
+    family, of heads, of the number of layers, of the vocabulary."""
+
+    families: Mapping[str, tuple[Any, Collection[str]]]
+    usual: str
+    family: str
+    heads: str
+    layers: str
+    target: str
+
+
+def read_layers(section: Section, form: LayerForm, names: Iterable[str], facts: TargetFacts) -> Any:
+    """Returns transformers' configuration of a head's layers, with its defaults for what is missing:
+    formats leave out what equals them. ``names``: of tensors.
+
+    Raises DraftRefusedError for sizes that are none, or not the tensors' and the target's; one of
+    ``FAULTS`` where transformers does.
+    """
+    family = section.content.get("model_type") or form.usual
+    if not isinstance(family, str) or family not in form.families:
+        raise section.refused("model_type", f"is {family!r}, {form.family}")
+    kind, keys = form.families[family]
+    # A copy: transformers writes into what it is given.
+    given = {key: section.content[key] for key in (*SIZES, *keys) if section.has(key)}
+    config = kind(attn_implementation=IMPLEMENTATION, **copy.deepcopy(given))
+    made = Section(section.path, section.name, {key: getattr(config, key) for key in SIZES})
+    sizes = made.values(dict.fromkeys(SIZES, Field((size,))), facts)
+    if fault := of_target("vocab_size", form.target)(sizes["vocab_size"], facts):
+        raise DraftRefusedError(section.path, f"vocab_size {fault}")
+    num_heads, num_kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if num_heads % num_kv_heads:
+        fault = f"is {num_kv_heads}, {form.heads.format(num_heads)}"
+        raise section.refused("num_key_value_heads", fault)
+    num_layers = sizes["num_hidden_layers"]
+    found = {int(match[1]) for match in map(_LAYER_NAME.match, names) if match}
+    if found != set(range(num_layers)):
+        fault = f"is {num_layers}, {form.layers.format(len(found))}"
+        raise section.refused("num_hidden_layers", fault)
+    return config
+
+
 @dataclass(frozen=True, slots=True)
 class DraftFolder:
-    """A folder whose configuration is read and whose tensors are known by name. ``shapes``: of all
-    tensors; ``files``: where each of them lies."""
+    """A folder whose configuration is read and whose tensors are known by name."""
 
     path: Path
     config: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    files: Mapping[str, Path]
+    tensors: TensorIndex
 
     @classmethod
     def open(cls, path: Path) -> DraftFolder:
         """Reads ``config.json`` and the headers of ``model.safetensors`` or ``pytorch_model.bin``, of the
         files that the index of either names, or of Medusa's. Raises DraftRefusedError with the reason."""
-        config = _read_object(path, CONFIG, _MOST_CONFIG_BYTES)
-        shapes: dict[str, tuple[int, ...]] = {}
-        files: dict[str, Path] = {}
-        for file in _weight_files(path):
-            found = _read_shapes(path, file)
-            if twice := sorted(shapes.keys() & found.keys()):
-                raise DraftRefusedError(path, f"two files hold {_named(twice)}")
-            shapes |= found
-            files |= dict.fromkeys(found, file)
-        return cls(path, config, shapes, files)
+        tensors: dict[str, StoredTensor] = {}
+        with _refusing(path):
+            config = read_object(path / CONFIG, _MOST_CONFIG_BYTES)
+            for file in (files := weight_files(path, _WEIGHTS)):
+                found = read_header(file)
+                if twice := sorted(tensors.keys() & found.keys()):
+                    raise DraftRefusedError(path, f"two files hold {named(twice)}")
+                tensors |= found
+        if not files:
+            raise DraftRefusedError(path, f"there is neither {' nor '.join(_WEIGHTS)}")
+        return cls(path, config, TensorIndex(tensors))
 
     @property
     def settings(self) -> Section:
@@ -177,7 +266,7 @@ class DraftFolder:
     def check_ends(self, facts: TargetFacts, hidden_size: int, draft_vocab_size: int) -> None:
         """Raises DraftRefusedError where the target's embedding or output head would have to stand in for
         a missing one and cannot."""
-        missing = [name for name in (EMBEDDING, HEAD) if name not in self.shapes]
+        missing = [name for name in (EMBEDDING, HEAD) if name not in self.tensors]
         if missing and hidden_size != facts.hidden_size:
             raise self.refused(
                 f"tensors are missing: {missing[0]} (the target's is for {facts.hidden_size} "
@@ -192,30 +281,32 @@ class DraftFolder:
     def shape(self, name: str, num_dims: int) -> tuple[int, ...]:
         """Returns a tensor's shape. Raises DraftRefusedError where there is no such tensor, or it has not
         so many dimensions."""
-        shape = self.shapes.get(name)
-        if shape is None:
+        found = self.tensors.get(name)
+        if found is None:
             raise self.refused(f"tensors are missing: {name}")
-        if len(shape) != num_dims:
-            raise self.refused(f"{name} {list(shape)} does not have {num_dims} dimensions")
-        return shape
+        if len(found.shape) != num_dims:
+            raise self.refused(f"{name} {list(found.shape)} does not have {num_dims} dimensions")
+        return found.shape
 
     def check_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         """Raises DraftRefusedError naming both shapes where a tensor has another, or is missing."""
         if self.shape(name, len(wanted)) != wanted:
-            raise self.refused(_other_shape(name, self.shapes[name], wanted))
+            raise self.refused(_other_shape(self.tensors[name], wanted))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns tensors as they are stored. Raises DraftRefusedError where a file cannot be read, or
         holds values that are not finite."""
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.files[name], []).append(name)
-        tensors: dict[str, torch.Tensor] = {}
-        for file, wanted in by_file.items():
-            tensors |= _read_tensors(self.path, file, wanted)
+        with _refusing(self.path):
+            tensors = read_tensors(self.tensors[name] for name in names)
         if faults := not_finite(tensors.items()):
             raise self.refused(faults[0])
         return tensors
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns a tensor of this shape. Raises DraftRefusedError as ``check_shape`` and ``read``."""
+        self.check_shape(name, shape)
+        # A copy: what is read may still lie in the file, which anybody may change.
+        return self.read([name])[name].clone()
 
     def fill(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Gives a module its parameters and buffers, of the types that they are stored in. ``names``: the
@@ -230,16 +321,16 @@ class DraftFolder:
         if len(set(names.values())) < len(names):
             raise self.refused("a tensor is there under two names")
         if unknown := sorted(name for name, own in names.items() if own not in wanted):
-            raise self.refused(f"unknown tensors: {_named(unknown)}")
+            raise self.refused(f"unknown tensors: {named(unknown)}")
         if missing := sorted(wanted.keys() - set(names.values())):
-            raise self.refused(f"tensors are missing: {_named(missing)}")
+            raise self.refused(f"tensors are missing: {named(missing)}")
         wrong = [
-            _other_shape(name, self.shapes[name], wanted[own])
+            _other_shape(self.tensors[name], wanted[own])
             for name, own in sorted(names.items())
-            if self.shapes[name] != wanted[own]
+            if self.tensors[name].shape != wanted[own]
         ]
         if wrong:
-            raise self.refused(_named(wrong))
+            raise self.refused(named(wrong))
         tensors = self.read(names)
         for name, own in names.items():
             if tensors[name].is_floating_point() != own_tensors[own].is_floating_point():
@@ -249,96 +340,14 @@ class DraftFolder:
         module.load_state_dict(copies, assign=True)
 
 
-def _read_object(path: Path, name: str, most_bytes: int) -> dict[str, Any]:
-    """Returns the object of a JSON file."""
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turns faults of files into those of the folder."""
     try:
-        with (path / name).open("rb") as file:
-            text = file.read(most_bytes + 1)
-        content = json.loads(text) if len(text) <= most_bytes else None
-    except FileNotFoundError as error:
-        raise DraftRefusedError(path, f"there is no {name}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise DraftRefusedError(path, f"{name} cannot be read: {_brief(error)}") from error
-    if len(text) > most_bytes:
-        raise DraftRefusedError(path, f"{name} has more than {most_bytes} bytes")
-    if not isinstance(content, dict):
-        raise DraftRefusedError(path, f"{name} does not hold an object")
-    return content
+        yield
+    except UnsupportedModelError as error:
+        raise DraftRefusedError(path, str(error)) from error
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """Returns the files that hold a folder's tensors."""
-    for name in _WEIGHTS:
-        if (path / name).exists():
-            return [path / name]
-        if (path / f"{name}.index.json").exists():
-            return _indexed_files(path, f"{name}.index.json", Path(name).suffix)
-    raise DraftRefusedError(path, f"there is neither {' nor '.join(_WEIGHTS)}")
-
-
-def _indexed_files(path: Path, index: str, suffix: str) -> list[Path]:
-    places = _read_object(path, index, _MOST_INDEX_BYTES).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise DraftRefusedError(path, f"{index} has no weight_map")
-    for name in places.values():
-        # Files of the folder itself alone: an index comes from elsewhere.
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix):
-            raise DraftRefusedError(path, f"{index} names {name!r}, not a {suffix} file beside it")
-    return [path / name for name in sorted(set(places.values()))]
-
-
-def _read_shapes(path: Path, file: Path) -> dict[str, tuple[int, ...]]:
-    if file.suffix != ".safetensors":
-        found = _unpickled(path, file, "meta")
-        return {name: tuple(tensor.shape) for name, tensor in found.items()}
-    try:
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, file, error) from error
-
-
-def _read_tensors(path: Path, file: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    if file.suffix != ".safetensors":
-        found = _unpickled(path, file, "cpu")
-        return {name: found[name] for name in names}
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, file, error) from error
-
-
-def _unpickled(path: Path, file: Path, device: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a file that torch wrote; on the CPU they stay in the file until they are
-    used."""
-    try:
-        found = torch.load(file, map_location=device, weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise _damaged(path, file, error) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in found.items()
-    ):
-        raise DraftRefusedError(path, f"{file.name} does not hold tensors by name")
-    return found
-
-
-def _damaged(path: Path, file: Path, error: Exception) -> DraftRefusedError:
-    if isinstance(error, FileNotFoundError):
-        return DraftRefusedError(path, f"there is no {file.name}")
-    return DraftRefusedError(path, f"{file.name} cannot be read: {_brief(error)}")
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MOST_ERROR_CHARACTERS]
-
-
-def _other_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    return f"{name} {list(found)} instead of {list(wanted)}"
-
-
-def _named(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    listed = ", ".join(names[:_MOST_NAMED])
-    return f"{listed} and {more} more" if more > 0 else listed
+def _other_shape(found: StoredTensor, wanted: tuple[int, ...]) -> str:
+    return f"{found.name} {list(found.shape)} instead of {list(wanted)}"

@@ -9,7 +9,8 @@ a head costs ``hidden_size`` squared and not ``hidden_size * vocab_size`` number
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from engine.batch import NORMED
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published.folder import CONFIG, DraftFolder
+from engine.drafting.published.folder import CONFIG, DraftFolder, Field, flag, of_target, size
 
 KIND = "medusa"
 _PREFIX = re.compile(r"^medusa_heads?\.")
@@ -30,6 +31,21 @@ _PROJECTION = re.compile(r"^lm_heads\.(\d+)\.weight$")
 SHARED_HEAD = "lm_head.weight"
 _TOKEN_MAP = "token_map"
 _MOST_OF_A_KIND = 1 << 10
+
+
+def _is_one(scale: Any, _: TargetFacts) -> str | None:
+    return None if scale == 1 else "is not 1: scaled logits are not served"
+
+
+_COUNTED = ("medusa_num_heads", "num_heads")
+_COUNTED_LAYERS = ("medusa_num_layers", "num_hidden_layers")
+_FIELDS = {
+    "hidden_size": Field((size, of_target("hidden_size", "this model needs")), default=None),
+    "vocab_size": Field((size, of_target("vocab_size", "this model needs")), default=None),
+    "logit_scale": Field((_is_one,), default=None),
+    "original_lm_head": Field((flag,), default=False),
+    "truncated_vocab_size": Field((size,), default=attrgetter("vocab_size")),
+} | dict.fromkeys((*_COUNTED, *_COUNTED_LAYERS), Field((size,), default=None))
 
 
 class ResidualHeads(nn.Module):
@@ -106,50 +122,39 @@ class MedusaNetwork(nn.Module):
         return whole.index_copy_(2, self.token_map, logits)
 
 
-def recognises(config: Mapping[str, Any]) -> bool:
-    """Returns whether a folder's configuration is that of Medusa's heads, in any of the forms."""
-    return config.get("model_type") == KIND or "medusa_num_heads" in config
+def recognised(config: Mapping[str, Any], tensor_names: Collection[str] = ()) -> str | None:
+    """Returns the method of a folder, by its configuration; None: it is of another."""
+    del tensor_names
+    return KIND if config.get("model_type") == KIND or "medusa_num_heads" in config else None
 
 
-def read_medusa(folder: DraftFolder, facts: TargetFacts) -> MedusaNetwork:
+def read(folder: DraftFolder, facts: TargetFacts) -> MedusaNetwork:
     """Returns the folder's heads, which are still to be placed and bound. How many there are is said by
     the tensors: configurations that its authors published say fewer than the files hold.
 
     Raises DraftRefusedError where the folder is of another method, its tensors are not those of such
     heads, or they do not fit the target.
     """
-    if not recognises(folder.config):
+    if recognised(folder.config) is None:
         raise folder.refused(f"{CONFIG} is not that of Medusa heads")
     folder.check_target(facts)
-    _check_config(folder, facts)
+    found = folder.settings.values(_FIELDS, facts)
     stored = _own_names(folder)
-    num_heads, num_layers = _counts(folder, stored)
+    num_heads, num_layers = _counts(folder, stored, found)
     blocks = _read_blocks(folder, stored, num_heads, num_layers, facts.hidden_size)
-    names = _projection_names(folder, stored, num_heads)
-    token_map = _read_token_map(folder, stored, facts.vocab_size)
+    names = _projection_names(folder, stored, num_heads, found["original_lm_head"])
+    token_map = _read_token_map(folder, stored, found["truncated_vocab_size"], facts.vocab_size)
     if token_map is not None and not names:
         raise folder.refused(f"{_TOKEN_MAP} without an output projection of its own")
     projections = [_read_projection(folder, name, facts, token_map) for name in names]
     return MedusaNetwork(blocks, nn.ModuleList(projections), facts.vocab_size, token_map)
 
 
-def _check_config(folder: DraftFolder, facts: TargetFacts) -> None:
-    settings = folder.settings
-    for key, wanted in {
-        "hidden_size": facts.hidden_size,
-        "vocab_size": facts.vocab_size,
-    }.items():
-        if settings.size(key, wanted) != wanted:
-            raise settings.refused(key, f"is {folder.config[key]!r}, and this model needs {wanted}")
-    if folder.config.get("logit_scale", 1) != 1:
-        raise settings.refused("logit_scale", "is not 1: scaled logits are not served")
-
-
 def _own_names(folder: DraftFolder) -> dict[str, str]:
     """Returns the folder's name of each tensor by vLLM's name of it."""
     found: dict[str, str] = {}
     unknown = []
-    for name in sorted(folder.shapes):
+    for name in sorted(folder.tensors):
         own = _own_name(_PREFIX.sub("", name))
         if own is None or own in found:
             unknown.append(name)
@@ -169,7 +174,9 @@ def _own_name(name: str) -> str | None:
     return name if known else None
 
 
-def _counts(folder: DraftFolder, stored: Mapping[str, str]) -> tuple[int, int]:
+def _counts(
+    folder: DraftFolder, stored: Mapping[str, str], found: Mapping[str, Any]
+) -> tuple[int, int]:
     """Returns how many heads there are, and blocks in each."""
     places = [match.groups() for match in map(_BLOCK.match, stored) if match]
     if not places:
@@ -177,13 +184,12 @@ def _counts(folder: DraftFolder, stored: Mapping[str, str]) -> tuple[int, int]:
     num_heads, num_layers = (1 + max(int(place[axis]) for place in places) for axis in (0, 1))
     if max(num_heads, num_layers) > _MOST_OF_A_KIND:
         raise folder.refused(f"tensors are numbered beyond {_MOST_OF_A_KIND}")
-    settings = folder.settings
-    for key in ("medusa_num_heads", "num_heads"):
-        if settings.has(key) and settings.size(key) > num_heads:
-            raise settings.refused(key, f"is {settings.size(key)}, and there are {num_heads}")
-    for key in ("medusa_num_layers", "num_hidden_layers"):
-        if settings.has(key) and settings.size(key) != num_layers:
-            raise settings.refused(key, f"is {settings.size(key)}, and there are {num_layers}")
+    for keys, count in ((_COUNTED, num_heads), (_COUNTED_LAYERS, num_layers)):
+        for key in keys:
+            # Some authors say fewer heads than there are.
+            most = found[key] or count
+            if most > count or (most < count and keys is _COUNTED_LAYERS):
+                raise folder.settings.refused(key, f"is {most}, and there are {count}")
     return num_heads, num_layers
 
 
@@ -197,7 +203,7 @@ def _read_blocks(
     with torch.no_grad():
         for part, shape in parts:
             for layer, head, name in blocks_of(num_heads, num_layers, part):
-                tensor = _read(folder, stored.get(name, name), shape)
+                tensor = folder.tensor(stored.get(name, name), shape)
                 getattr(heads, part)[layer, head] = tensor.T if part == "weight" else tensor
     return heads
 
@@ -208,13 +214,15 @@ def blocks_of(num_heads: int, num_layers: int, part: str) -> Iterator[tuple[int,
             yield layer, head, f"blocks.{head}.layers.{layer}.{part}"
 
 
-def _projection_names(folder: DraftFolder, stored: Mapping[str, str], num_heads: int) -> list[str]:
+def _projection_names(
+    folder: DraftFolder, stored: Mapping[str, str], num_heads: int, is_shared: bool
+) -> list[str]:
     """Returns the folder's names of the projections: none, one for all heads, or one for each."""
     own = [f"lm_heads.{head}.weight" for head in range(num_heads)]
     extra = sorted(name for name in stored if _PROJECTION.match(name) and name not in own)
     if extra:
         raise folder.refused(f"unknown tensors: {stored[extra[0]]}")
-    if not folder.settings.flag("original_lm_head", default=False):
+    if not is_shared:
         if SHARED_HEAD in stored:
             raise folder.refused(f"{stored[SHARED_HEAD]} where original_lm_head is not set")
         return [stored.get(name, name) for name in own]
@@ -222,22 +230,19 @@ def _projection_names(folder: DraftFolder, stored: Mapping[str, str], num_heads:
 
 
 def _read_token_map(
-    folder: DraftFolder, stored: Mapping[str, str], vocab_size: int
+    folder: DraftFolder, stored: Mapping[str, str], num_rows: int, vocab_size: int
 ) -> torch.Tensor | None:
     """Returns the target's id of each row of the projections; None: the same."""
-    settings = folder.settings
-    size = settings.size("truncated_vocab_size", vocab_size)
     name = stored.get(_TOKEN_MAP, _TOKEN_MAP)
-    if name not in folder.shapes and size == vocab_size:
+    if name not in folder.tensors and num_rows == vocab_size:
         return None
-    folder.check_shape(name, (size,))
-    token_map = folder.read([name])[name]
+    token_map = folder.tensor(name, (num_rows,))
     if token_map.is_floating_point() or token_map.is_complex():
         raise folder.refused(f"{name} does not hold whole numbers")
     token_map = token_map.long()
     if not 0 <= int(token_map.min()) <= int(token_map.max()) < vocab_size:
         raise folder.refused(f"{name} has ids that are not of the target's {vocab_size} tokens")
-    if len(token_map.unique()) < size:
+    if len(token_map.unique()) < num_rows:
         raise folder.refused(f"{name} names a token twice")
     return token_map
 
@@ -248,13 +253,8 @@ def _read_projection(
     """Returns a projection; of one over the whole vocabulary only the rows that a map names."""
     num_rows = facts.vocab_size if token_map is None else len(token_map)
     is_whole = folder.shape(name, 2)[0] == facts.vocab_size
-    weight = _read(folder, name, (facts.vocab_size if is_whole else num_rows, facts.hidden_size))
+    shape = (facts.vocab_size if is_whole else num_rows, facts.hidden_size)
+    weight = folder.tensor(name, shape)
     linear = nn.Linear(facts.hidden_size, num_rows, bias=False, device="meta")
-    # A copy: what is read may still lie in the file, which anybody may change.
-    linear.weight = nn.Parameter(weight.clone() if len(weight) == num_rows else weight[token_map])
+    linear.weight = nn.Parameter(weight if len(weight) == num_rows else weight[token_map])
     return linear
-
-
-def _read(folder: DraftFolder, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    folder.check_shape(name, shape)
-    return folder.read([name])[name]

@@ -1,46 +1,51 @@
-"""The methods whose published folders are read: which one a folder is of, and its network."""
+"""The formats of published folders, one file each: which one a folder is of, and its network.
+
+A format is a module of this package with ``recognised`` and ``read``. The first takes the configuration
+and the names of tensors and returns the method, which is the name of the drafter that drafts with it, or
+None; the second returns the network, which is still to be placed and bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from engine.drafting import published
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published import dflash, eagle3, medusa, mtp
 from engine.drafting.published.folder import DraftFolder
+from engine.drafting.published.mtp import read_mtp
 
 MTP = "mtp"
+_MODULES = (f"{published.__name__}.{each.name}" for each in iter_modules(published.__path__))
+_FORMATS = [
+    module
+    for name in _MODULES
+    if name != __name__ and hasattr(module := import_module(name), "recognised")
+]
 
 
 def method_of(folder: DraftFolder) -> str | None:
-    """Returns the method of a folder, the name of the drafter that drafts with it; None: of none that is
-    known here, so it is a model of its own."""
-    config, names = folder.config, folder.shapes.keys()
-    if eagle3.recognises(config, names):
-        return "p_eagle" if _is_parallel(config, names) else "eagle3"
-    if dflash.recognises(config, names):
-        return "dspark" if _is_sequential(config, names) else "dflash"
-    return "medusa" if medusa.recognises(config) else None
+    """Returns the method of a folder; None: of none that is known here, so it is a model of its own."""
+    return _format_of(folder)[1]
 
 
 def read_network(method: str, path: Path, facts: TargetFacts, target: PreTrainedModel) -> Any:
     """Returns the network of a folder of this method, which is still to be placed and bound. Raises
     DraftRefusedError with the reason."""
     if method == MTP:
-        return mtp.read_mtp(target, path)
+        return read_mtp(target, path)
     folder = DraftFolder.open(path)
-    if method == "medusa":
-        return medusa.read_medusa(folder, facts)
-    return (eagle3 if method in ("eagle3", "p_eagle") else dflash).read(folder, facts)
+    module, found = _format_of(folder)
+    if found != method:
+        raise folder.refused(f"it is not of the method {method}")
+    return module.read(folder, facts)
 
 
-def _is_parallel(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    return "mask_hidden" in names or config.get("speculators_model_type") == "peagle"
-
-
-def _is_sequential(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    is_named = config.get("speculators_model_type") == "dspark"
-    return is_named or any(name.startswith("markov_head.") for name in names)
+def _format_of(folder: DraftFolder) -> tuple[Any, str | None]:
+    names = folder.tensors.keys()
+    found = ((each, each.recognised(folder.config, names)) for each in _FORMATS)
+    return next((pair for pair in found if pair[1] is not None), (None, None))

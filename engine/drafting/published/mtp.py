@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from engine.attention.backend import AttentionPlan, KVShape, attending
 from engine.batch import NORMED
 from engine.drafting.published.folder import DraftFolder
-from engine.model.checkpoint import load_weights
 from engine.model.loader import attach_attention, max_position, refuse_unservable
-from engine.model.shards import whole
 from engine.request.errors import UnsupportedModelError
+from engine.weights.checkpoint import load_weights
+from engine.weights.shards import whole
 
 logger = logging.getLogger(__name__)
 
@@ -144,16 +144,13 @@ class _Module:
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns one tensor by its name in the module. Raises DraftRefusedError where it is missing, of
         another shape or not finite."""
-        full = self.root + name
-        self.folder.check_shape(full, shape)
-        # A copy: what is read may still lie in the file, which anybody may change.
-        return self.folder.read([full])[full].clone()
+        return self.folder.tensor(self.root + name, shape)
 
     def count(self) -> int:
         """Returns how many modules the checkpoint has: further ones are numbered on."""
         start, number = f"{self.root}{self.form.layer}".removesuffix(".").rsplit(".", 1)
         last = int(number)
-        while any(name.startswith(f"{start}.{last + 1}.") for name in self.folder.shapes):
+        while any(name.startswith(f"{start}.{last + 1}.") for name in self.folder.tensors):
             last += 1
         return last - int(number) + 1
 
@@ -164,7 +161,7 @@ class _Module:
         if self.form.own_ends:
             known |= {self.root + each for each in (_HEAD, _EMBEDDING)}
         found = [
-            name for name in self.folder.shapes if name.startswith(self.root) and name not in known
+            name for name in self.folder.tensors if name.startswith(self.root) and name not in known
         ]
         start = self.root + self.form.layer
         layers = start.removesuffix("0.")  # further modules may lie beside the first
@@ -214,7 +211,7 @@ def _find(folder: DraftFolder, num_layers: int) -> _Module:
     }
     for pattern, form in kinds.items():
         joined = re.compile(rf"{pattern}{form.join}\.weight$")
-        for match in filter(None, map(joined.match, folder.shapes)):
+        for match in filter(None, map(joined.match, folder.tensors)):
             root = match[0].removesuffix(f"{form.join}.weight")
             return _Module(folder, form, root)
     raise folder.refused("the checkpoint has no MTP module of a kind that is known")
@@ -253,8 +250,8 @@ def _check_experts(folder: DraftFolder, names: list[str]) -> None:
     found = {match.groups() for match in map(_EXPERT.match, names) if match}
     numbers = {number for _, number, _ in found}
     for start, _, end in sorted(found):
-        shapes = {folder.shapes.get(f"{start}{number}{end}") for number in numbers}
-        if len(shapes) > 1:
+        every = [folder.tensors.get(f"{start}{number}{end}") for number in numbers]
+        if len({each and each.shape for each in every}) > 1:
             raise UnsupportedModelError(
                 f"experts do not all have {start}*{end}, or not in one shape"
             )
@@ -307,7 +304,7 @@ def _own_ends(
 
 def _own_end(target: PreTrainedModel, module: _Module, name: str, end: Any) -> torch.Tensor | None:
     """Returns a weight of the module's own, where it differs from the target's."""
-    if module.root + name not in module.folder.shapes:
+    if module.root + name not in module.folder.tensors:
         return None
     theirs = whole(end.weight.detach()).cpu()
     own = module.read(name, tuple(theirs.shape)).to(target.dtype)

@@ -18,7 +18,7 @@ def read_token_map(
 ) -> torch.Tensor | None:
     """Returns the target's id of each of the draft's, ``[draft_vocab_size]``; None: they are the same."""
     sizes = {"d2t": draft_vocab_size, "t2d": vocab_size}
-    held = [name for name in MAPS if name in folder.shapes]
+    held = [name for name in MAPS if name in folder.tensors]
     for name in held:
         folder.check_shape(name, (sizes[name],))
     if "d2t" not in held and draft_vocab_size != vocab_size:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.gguf.file import read_header
 from engine.request.errors import UnsupportedModelError
+from engine.weights.gguf.file import read_header
 
 PROCESSES = 700_000_000
 """Bytes of a server and its engine besides a model and its keys and values: most of it is torch."""

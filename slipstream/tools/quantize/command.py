@@ -113,8 +113,8 @@ def _in_8_bits(arguments: argparse.Namespace) -> int:
 
 
 def _in_4_bits(arguments: argparse.Namespace) -> int:
-    from engine.model.rounding.sequence import quantize_4_bits
-    from engine.model.rounding.texts import calibration_texts
+    from engine.model.calibration.sequence import quantize_4_bits
+    from engine.model.calibration.texts import calibration_texts
     from slipstream.tools.quantize.written import WrittenLinear, has_place, store_4_bits
 
     model, tokenizer = _load(arguments)

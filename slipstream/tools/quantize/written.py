@@ -16,16 +16,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
-from engine.model.int8 import quantize_by_channel
-from engine.model.rounding.gptq import BITS, SPAN
-from engine.model.stored.compressed_tensors import (
+from engine.weights.formats.compressed_tensors import (
     INTS,
     METHOD,
     PACKED,
     SCHEME,
     StoredInt8Linear,
 )
-from engine.model.stored.words import unpack
+from engine.weights.rounding.gptq import BITS, SPAN
+from engine.weights.rounding.int8 import quantize_by_channel
+from engine.weights.words import unpack
 
 _IN_A_WORD = 32 // BITS
 _WEIGHTS = {

@@ -23,10 +23,10 @@ from engine.capture import captures
 from engine.capture.captures import Captures
 from engine.capture.recording import CapturedForward, KernelCall, Recorder, _Kernels
 from engine.model.fusing import fuse
-from engine.model.int8 import is_exact
 from engine.model.linear import pack_linears
 from engine.model.quantization import quantize_model
 from engine.model.runner import ModelRunner
+from engine.weights.rounding.int8 import is_exact
 from worlds.threads import threads
 from worlds.tiny_models import (
     chunk,

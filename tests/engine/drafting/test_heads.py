@@ -35,12 +35,12 @@ from engine.drafting.heads import DraftHeads, prepare_heads, quantize_head
 from engine.drafting.medusa import MedusaHeads
 from engine.drafting.published.medusa import ResidualHeads
 from engine.drafting.published.mtp import MtpNetwork
-from engine.model.int8 import is_exact
 from engine.model.loader import BUNDLED, load_model
 from engine.model.quantization import packed_weights, quantize_linears
 from engine.request.params import PLAIN, SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
 from engine.transfer import Readback, read_now
+from engine.weights.rounding.int8 import is_exact
 from worlds.engine_harness import (
     TINY_VOCAB,
     Driver,

@@ -19,7 +19,7 @@ from engine.kernels.integers import can_multiply
 from engine.kernels.lanes import ACTIVATIONS
 from engine.kernels.look_up import look_up
 from engine.kernels.packing import UnpackableError, can_join, join, normalized, pack
-from engine.model.int8 import quantize_by_channel, quantize_weight
+from engine.weights.rounding.int8 import quantize_by_channel, quantize_weight
 from worlds.grouped_weights import SCHEMES, channels_of, drawn_weight
 from worlds.threads import threads
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from engine.lora.folder import CONFIG, WEIGHTS, read_adapter
 from engine.model.adapted import AdaptedLayers
 from engine.model.layers import LayerShape
-from engine.model.patterns import Patterns
 from engine.model.runner import ModelRunner
 from engine.request.errors import AdapterError
+from engine.weights.patterns import Patterns
 from worlds.lora_adapters import save_adapter
 from worlds.tiny_models import chunk, make_runner, own_logits, random_ids, run_together, tiny_model
 

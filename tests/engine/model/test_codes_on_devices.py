@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from engine.kernels.triton import code_ops
 from engine.kernels.triton.packed_codes import PackedCodes
 from engine.model import loader as loader_module
+from engine.model.calibration.sequence import quantize_4_bits
 from engine.model.layers import GroupedEmbedding, GroupedLinear
 from engine.model.loader import load_model
 from engine.model.quantization import (
@@ -27,7 +28,6 @@ from engine.model.quantization import (
     round_inputs,
     rounds_inputs,
 )
-from engine.model.rounding.sequence import quantize_4_bits
 from worlds.device_world import no_host
 from worlds.interpreted import ON_CPU, patching_once
 from worlds.packed_models import FORMATS

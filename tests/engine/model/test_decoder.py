@@ -16,12 +16,12 @@ from engine.batch import NORMED, build_batch
 from engine.kernels.integers import can_multiply
 from engine.model.decoder import decoder_layers, kept_states
 from engine.model.fusing import fuse
-from engine.model.int8 import is_exact
 from engine.model.linear import pack_linears
 from engine.model.loader import load_model
 from engine.model.quantization import complete_packed, quantize_model
 from engine.model.runner import ModelRunner
 from engine.request.errors import UnsupportedModelError
+from engine.weights.rounding.int8 import is_exact
 from worlds.packed_models import FORMATS
 from worlds.tiny_models import (
     ARCHITECTURES,

@@ -21,12 +21,12 @@ from engine.model.experts import (
     restored_experts,
     rounded_experts,
 )
-from engine.model.int8 import quantize_weight
 from engine.model.loader import load_model
-from engine.model.rounding.gptq import round_to_nearest
-from engine.model.stored.experts import GgufExperts
-from engine.model.stored.gguf import BLOCK_TYPES
 from engine.request.errors import UnsupportedModelError
+from engine.weights.experts import GgufExperts
+from engine.weights.gguf.blocks import BLOCK_TYPES
+from engine.weights.rounding.gptq import round_to_nearest
+from engine.weights.rounding.int8 import quantize_weight
 from worlds.packed_checkpoints import (
     INT4,
     TOKENS,
@@ -49,7 +49,7 @@ WIDE: dict[str, Any] = {
     "gpt_oss": {"hidden_size": 256, "intermediate_size": 256},
 }
 """Blocks of GGUF files have up to 256 values."""
-Q4_K, Q6_K, IQ4_XS, MXFP4 = 12, 14, 23, 39
+Q4_K, Q6_K, IQ4_XS, MXFP4 = "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"
 
 
 def experts_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -68,7 +68,7 @@ def inputs_for(own: Any, num_rows: int = 40) -> tuple[torch.Tensor, torch.Tensor
     return rows.to(own.down_proj.dtype), chosen, weights
 
 
-def blocks(own: Any, kinds: dict[str, int]) -> GgufExperts:
+def blocks(own: Any, kinds: dict[str, str]) -> GgufExperts:
     """Experts of random blocks in the place of ``own``."""
     found = GgufExperts(own, kinds, torch.float32)
     generator = torch.Generator().manual_seed(0)

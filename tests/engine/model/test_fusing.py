@@ -32,7 +32,6 @@ from engine.model.fusing import (
     fuse,
     rotated,
 )
-from engine.model.int8 import is_exact, quantize_weight
 from engine.model.layers import GroupedLinear, PackedLinear
 from engine.model.linear import pack_floats, pack_linears
 from engine.model.loader import attach_attention
@@ -40,6 +39,7 @@ from engine.model.product import GroupedProduct, join_products
 from engine.model.quantization import num_bytes, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
+from engine.weights.rounding.int8 import is_exact, quantize_weight
 from worlds.tiny_models import BLOCK_SIZE, own_logits, random_ids, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -19,7 +19,6 @@ from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.model import quantization, selfcheck
-from engine.model.int8 import is_exact, quantize_weight
 from engine.model.loader import (
     attach_attention,
     eos_token_ids,
@@ -34,6 +33,7 @@ from engine.model.loader import (
 from engine.model.selfcheck import check_logits, reference_logits
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import SAMPLED
+from engine.weights.rounding.int8 import is_exact, quantize_weight
 from worlds.tiny_models import (
     CPU,
     VOCAB_SIZE,

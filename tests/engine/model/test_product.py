@@ -8,9 +8,9 @@ import torch
 from engine.kernels.grouped_product import Gate, gate_rows
 from engine.kernels.integers import can_multiply
 from engine.kernels.packing import pack
-from engine.model.int8 import quantize_weight
 from engine.model.layers import GroupedLinear
 from engine.model.product import GroupedProduct, can_join, join_products
+from engine.weights.rounding.int8 import quantize_weight
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="this CPU has no AVX2")
 

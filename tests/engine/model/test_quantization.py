@@ -16,7 +16,6 @@ from engine.config import EngineConfig
 from engine.kernels.integers import can_multiply
 from engine.model import quantization
 from engine.model.experts import is_experts, packed_experts
-from engine.model.int8 import GROUP, quantize_by_channel
 from engine.model.layers import GroupedLinear
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, load_model, load_tokenizer, state_shapes
@@ -33,6 +32,7 @@ from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
 from engine.states.build import checked_states
 from engine.states.seam import gates_of
+from engine.weights.rounding.int8 import GROUP, quantize_by_channel
 from slipstream.tools.quantize.written import store_int8
 from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, HYBRIDS, MIXTURES, tiny_model
 

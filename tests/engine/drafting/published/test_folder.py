@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published.folder import DraftFolder, DraftRefusedError
+from engine.drafting.published.folder import (
+    DraftFolder,
+    DraftRefusedError,
+    Field,
+    flag,
+    layer_ids,
+    of_target,
+    only,
+    size,
+    token_id,
+)
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4, dtype=torch.long)}
 FACTS = TargetFacts(8, 16, 4, "f" * 32)
@@ -75,7 +86,8 @@ def test_tensors_are_known_before_they_are_read(write: Write, tmp_path: Path) ->
     write_config(tmp_path, {"hidden_size": 8})
     write(tmp_path)
     folder = DraftFolder.open(tmp_path)
-    assert folder.shapes == {name: tuple(each.shape) for name, each in TENSORS.items()}
+    shapes = {name: each.shape for name, each in folder.tensors.items()}
+    assert shapes == {name: tuple(each.shape) for name, each in TENSORS.items()}
     assert folder.config == {"hidden_size": 8}
     found = folder.read(["b.weight"])
     assert list(found) == ["b.weight"]
@@ -251,51 +263,63 @@ def test_shapes_are_asked_for_by_name(tmp_path: Path) -> None:
 
 # --- values of a configuration ---
 
-
-def test_values_of_sections_are_read_by_their_kind(tmp_path: Path) -> None:
-    config = {"size": 3, "flag": True, "none": None, "ids": [1, -1], "part": {"of": 2}, "empty": []}
-    settings = DraftFolder.open(written(tmp_path, config)).settings
-    assert settings.size("size") == 3
-    assert settings.size("none", 5) == settings.size("missing", 5) == 5
-    assert settings.flag("flag", False)
-    assert settings.flag("none", True)
-    assert settings.layer_ids("ids") == (1, -1)
-    assert settings.layer_ids("empty") is settings.layer_ids("none") is None
-    assert settings.token_id("size", 4) == 3
-    assert settings.section("part").size("of") == 2
-    assert settings.section("missing").content == {}
-    settings.section("part").check_keys(["of"])
+FIELDS = {
+    "rows": Field((size,), "part.rows rows old_rows"),
+    "most": Field((size, only(3, 4, said="known")), default=None),
+    "is_on": Field((flag,), default=True),
+    "vocab": Field((size, of_target("vocab_size")), "vocab_size", attrgetter("vocab_size")),
+    "layers": Field((layer_ids,), default=None),
+    "mask": Field((token_id,), "part.mask", 0),
+}
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", 1 << 30, None])
-def test_sizes_are_positive_whole_numbers(value: object, tmp_path: Path) -> None:
-    settings = DraftFolder.open(written(tmp_path, {"part": {"size": value}})).settings
+def values(path: Path, config: dict[str, Any], closed: str = "") -> dict[str, Any]:
+    settings = DraftFolder.open(written(path, config)).settings
+    return settings.values(FIELDS, FACTS, closed)
+
+
+def test_values_are_found_where_they_may_stand(tmp_path: Path) -> None:
+    least = {"most": None, "is_on": True, "vocab": 16, "layers": None, "mask": 0}
+    assert values(tmp_path, {"rows": 5, "most": None, "old_rows": 6}) == {"rows": 5, **least}
+    config = {"part": {"rows": 2, "mask": 15}, "rows": 5, "most": 4, "is_on": False}
+    more = {"layers": [1, -1], "vocab_size": 16}
+    assert values(tmp_path, config | more, closed="part") == {
+        "rows": 2, "most": 4, "is_on": False, "vocab": 16, "layers": [1, -1], "mask": 15,
+    }  # fmt: skip
+
+
+# By what is said of them.
+UNFIT: dict[str, dict[str, Any]] = {
+    "rows is None, not a positive whole number": {},
+    **{
+        f"part.rows is {value!r}, not a positive whole number": {"part": {"rows": value}}
+        for value in (0, -1, 1.5, True, "8", 1 << 30)
+    },
+    "old_rows is 0, not a positive whole number": {"old_rows": 0},
+    "most is 2, and only 3 is known": {"rows": 1, "most": 2},
+    "most is 'x', not a positive whole number": {"rows": 1, "most": "x"},
+    "is_on is 1, neither true nor false": {"rows": 1, "is_on": 1},
+    "vocab_size is 15, and this model has 16": {"rows": 1, "vocab_size": 15},
+    **{
+        f"part.mask is {value!r}, not a token of the target's 16": {
+            "rows": 1,
+            "part": {"mask": value},
+        }
+        for value in (-1, 16, "3", True)
+    },
+    "part is not an object": {"part": "x"},
+    "config.json has unknown keys: part.new": {"rows": 1, "part": {"new": 1, "mask": 2}},
+}
+
+
+@pytest.mark.parametrize("says", UNFIT)
+def test_values_that_do_not_fit_are_named(says: str, tmp_path: Path) -> None:
     with pytest.raises(DraftRefusedError) as refused:
-        settings.section("part").size("size")
-    assert str(refused.value) == (
-        f"{tmp_path}: part.size is {value!r}, not a positive whole number"
-    )
+        values(tmp_path, UNFIT[says], closed="part")
+    assert str(refused.value) == f"{tmp_path}: {says}"
 
 
-@pytest.mark.parametrize("value", [-1, 16, "3", None, True])
-def test_token_ids_lie_within_the_vocabulary(value: object, tmp_path: Path) -> None:
-    settings = DraftFolder.open(written(tmp_path, {"mask": value})).settings
-    with pytest.raises(DraftRefusedError, match="mask is .*, not a token of the target's 16"):
-        settings.token_id("mask", 16)
-
-
-def test_flags_layers_and_sections_are_what_they_are_called(tmp_path: Path) -> None:
-    settings = DraftFolder.open(written(tmp_path, {"a": 1, "b": [1.5], "c": "x"})).settings
-    with pytest.raises(DraftRefusedError, match="a is 1, neither true nor false"):
-        settings.flag("a", False)
-    for key in ("b", "c"):
-        with pytest.raises(DraftRefusedError, match=f"{key} is not a list of whole numbers"):
-            settings.layer_ids(key)
-    with pytest.raises(DraftRefusedError, match="c is not an object"):
-        settings.section("c")
-
-
-def test_unknown_keys_are_named_with_their_section(tmp_path: Path) -> None:
-    settings = DraftFolder.open(written(tmp_path, {"part": {"new": 1, "old": 2}})).settings
-    with pytest.raises(DraftRefusedError, match=r"config.json has unknown keys: part\.new$"):
-        settings.section("part").check_keys(["old"])
+@pytest.mark.parametrize("value", [[1.5], "x"])
+def test_layers_are_whole_numbers(value: object, tmp_path: Path) -> None:
+    with pytest.raises(DraftRefusedError, match="layers is not a list of whole numbers"):
+        values(tmp_path, {"rows": 1, "layers": value})

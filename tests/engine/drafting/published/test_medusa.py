@@ -18,9 +18,9 @@ from engine.drafting.published.folder import DraftFolder, DraftRefusedError
 from engine.drafting.published.medusa import (
     MedusaNetwork,
     ResidualHeads,
-    read_medusa,
-    recognises,
+    recognised,
 )
+from engine.drafting.published.medusa import read as read_medusa
 from engine.drafting.published.networks import place
 from training.folders import write_medusa
 
@@ -222,9 +222,9 @@ def test_what_is_written_with_an_output_head_has_all_that_vllm_looks_for(tmp_pat
 
 
 def test_a_configuration_says_whose_heads_it_is_of() -> None:
-    assert recognises(AUTHORS_CONFIG)
-    assert recognises(CONVERTED_CONFIG)
-    assert not recognises({"model_type": "llama", "num_heads": 3})
+    assert recognised(AUTHORS_CONFIG)
+    assert recognised(CONVERTED_CONFIG)
+    assert not recognised({"model_type": "llama", "num_heads": 3})
 
 
 Change = Callable[[dict[str, Any], Tensors], object]

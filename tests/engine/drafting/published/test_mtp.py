@@ -21,9 +21,9 @@ from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import NORMED, InputBuffers, RequestRows, build_batch
 from engine.drafting.published.folder import DraftRefusedError
 from engine.drafting.published.mtp import MtpNetwork, read_mtp
-from engine.model.checkpoint import load_config, load_weights
 from engine.model.loader import load_model
 from engine.model.text_half import find_text_half
+from engine.weights.checkpoint import load_config, load_weights
 from worlds.tiny_models import CPU, VOCAB_SIZE, enlarge, random_ids, tiny_config
 
 HIDDEN, NUM_LAYERS, BLOCK_SIZE = 64, 2, 4

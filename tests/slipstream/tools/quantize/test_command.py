@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.model.int8 import is_exact
 from engine.model.loader import load_model, load_tokenizer
 from engine.model.quantization import complete_packed, quantization_info
+from engine.weights.rounding.int8 import is_exact
 from slipstream.cli import main
 from slipstream.tools.quantize import command
 

@@ -1,1 +1,0 @@
-"""Checkpoints with quantized linear weights: one file for each format."""

@@ -1,0 +1,138 @@
+"""The tokenizer in a GGUF file, with its special tokens, chat template and the tokens that end a text.
+
+transformers' own way from a file to a tokenizer loads torch, which the server's process does without;
+its way from the file's metadata to a tokenizer does not, and is taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine.request.errors import UnsupportedModelError
+from engine.weights.gguf.file import GgufHeader
+from engine.weights.gguf.splitters import split
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Special tokens, as transformers and as a GGUF file call them."""
+_ENDS = ("eos", "eot", "eom")
+_NAMES_OF_ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "<end_of_utterance>",
+}  # fmt: skip
+"""Control tokens that end a text wherever they are: files leave it to llama.cpp to know them by name
+(src/llama-vocab.cpp, special_eog_ids)."""
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_MARK = "\u2581"
+_BUILT_AS = {"gemma3n": "gemma3", "gemma-embedding": "gemma3"}
+"""Architectures whose vocabulary transformers builds by another's rules."""
+
+
+def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a file. ``chat_template``: in place of the file's.
+
+    Raises UnsupportedModelError where the file has no tokenizer or one that does not fit together,
+    ValueError for a kind that transformers does not build."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS,
+        GGUF_TOKENIZER_MAPPING,
+        convert_gguf_tokenizer,
+    )
+
+    tokens = _tokens(header)
+    names = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    parts = _parts(header.metadata, names)
+    runs = _take_runs(parts)
+    converted, _ = convert_gguf_tokenizer(
+        _BUILT_AS.get(header.architecture, header.architecture), parts
+    )
+    backend = _only_own(converted, len(tokens))
+    _match_whole(backend, runs)
+    if parts.get("tokenizer_type") == "gpt2":
+        split(backend, parts.get("pre_tokenizer_type"), GGUF_PRE_TOKENIZER_SPLITS)
+    options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
+    if parts.get("tokenizer_type") == "llama":
+        # As llama.cpp takes files that do not say.
+        options.setdefault("add_bos_token", True)
+    if chat_template is not None:
+        options["chat_template"] = chat_template
+    infill = [_special_id(header, f"fim_{name}") for name in ("pre", "suf", "mid")]
+    if None not in infill:
+        options["infill_tokens"] = [[tokens[each] for each in infill if each is not None]]
+    for name, stored in _SPECIAL.items():
+        found = _special_id(header, stored)
+        options[f"{name}_token"] = None if found is None else tokens[found]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **options
+    )
+
+
+def end_token_ids(header: GgufHeader) -> tuple[int, ...]:
+    """Returns every token that ends a text: the file's end tokens and those known by name."""
+    found = {_special_id(header, name) for name in _ENDS}
+    kinds = header.metadata.get("tokenizer.ggml.token_type", ())
+    for number, (token, kind) in enumerate(zip(_tokens(header), kinds, strict=False)):
+        if kind == _CONTROL and token in _NAMES_OF_ENDS:
+            found.add(number)
+    return tuple(sorted(number for number in found if number is not None))
+
+
+def _parts(metadata: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name: metadata[f"tokenizer.{stored}"]
+        for stored, name in names.items()
+        if f"tokenizer.{stored}" in metadata
+    }
+
+
+def _tokens(header: GgufHeader) -> Sequence[str]:
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise UnsupportedModelError("the file holds no tokenizer (tokenizer.ggml.tokens)")
+    return tokens
+
+
+def _special_id(header: GgufHeader, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    number = header.metadata.get(key)
+    if number is None:
+        return None
+    if not isinstance(number, int) or not 0 <= number < len(_tokens(header)):
+        raise UnsupportedModelError(f"its {key} is {number!r}, which is none of its tokens")
+    return number
+
+
+def _only_own(backend: Any, num_tokens: int) -> Any:
+    """Returns it without tokens beyond the file's: transformers' classes add their families' usual
+    ones, for which no model has embeddings."""
+    if backend.get_vocab_size(with_added_tokens=True) <= num_tokens:
+        return backend
+    parts = json.loads(backend.to_str())
+    parts["added_tokens"] = [each for each in parts["added_tokens"] if each["id"] < num_tokens]
+    return type(backend).from_str(json.dumps(parts))
+
+
+def _take_runs(parts: dict[str, Any]) -> list[str]:
+    """Returns the user-defined runs of spaces in sentencepiece's spelling. Where the file spells them so,
+    transformers is not told what they are: it would add them to no effect, and nothing is added twice."""
+    kinds, runs = list(parts.get("token_type", ())), []
+    for number, (token, kind) in enumerate(zip(parts["tokens"], kinds, strict=False)):
+        if kind == _USER_DEFINED and token and not token.strip(f" {_MARK}"):
+            runs.append(token.replace(" ", _MARK))
+            kinds[number] = _NORMAL if _MARK in token else kind
+    parts["token_type"] = kinds
+    return runs
+
+
+def _match_whole(backend: Any, runs: Iterable[str]) -> None:
+    """Has runs of spaces matched whole and longest first, before anything is merged, as sentencepiece and
+    llama.cpp do: 40 spaces are 31 and 9. Merges alone would make 16 and 24 of them."""
+    from tokenizers import AddedToken
+
+    known = [each for each in runs if backend.token_to_id(each) is not None]
+    backend.add_tokens([AddedToken(each, normalized=True, special=False) for each in known])

@@ -1,0 +1,365 @@
+"""compressed-tensors' formats: packed words, bytes and floats, for the layers that groups of targets
+name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from engine.model.loader import load_model
+from engine.request.errors import UnsupportedModelError
+from engine.weights.files import described
+from engine.weights.formats.compressed_tensors import StoredInt8Linear, read
+from engine.weights.formats.fp8 import Fp8Linear
+from engine.weights.index import TensorIndex
+from engine.weights.patterns import Patterns
+from slipstream.tools.quantize.written import store_int8
+from worlds.packed_checkpoints import (
+    INT4,
+    TOKENS,
+    Codes,
+    configuration,
+    draw,
+    fill,
+    load,
+    packed,
+    plain,
+    signed,
+    stored,
+    with_inputs,
+    write_folder,
+)
+from worlds.tiny_models import CPU, own_logits, tiny_model
+
+IDS = [1, 5, 9, 3, 40]
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+
+
+def make_all(
+    lay_out: Callable[[Codes], dict[str, torch.Tensor]], head: bool = False, **drawn: Any
+) -> Callable[[str, nn.Linear], Any]:
+    def make(name: str, linear: nn.Linear) -> Any:
+        if name == "lm_head" and not head:
+            return None
+        seed = len(name) + linear.in_features
+        codes = draw(linear.out_features, linear.in_features, seed=seed, **drawn)
+        return lay_out(codes), codes.weight()
+
+    return make
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[str, nn.Linear], Any], str]] = {
+    "packed_4_bits": (
+        configuration("pack-quantized", INT4),
+        make_all(packed),
+        "4 bits, groups of 32, zero points",
+    ),
+    "packed_symmetric_scales_in_bf16": (
+        configuration("pack-quantized", INT4 | {"symmetric": True}),
+        make_all(lambda codes: packed(codes, True), symmetric=True, scale_dtype=torch.bfloat16),
+        "4 bits, groups of 32",
+    ),
+    "packed_8_bits_by_channel_scales_in_float32": (
+        configuration("pack-quantized", INT8),
+        make_all(
+            lambda codes: packed(codes, True),
+            bits=8,
+            group=-1,
+            symmetric=True,
+            scale_dtype=torch.float32,
+        ),
+        "8 bits, a scale per channel",
+    ),
+    "packed_features_in_another_order": (
+        configuration("pack-quantized", INT4 | {"actorder": "group"}),
+        make_all(packed, shuffled=True),
+        "4 bits, groups of 32, zero points",
+    ),
+    "packed_head": (
+        configuration("pack-quantized", INT4, ignore=[]),
+        make_all(packed, head=True),
+        "4 bits, groups of 32, zero points",
+    ),
+    "bytes_by_channel_and_tokens": (
+        with_inputs(configuration("int-quantized", INT8), TOKENS),
+        make_all(signed, bits=8, group=-1, symmetric=True, scale_dtype=torch.bfloat16),
+        "8 bits, a scale per channel",
+    ),
+    "bytes_by_group": (
+        with_inputs(
+            configuration("int-quantized", INT8 | {"strategy": "group", "group_size": 32}), TOKENS
+        ),
+        make_all(signed, bits=8, symmetric=True),
+        "8 bits, groups of 32",
+    ),
+    "bytes_with_zero_points": (
+        configuration("naive-quantized", INT8 | {"symmetric": False}),
+        make_all(lambda codes: signed(codes, False), bits=8, group=-1),
+        "8 bits, a scale per channel, zero points",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_means_the_weights_that_were_packed(tmp_path: Path, case: str) -> None:
+    found, make, scheme = CASES[case]
+    expected = write_folder(tmp_path, found, make, "qwen2")
+    model = load(tmp_path)
+    places = stored(model)
+    assert len(places) == 2 * 7 + (case == "packed_head")
+    assert {each.scheme for each in places.values()} == {scheme}
+    assert model.dtype == torch.bfloat16
+    for name, place in places.items():
+        assert torch.equal(place.dequantized(torch.float32), expected.get_submodule(name).weight)
+    torch.testing.assert_close(own_logits(plain(model), IDS), own_logits(expected, IDS))
+
+
+def test_scales_keep_their_type_and_layers_of_tokens_have_no_groups(tmp_path: Path) -> None:
+    found, make, _ = CASES["bytes_by_channel_and_tokens"]
+    write_folder(tmp_path, found, make, "qwen2")
+    layer = stored(load(tmp_path))["model.layers.0.mlp.up_proj"]
+    assert isinstance(layer, StoredInt8Linear)
+    assert layer.weight_scale.dtype == torch.bfloat16
+    assert layer.bits == 8.25
+    (part,) = layer.parts()
+    assert part.scales is None
+    assert part.zero == 128
+
+
+def test_layers_that_are_written_are_read() -> None:
+    layer = StoredInt8Linear(24, 10, True, torch.float32)
+    values = torch.randint(-127, 128, (10, 24), dtype=torch.int8)
+    scales = torch.rand(10)
+    layer.load_state_dict(
+        {"weight": values, "weight_scale": scales[:, None], "bias": torch.randn(10)}
+    )
+    assert torch.equal(layer.dequantized(torch.float32), values * scales[:, None])
+
+
+def test_one_scale_for_a_whole_layer_is_each_channels() -> None:
+    tensors = {
+        "weight": torch.randint(-128, 128, (6, 40), dtype=torch.int8),
+        "weight_scale": torch.tensor([0.25]),
+    }
+    found = configuration("int-quantized", INT8 | {"strategy": "tensor"})
+    layer = fill(read(found), nn.Linear(40, 6), tensors)
+    assert torch.equal(layer.dequantized(torch.float32), tensors["weight"] * 0.25)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_that_do_not_fill_their_last_word_are_read(bits: int) -> None:
+    codes = draw(7, 45, bits, 32)  # the last group is short, too
+    found = configuration("pack-quantized", INT4 | {"num_bits": bits})
+    layer = fill(read(found), nn.Linear(45, 7), packed(codes))
+    assert torch.equal(layer.dequantized(torch.float32), codes.weight())
+    assert torch.equal(layer.part(3, 5).dequantized(), codes.weight()[3:5])
+
+
+def test_groups_have_schemes_and_layouts_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = configuration("mixed-precision", INT4, ignore=["re:.*lm_head"])
+    found["config_groups"] = {
+        "all": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
+        "mlp": {
+            "targets": ["re:.*mlp.*"],
+            "weights": FP8,
+            "input_activations": FP8 | {"strategy": "token", "dynamic": True},
+            "format": "float-quantized",
+        },
+        "one": {
+            "targets": ["model.layers.1.mlp.up_proj"],
+            "weights": INT8,
+            "format": "naive-quantized",
+        },
+    }
+    weights = {}
+
+    def make(name: str, linear: nn.Linear) -> Any:
+        if name == "lm_head":
+            return None
+        sizes = linear.out_features, linear.in_features
+        if "mlp" in name and name != "model.layers.1.mlp.up_proj":
+            floats = (torch.randn(sizes) / 4).to(torch.float8_e4m3fn)
+            scale = torch.rand(sizes[0], 1) + 0.5
+            weights[name] = floats.float() * scale
+            return {"weight": floats, "weight_scale": scale}, weights[name]
+        is_one = "mlp" in name
+        codes = draw(*sizes, bits=8, group=-1, symmetric=True) if is_one else draw(*sizes)
+        weights[name] = codes.weight()
+        return (signed(codes) if is_one else packed(codes)), weights[name]
+
+    write_folder(tmp_path, found, make)
+    with caplog.at_level(logging.INFO, "engine.weights.formats"):
+        places = stored(load(tmp_path))
+    assert len(places) == 14
+    assert places["model.layers.1.mlp.up_proj"].scheme == "8 bits, a scale per channel"
+    assert places["model.layers.0.self_attn.q_proj"].scheme == "4 bits, groups of 32, zero points"
+    floats = places["model.layers.1.mlp.down_proj"]
+    assert isinstance(floats, Fp8Linear)
+    assert floats.scheme == "FP8, a scale per channel"
+    assert "ranges" not in caplog.text
+    for name, place in places.items():
+        assert torch.equal(place.dequantized(torch.float32), weights[name])
+
+
+@pytest.mark.parametrize(
+    ("targets", "name", "takes"),
+    [
+        (["re:.*mlp.*", "lm_head"], "a.mlp.up_proj", True),
+        (["re:.*mlp.*", "lm_head"], "a.mlp.down_proj", False),
+        (["re:.*mlp.*", "lm_head"], "a.self_attn.q_proj", False),
+        (["re:.*mlp.*", "lm_head"], "lm_head", True),
+        (["Linear"], "anything", True),
+    ],
+)
+def test_patterns_say_which_layers_have_few_bits(
+    targets: list[str], name: str, takes: bool
+) -> None:
+    found = configuration("pack-quantized", INT4, ignore=["re:.*down_proj"])
+    found["config_groups"]["group_0"]["targets"] = targets
+    tensors = {f"{name}.{key}": each for key, each in packed(draw(8, 64)).items()}
+    place = read(found)
+    index = TensorIndex(described(tensors, Path()))
+    assert (place(name, nn.Linear(64, 8), index) is not None) is takes
+    assert place(name, nn.Embedding(8, 64), index) is None
+
+
+def test_a_pattern_that_matches_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Patterns, "seconds_left", 0.05)
+    place = read(configuration("pack-quantized", INT4, ignore=[r"re:(\w|.)+(\w|.)+(\w|.)+(?=!$)"]))
+    with pytest.raises(ValueError, match="timed out"):
+        place("model.layers.10.self_attn.q_proj", nn.Linear(64, 8), TensorIndex({}))
+
+
+def packed_as(**weights: Any) -> dict[str, Any]:
+    return configuration("pack-quantized", INT4 | weights)
+
+
+# By the fault that is said.
+REFUSED: dict[str, dict[str, Any]] = {
+    r"config group 'group_0': weights has num_bits=2; served: 4, 8": packed_as(num_bits=2),
+    "weights has num_bits=4; served: 8": configuration("int-quantized", INT4),
+    "weights has group_size=16; served: multiples of 32": packed_as(group_size=16),
+    "weights has group_size=None; served: multiples of 32": packed_as(group_size=None),
+    "has format='nvfp4-pack-quantized'; served: pack-quantized, int-quantized, float-quantized": (
+        configuration("nvfp4-pack-quantized", FP8 | {"num_bits": 4})
+    ),
+    "sparsity_config has format='sparse-24-bitmask'; served: dense": configuration(
+        "pack-quantized", INT4, sparsity_config={"format": "sparse-24-bitmask"}
+    ),
+    "has transform_config={.*; served: nothing": configuration(
+        "pack-quantized", INT4, transform_config={"config_groups": {"R1": {}}}
+    ),
+    "has input_activations={.*; served: nothing with packed weights": with_inputs(
+        packed_as(), TOKENS
+    ),
+    "input_activations have dynamic=False": with_inputs(
+        configuration("int-quantized", INT8), TOKENS | {"dynamic": False}
+    ),
+    r"has ignore with the pattern '\(', which is none": configuration(
+        "pack-quantized", INT4, ignore=["re:("]
+    ),
+    "has config_groups={}; served: groups of layers": configuration(
+        "pack-quantized", INT4, config_groups={}
+    ),
+    "config group 'group_0': weights is None instead of an object": configuration(
+        "pack-quantized",
+        None,  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_variants_that_are_not_served_are_said(fault: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=fault) as refused:
+        read(REFUSED[fault])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_of_a_variant_that_is_not_served_is_named(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    store_int8(model)
+    group = model.config.quantization_config["config_groups"]["group_0"]
+    group["input_activations"] = {**group["input_activations"], "dynamic": False}
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{tmp_path}.*have dynamic=False"):
+        load_model(str(tmp_path), CPU)
+
+
+UP = "model.layers.1.mlp.up_proj"
+FAULTS: dict[str, dict[str, torch.Tensor | None]] = {
+    f"are missing: {UP}.weight_scale": {f"{UP}.weight_scale": None},
+    f"are missing: {UP}.weight_zero_point": {f"{UP}.weight_zero_point": None},
+    rf"{UP}.weight_scale \[96, 1\] instead of \[96, 2\]": {f"{UP}.weight_scale": torch.ones(96, 1)},
+    f"{UP}.weight_packed is of float32 instead of int32": {
+        f"{UP}.weight_packed": torch.ones(96, 8)
+    },
+    r"weight_shape says \[96, 63\] instead of \[96, 64\]": {
+        f"{UP}.weight_shape": torch.tensor([96, 63])
+    },
+    f"not finite: {UP}.weight_scale": {
+        f"{UP}.weight_scale": torch.full((96, 2), float("nan"), dtype=torch.float16)
+    },
+    f"{UP}.weight_g_idx does not give each of 2 groups 32 features": {
+        f"{UP}.weight_g_idx": torch.full((64,), 2**30).int()
+    },
+    f"not in the configuration: {UP}.weight_rotation": {f"{UP}.weight_rotation": torch.ones(3)},
+    "lm_head.weight is of int8, which quantization_config does not explain": {
+        "lm_head.weight": torch.ones(97, 64, dtype=torch.int8)
+    },
+}
+
+
+def change(path: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    """Puts tensors into a folder's file; None takes one out."""
+    tensors = load_file(path / "model.safetensors") | changes
+    kept = {name: each for name, each in tensors.items() if each is not None}
+    save_file(kept, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, fault: str) -> None:
+    write_folder(tmp_path, packed_as(), make_all(packed))
+    change(tmp_path, FAULTS[fault])
+    with pytest.raises(UnsupportedModelError, match=fault) as refused:
+        load_model(str(tmp_path), CPU)
+    assert "\n" not in str(refused.value)
+
+
+def test_experts_in_one_tensor_are_refused_with_what_they_are(tmp_path: Path) -> None:
+    write_folder(tmp_path, packed_as(), make_all(packed), "qwen3_moe", experts=())
+    expert = "model.layers.0.mlp.experts.3.up_proj"
+    change(tmp_path, {f"{expert}.{key}": each for key, each in packed(draw(32, 64)).items()})
+    with pytest.raises(UnsupportedModelError, match=f"{expert}.*: experts in few bits are not"):
+        load_model(str(tmp_path), CPU)
+
+
+def test_scales_for_keys_and_values_are_left_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = configuration("pack-quantized", INT4, kv_cache_scheme=FP8)
+    write_folder(tmp_path, found, make_all(packed))
+    change(tmp_path, {"model.layers.0.self_attn.k_scale": torch.tensor(0.5)})
+    with caplog.at_level(logging.INFO, "engine.weights.formats"):
+        assert len(stored(load(tmp_path))) == 14
+    assert "scales for keys and values are left aside" in caplog.text
+
+
+def test_files_without_headers_are_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, configuration("pack-quantized", INT4), make_all(packed))
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match="not from pytorch_model.bin"):
+        load_model(str(tmp_path), CPU)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]

@@ -1,0 +1,174 @@
+"""Weights in 8-bit floats: scales by tensor, channel and block, and what is left aside."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from engine.model.loader import load_model
+from engine.request.errors import UnsupportedModelError
+from engine.weights.formats.fp8 import Fp8Linear, read
+from worlds.packed_checkpoints import Tensors, fill, load, plain, stored, write_folder
+from worlds.tiny_models import CPU, own_logits, tiny_model
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+IDS = [1, 5, 9, 3, 40]
+
+
+def draw(
+    linear: nn.Linear, block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales of blocks, and what they mean, value by value."""
+    sizes = linear.out_features, linear.in_features
+    codes = (torch.randn(sizes) * 20).to(dtype)
+    scales = (
+        torch.rand([-(-size // side) for size, side in zip(sizes, block, strict=True)]) + 1
+    ) / 99
+    weight = torch.empty(sizes)
+    for row in range(sizes[0]):
+        for column in range(sizes[1]):
+            scale = scales[row // block[0], column // block[1]]
+            weight[row, column] = codes[row, column].float() * scale
+    return codes, scales, weight
+
+
+def layer_of(tensors: Tensors, linear: nn.Linear, **changes: Any) -> Any:
+    return fill(read(FP8 | changes), linear, tensors)
+
+
+def test_a_checkpoint_of_blocks_means_its_products(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
+        if name == "lm_head":
+            return None
+        codes, scales, weight = draw(linear, (32, 48))
+        return {"weight": codes, "weight_scale_inv": scales}, weight
+
+    found = FP8 | {"weight_block_size": [32, 48], "modules_to_not_convert": ["lm_head"]}
+    expected = write_folder(tmp_path, found, make)
+    with caplog.at_level(logging.INFO, "engine.weights.formats"):
+        model = load(tmp_path)
+    assert "ranges" not in caplog.text
+    places = stored(model)
+    assert len(places) == 14
+    assert {each.scheme for each in places.values()} == {"FP8, blocks of 32 x 48"}
+    for name, place in places.items():
+        weight = expected.get_submodule(name).weight
+        assert torch.equal(place.dequantized(torch.float32), weight)
+        assert torch.equal(place.dequantized(torch.bfloat16), weight.bfloat16())
+    torch.testing.assert_close(own_logits(plain(model), IDS), own_logits(expected, IDS))
+
+
+def test_ranges_of_inputs_are_left_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
+        if name == "lm_head":
+            return None
+        codes, scale, weight = draw(linear, (linear.out_features, linear.in_features))
+        tensors = {"weight": codes, "weight_scale": scale.reshape(()).clone()}
+        return tensors | {"input_scale": torch.tensor(0.5)}, weight
+
+    found = FP8 | {"activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    expected = write_folder(tmp_path, found, make)
+    with caplog.at_level(logging.INFO, "engine.weights.formats"):
+        model = load(tmp_path)
+    assert caplog.text.count("ranges that the checkpoint has for inputs of FP8 layers") == 1
+    assert not [name for name, _ in model.named_parameters() if "input_scale" in name]
+    assert {each.scheme for each in stored(model).values()} == {"FP8, a scale per tensor"}
+    torch.testing.assert_close(own_logits(plain(model), IDS), own_logits(expected, IDS))
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (8,)])
+def test_channels_have_scales(shape: tuple[int, ...]) -> None:
+    linear = nn.Linear(24, 8)
+    codes, scales, weight = draw(linear, (1, 24), torch.float8_e5m2)
+    layer = layer_of({"weight": codes, "weight_scale": scales.reshape(shape)}, linear)
+    assert isinstance(layer, Fp8Linear)
+    assert layer.scheme == "FP8, a scale per channel"
+    assert layer.bits == 8 + 32 / 24
+    assert torch.equal(layer.dequantized(torch.float32), weight)
+
+
+def test_many_rows_and_blocks_that_end_early() -> None:
+    linear = nn.Linear(5, 2055)
+    codes, scales, weight = draw(linear, (96, 2))
+    tensors = {"weight": codes, "weight_scale_inv": scales}
+    layer = layer_of(tensors, linear, weight_block_size=[96, 2])
+    assert torch.equal(layer.dequantized(torch.float32), weight)
+
+
+def test_scales_may_be_powers_of_two_in_a_byte() -> None:
+    linear = nn.Linear(64, 8)
+    codes, _, _ = draw(linear, (8, 32))
+    scales = torch.tensor([[0.25, 2.0]]).to(torch.float8_e8m0fnu)
+    tensors = {"weight": codes, "weight_scale_inv": scales}
+    layer = layer_of(tensors, linear, weight_block_size=[8, 32], scale_fmt="ue8m0")
+    expected = codes.float() * torch.tensor([0.25, 2.0]).repeat_interleave(32)
+    assert torch.equal(layer.dequantized(torch.float32), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"activation_scheme": "none"}, "has activation_scheme='none'; served: dynamic, static"),
+        ({"weight_block_size": [128]}, r"has weight_block_size=\[128\]; served: two positive"),
+        ({"weight_block_size": [0, 128]}, r"has weight_block_size=\[0, 128\]"),
+        ({"weight_block_size": "128"}, "has weight_block_size='128'"),
+        ({"expert_dtype": "fp4"}, "has expert_dtype='fp4'; served: fp8"),
+        ({"modules_to_not_convert": "lm_head"}, "has modules_to_not_convert='lm_head'; served: a"),
+    ],
+)
+def test_variants_that_are_not_served_are_said(changes: dict[str, Any], fault: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"^quantization_config \(fp8\) {fault}"):
+        read(FP8 | changes)
+
+
+def test_scales_that_are_missing_or_do_not_fit_are_named() -> None:
+    linear = nn.Linear(64, 8)
+    codes, scales, _ = draw(linear, (8, 32))
+    with pytest.raises(UnsupportedModelError, match=r"missing: up\.weight_scale"):
+        layer_of({"weight": codes}, linear)
+    with pytest.raises(UnsupportedModelError, match=r"neither one nor one for each channel"):
+        layer_of({"weight": codes, "weight_scale": scales}, linear)
+    with pytest.raises(
+        UnsupportedModelError, match=r"weight_scale_inv \[1, 2\] instead of \[2, 4\]"
+    ):
+        layer_of({"weight": codes, "weight_scale_inv": scales}, linear, weight_block_size=[4, 16])
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_experts_are_made_floats_by_transformers(
+    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it finds a device that multiplies in FP8, for which it would keep them as they are."""
+    pytest.importorskip("accelerate")  # transformers asks for it
+    tiny_model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path)
+    path, described = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = load_file(path)
+    weights = {}
+    for name in [each for each in tensors if each.endswith("proj.weight")]:
+        linear = nn.Linear(*tensors[name].shape[::-1])
+        tensors[name], tensors[f"{name}_scale_inv"], weights[name] = draw(linear, (16, 16))
+    save_file(tensors, path, {"format": "pt"})
+    said = json.loads(described.read_text())
+    described.write_text(
+        json.dumps(said | {"quantization_config": FP8 | {"weight_block_size": [16, 16]}})
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model: Any = load_model(str(tmp_path), CPU)
+    monkeypatch.undo()
+    layer, name = model.model.layers[1], "model.layers.1"
+    expert = [weights[f"{name}.mlp.experts.3.{each}_proj.weight"] for each in ("gate", "up")]
+    # bf16, but on CPUs that have none of it.
+    made = layer.mlp.experts.gate_up_proj[3]
+    assert torch.equal(made, torch.cat(expert).to(made.dtype))
+    query = weights[f"{name}.self_attn.q_proj.weight"].to(made.dtype)
+    assert torch.equal(layer.self_attn.q_proj.weight, query)

@@ -1,0 +1,105 @@
+"""Ways in which the vocabularies of GGUF files have text cut."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from engine.weights.gguf.file import GgufHeader
+from engine.weights.gguf.splitters import split
+from engine.weights.gguf.tokenizer import gguf_tokenizer
+from engine.weights.index import TensorIndex
+from worlds.gguf_files import tiny_llama, values_of
+
+BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
+
+
+def pieces(splitter: str, text: str) -> list[str]:
+    found = cutting(splitter).pre_tokenize_str(text)
+    return [bytes(BYTES[char] for char in piece).decode() for piece, _ in found]
+
+
+@cache
+def cutting(splitter: str) -> Any:
+    backend = Tokenizer(BPE())
+    split(backend, splitter, {})
+    return backend.pre_tokenizer
+
+
+TEXT = "Don't 1234567 x漢字かなAb!!\n\n  foo_bar"
+CUTS = {
+    "glm4": "Don|'t| |123|456|7| x漢字かなAb|!!\n\n| | foo|_bar",
+    "hunyuan": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!\n\n| | foo|_bar",
+    "seed-coder": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!|\n\n| | foo|_bar",
+    # Kanji and kana stand alone, and marks only before Latin letters.
+    "deepseek-v3": "Don|'t| |123|456|7| x|漢字かな|Ab|!!\n\n| | foo|_bar",
+    "deepseek-coder": "Don|'|t| |1|2|3|4|5|6|7| x|漢字かな|Ab|!!|\n|\n| | foo|_|bar",
+    # Han alone.
+    "kimi-k2": "Don't| |123|456|7| x|漢字|かなAb|!!\n\n| | foo|_bar",
+    # Digits in threes from the right.
+    "afmoe": "Don|'t| |1|234|567| x|漢字かな|Ab|!!\n\n| | foo|_bar",
+    # Nothing is cut but digits.
+    "superbpe": "Don't |1|234|567| x漢字かなAb!!\n\n  foo_bar",
+    "bailingmoe": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!\n\n| | foo|_bar",
+    # One line's end at a time.
+    "exaone-moe": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!\n|\n| | foo|_bar",
+    "smollm": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!|\n\n | foo|_|bar",
+}
+
+
+@pytest.mark.parametrize("splitter", CUTS)
+def test_text_is_cut_as_the_vocabulary_was_trained(splitter: str) -> None:
+    assert "|".join(pieces(splitter, TEXT)) == CUTS[splitter]
+
+
+OTHERS = {
+    "hunyuan": "qwen2",
+    "stablelm2": "qwen2",
+    "grok-2": "qwen2",
+    "solar-open": "qwen2",
+    "glm4": "llama-bpe",
+    "chatglm-bpe": "llama-bpe",
+    "kimi-k2": "gpt-4o",
+}
+"""Those whose vocabularies were trained by the pattern of another family, which transformers has."""
+
+
+HAN_OR_SLASH = re.compile(
+    r"[/\u2e80-\u2fff\u3005-\u3007\u3021-\u303b\u3400-\u9fff\uf900-\ufaff\U00010000-\U0010ffff]"
+)
+
+
+@pytest.mark.parametrize("splitter", OTHERS)
+@given(text=st.text(max_size=30) | st.text("aB'sS 12,.\n\r\té́나", max_size=30))
+def test_families_that_share_a_pattern_cut_alike(splitter: str, text: str) -> None:
+    # Kimi cuts Han apart, and slashes from what ends a line.
+    text = re.sub(
+        r"[/\u2e80-\u2fff\u3005-\u3007\u3021-\u303b\u3400-\u9fff\uf900-\ufaff]|[^\0-\uffff]",
+        "",
+        text,
+    )
+    pattern = Regex(GGUF_PRE_TOKENIZER_SPLITS[OTHERS[splitter]])
+    theirs = pre_tokenizers.Split(pattern, "isolated").pre_tokenize_str(text)
+    assert pieces(splitter, text) == [piece for piece, _ in theirs]
+
+
+@pytest.mark.parametrize(("splitter", "whole"), [("llama-bpe", True), ("qwen2", False)])
+def test_some_vocabularies_have_words_that_no_merges_make(splitter: str, whole: bool) -> None:
+    metadata = values_of(tiny_llama())
+    tokens = [*metadata["tokenizer.ggml.tokens"], "zebra"]
+    metadata |= {
+        "tokenizer.ggml.pre": splitter,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], 1],
+    }
+    found = gguf_tokenizer(GgufHeader(metadata, TensorIndex({}), {})).tokenize("zebra")
+    assert found == (["zebra"] if whole else list("zebra"))
