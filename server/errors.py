@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NotRequired
 
@@ -138,6 +140,41 @@ class RefusalError(ApiError):
     def renamed(self, own: Callable[[str], str]) -> RefusalError:
         findings = ((path and own(path), reason) for path, reason in self.findings)
         return RefusalError(*findings, code=self.code)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnNames:
+    """The names that a client's API has for the fields of the request that it is translated to.
+
+    ``paths``: the client's, by those of that request. All that lies within a field keeps its place there,
+    unless ``field.*`` has the client's path of it.
+    """
+
+    paths: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, path: str) -> str:
+        """Returns the client's path of a field."""
+        known, within = path, ""
+        while known:
+            if within and f"{known}.*" in self.paths:
+                return self.paths[f"{known}.*"]
+            if known in self.paths:
+                return self.paths[known] + within
+            known = known.rpartition(".")[0]
+            within = path.removeprefix(known)
+        return path
+
+    @contextmanager
+    def in_refusals(self) -> Iterator[None]:
+        """Meanwhile refusals blame the client's own fields."""
+        try:
+            yield
+        except ApiError as error:
+            raise error.renamed(self.of) from error
+
+
+SAME = OwnNames()
+"""The names of an API whose fields are those of the request itself."""
 
 
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}

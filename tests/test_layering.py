@@ -170,7 +170,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "server": {
         "documents": set(),
         "errors": set(),
-        "plan": set(),
+        "plan": {"errors"},
         "response_store": set(),
         "setting_names": set(),
         "version": set(),

@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from engine.request.params import PLAIN
-from server.errors import bad_request, refused
+from server.errors import OwnNames, bad_request, refused
 from server.plan import RequestPlan
 from server.request.body import Body, PromptField, WithoutEffect, optional
-from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import MAX_COUNT, WITHOUT_EFFECT, CompletionRequest, sharing
 from server.request.translate import Translator

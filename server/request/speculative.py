@@ -28,9 +28,8 @@ from drafters.options import (
 from engine.request.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
-from server.errors import RefusalError
+from server.errors import OwnNames, RefusalError
 from server.request.body import Body, described_by, integral, optional
-from server.request.own_names import OwnNames
 
 PREDICTION_DRAFTER = "prediction"
 _BUILT_IN = SpeculativeParams()

@@ -17,14 +17,13 @@ from typing import Any
 from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
-from server.errors import refused, unknown_model
+from server.errors import SAME, OwnNames, refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
 from server.request.body import MAX_SEED
 from server.request.foreign_parts import refuse_foreign_parts
 from server.request.grammars import Grammar, grammar_of
 from server.request.message_formats import MessageFormats
 from server.request.messages import Tool, template_messages, template_tools, text_of
-from server.request.own_names import SAME, OwnNames
 from server.request.prompts import Prompts
 from server.request.protocol import (
     ChatRequest,
@@ -109,25 +108,18 @@ class Translator:
         """Returns what the engine is to write and how. ``names``: the client's, of this body's fields;
         ``max_choices``: in the place of the server's. Raises ApiError."""
         with names.in_refusals():
-            return self._plan(body, arrival_time, names, max_choices)
-
-    def _plan(
-        self,
-        body: CompletionRequest | ChatRequest,
-        arrival_time: float,
-        names: OwnNames,
-        max_choices: int | None,
-    ) -> RequestPlan:
-        num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
-        self._check(body, num_prompts, max_choices or self._max_choices)
-        prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
-        text, grammar = self._text(body, prompts[0][0])
-        grammar = grammar.renamed(names)
-        _check_agreement(body, grammar)
-        speculative = self.resolver.resolve(body.speculative, body.prediction is not None)
-        request_id = uuid.uuid4().hex
-        token_ids = [each for _, each in prompts]
-        requests = self._requests(body, token_ids, grammar, speculative, request_id, arrival_time)
+            num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
+            self._check(body, num_prompts, max_choices or self._max_choices)
+            prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
+            text, grammar = self._text(body, prompts[0][0])
+            grammar = grammar.renamed(names)
+            _check_agreement(body, grammar)
+            speculative = self.resolver.resolve(body.speculative, body.prediction is not None)
+            request_id = uuid.uuid4().hex
+            token_ids = [each for _, each in prompts]
+            requests = [
+                *self._requests(body, token_ids, grammar, speculative, request_id, arrival_time)
+            ]
         streaming = body.stream_options or StreamOptions()
         choices = (ChoicePlan(index, request, text) for index, request in enumerate(requests))
         ignored = map(names.of, self._ignored(body, max(map(len, token_ids))))
@@ -154,28 +146,26 @@ class Translator:
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
             ignored=tuple(dict.fromkeys((*ignored, *grammar.ignored))),
+            names=names,
         )
 
     def tokenize(self, body: TokenizeRequest, names: OwnNames = SAME) -> list[int]:
         """Raises ApiError with the client's ``names``."""
         with names.in_refusals():
-            return self._tokens(body)
-
-    def _tokens(self, body: TokenizeRequest) -> list[int]:
-        self.check_model(body.model)
-        is_prompt = body.prompt is not None
-        if is_prompt == (body.messages is not None):
-            raise refused("prompt", ": give either 'prompt' or 'messages'")
-        adds = is_prompt if body.add_special_tokens is None else body.add_special_tokens
-        allows = is_prompt if body.allow_special_tokens is None else body.allow_special_tokens
-        if not is_prompt:
-            refuse_foreign_parts(body.messages, "messages", self.info.unserved)
-            text = self._render(body, body.tools or (), allows)
-            return self._prompts.encode("messages", text, adds)
-        for name in (*TemplateFields.model_fields, "tools"):
-            if name in body.model_fields_set:
-                raise refused(name, "has no effect on a prompt")
-        return self._prompts.encode("prompt", _marked(body.prompt or "", allows), adds)
+            self.check_model(body.model)
+            is_prompt = body.prompt is not None
+            if is_prompt == (body.messages is not None):
+                raise refused("prompt", ": give either 'prompt' or 'messages'")
+            adds = is_prompt if body.add_special_tokens is None else body.add_special_tokens
+            allows = is_prompt if body.allow_special_tokens is None else body.allow_special_tokens
+            if not is_prompt:
+                refuse_foreign_parts(body.messages, "messages", self.info.unserved)
+                text = self._render(body, body.tools or (), allows)
+                return self._prompts.encode("messages", text, adds)
+            for name in (*TemplateFields.model_fields, "tools"):
+                if name in body.model_fields_set:
+                    raise refused(name, "has no effect on a prompt")
+            return self._prompts.encode("prompt", _marked(body.prompt or "", allows), adds)
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Raises ApiError."""

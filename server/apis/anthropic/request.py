@@ -13,7 +13,7 @@ from annotated_types import MaxLen, MinLen
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from server.apis.anthropic.blocks import InputMessage, SystemField, Turn, system_text, turns
-from server.errors import refused
+from server.errors import OwnNames, refused
 from server.plan import RequestPlan
 from server.request.body import (
     MAX_STOP_CHARS,
@@ -36,7 +36,6 @@ from server.request.messages import (
     ParametersField,
     Tool,
 )
-from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
     EFFORT,

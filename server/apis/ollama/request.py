@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, PlainValidator
 
-from server.errors import refused
+from server.errors import OwnNames, refused
 from server.plan import RequestPlan
 from server.request.body import MAX_SEED, SWITCHES, Body, Hint, StopField, WithoutEffect, optional
 from server.request.embeddings import EmbeddingsRequest, plan_embeddings
@@ -27,7 +27,6 @@ from server.request.messages import (
     MessageToolCall,
     Tool,
 )
-from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
     MAX_COUNT,

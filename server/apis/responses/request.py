@@ -34,7 +34,7 @@ from server.apis.responses.tools import (
     qualified,
     shown_tools,
 )
-from server.errors import ApiError, bad_request, clip, refused
+from server.errors import ApiError, OwnNames, bad_request, clip, refused
 from server.plan import OfResponse, RequestPlan
 from server.request.body import Body, WithoutEffect, optional
 from server.request.foreign_parts import find_foreign_part, refuse_foreign_parts
@@ -48,7 +48,6 @@ from server.request.messages import (
     Tool,
     text_of,
 )
-from server.request.own_names import OwnNames
 from server.request.parsing import check
 from server.request.protocol import (
     TOKEN_LIMIT,
