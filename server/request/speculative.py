@@ -8,7 +8,6 @@ error.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import PlainValidator
 
-from drafters.base import DrafterInfo, OptionValue
+from drafters.base import DrafterInfo, OptionError, OptionValue
 from drafters.options import (
     FIXED_POLICY,
     NO_DRAFTER,
@@ -254,8 +253,10 @@ class SpeculativeResolver:
         try:
             # All at once: whether one fits may hang on another.
             return info.resolve({**inherited, **given})
-        except ValueError as error:
-            raise _refuse(_first_named(given, str(error)), str(error)) from error
+        except OptionError as error:
+            # Where the request gives none of those at fault, it has them from the server's default.
+            name = next((f"options.{each}" for each in error.names if each in given), "options")
+            raise _refuse(name, str(error)) from error
 
     def _policy(self, given: Mapping[str, Any]) -> str:
         asked = given.get("adaptive_depth", self.defaults.adaptive_depth)
@@ -354,10 +355,3 @@ def _refuse(name: str, reason: str) -> UnfitSpeculationError:
 
 def _no_effect(name: str, where: str) -> UnfitSpeculationError:
     return _refuse(name, f"has no effect with {where}; leave one of them out")
-
-
-def _first_named(options: Mapping[str, Any], message: str) -> str:
-    """The field of the option that a message names first."""
-    found = [(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message), name) for name in options]
-    places = [(match.start(), name) for match, name in found if match]
-    return f"options.{min(places)[1]}" if places else "options"
