@@ -29,19 +29,13 @@ from engine.speculation.gamma import gamma_policy_names
 from server.apis.anthropic.blocks import Block, InputMessage
 from server.apis.anthropic.request import CustomTool, MessagesRequest
 from server.apis.ollama.request import OllamaGenerateRequest
+from server.apis.openai.request import ChatRequest, CompletionRequest
 from server.apis.responses.request import ResponsesRequest
 from server.app import routers
 from server.metrics.prometheus import Metrics, aliases
 from server.request.body import Body, Hint
+from server.request.chat import WITHOUT_EFFECT, CommonFields, EventOptions, ReasoningOptions
 from server.request.messages import ChatMessage, TextPart
-from server.request.protocol import (
-    WITHOUT_EFFECT,
-    ChatRequest,
-    CommonFields,
-    CompletionRequest,
-    EventOptions,
-    ReasoningOptions,
-)
 from server.setting_names import all_settings, flag_name
 from server.settings import with_drafters
 from server.tenants.keys import TenantEntry

@@ -25,6 +25,14 @@ OptionValue: TypeAlias = bool | int | float | str
 Options: TypeAlias = Mapping[str, OptionValue]
 
 
+class OptionError(ValueError):
+    """A value that an option cannot have. ``names``: of the options at fault."""
+
+    def __init__(self, message: str, *names: str) -> None:
+        super().__init__(message)
+        self.names = names
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterOption:
     """An option that each request may set; its type is that of ``default``. Numbers lie within
@@ -37,27 +45,30 @@ class DrafterOption:
     maximum: float | None = None
 
     def check(self, value: object) -> OptionValue:
-        """Returns the value, an int as a float where that is the option's type. Raises ValueError naming
-        the option if it does not fit."""
+        """Returns the value, an int as a float where that is the option's type. Raises OptionError if it
+        does not fit."""
         kind = type(self.default)
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ValueError(f"{self.name} must be {kind.__name__}, not {type(value).__name__}")
+            raise self._fault(f"be {kind.__name__}, not {type(value).__name__}")
         assert isinstance(value, bool | int | float | str)
         if not isinstance(value, bool | str):
             if self.minimum is not None and value < self.minimum:
-                raise ValueError(f"{self.name} must be at least {self.minimum:g}")
+                raise self._fault(f"be at least {self.minimum:g}")
             if self.maximum is not None and value > self.maximum:
-                raise ValueError(f"{self.name} must be at most {self.maximum:g}")
+                raise self._fault(f"be at most {self.maximum:g}")
         return value
 
+    def _fault(self, must: str) -> OptionError:
+        return OptionError(f"{self.name} must {must}", self.name)
 
-def in_order(low: str, high: str, options: Options) -> str:
+
+def in_order(low: str, high: str, options: Options) -> OptionError | None:
     """A ``DrafterInfo.check``, as ``partial(in_order, low, high)``: the first option must not exceed the
     second."""
     wrong = float(options[low]) > float(options[high])
-    return f"{low} must not exceed {high}" if wrong else ""
+    return OptionError(f"{low} must not exceed {high}", low, high) if wrong else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +101,7 @@ class DrafterInfo:
     ``cost``: the price of its drafts, in words, for those who choose.
     ``samples``: it can sample from a distribution of its own, as verifications other than "match" need.
     ``takes_prediction``: it can use a text that the output is expected to repeat (``Drafter.predict``).
-    ``check`` is given all options together and returns what is wrong with them, or "". Where it can be
+    ``check`` is given all options together and returns what is wrong with them, or None. Where it can be
     pickled, a server in front of the engine's process calls it; otherwise the engine does.
     """
 
@@ -102,7 +113,7 @@ class DrafterInfo:
     cost: str = ""
     samples: bool = False
     takes_prediction: bool = False
-    check: Callable[[Options], str] | None = None
+    check: Callable[[Options], OptionError | None] | None = None
 
     def defaults(self) -> dict[str, OptionValue]:
         """Returns the default of every option."""
@@ -110,15 +121,15 @@ class DrafterInfo:
 
     def resolve(self, given: Mapping[str, Any]) -> dict[str, OptionValue]:
         """Checks a request's options and returns them with the defaults of those left out. Raises
-        ValueError naming the option at fault."""
+        OptionError."""
         known = {option.name: option for option in self.options}
         for unknown in sorted(set(given) - set(known)):
             have = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{self.name} has no option {unknown!r}; it has: {have}")
+            raise OptionError(f"{self.name} has no option {unknown!r}; it has: {have}", unknown)
         options = self.defaults()
         options |= {name: known[name].check(value) for name, value in given.items()}
         if self.check is not None and (fault := self.check(options)):
-            raise ValueError(fault)
+            raise fault
         return options
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NotRequired
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -42,7 +44,7 @@ _MOST_NAMED = 20
 # Where other servers stand behind the same name, a client finds one of them by then.
 SHUTDOWN_RETRY_SECONDS = 5
 
-_TYPES = {
+TYPES = {
     **dict.fromkeys((400, 405, 408, 413, 414, 421, 431), "invalid_request_error"),
     401: "authentication_error",
     404: "not_found_error",
@@ -101,7 +103,7 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": self.message,
-                "type": _TYPES.get(self.status, "server_error"),
+                "type": TYPES.get(self.status, "server_error"),
                 "param": self.param,
                 "code": self.code,
             }
@@ -111,7 +113,7 @@ class ApiError(Exception):
         """Returns the error in the shape of the API that a request's path belongs to; None: the request
         has not come far enough to have a path."""
         if scope is not None:
-            for prefix, shape in _SHAPES.items():
+            for prefix, shape in SHAPES.items():
                 if f"{scope['path']}/".startswith(f"{prefix}/"):
                     return shape(self, scope)
         return self.body()
@@ -140,58 +142,43 @@ class RefusalError(ApiError):
         return RefusalError(*findings, code=self.code)
 
 
-_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
+@dataclass(frozen=True, slots=True)
+class OwnNames:
+    """The names that a client's API has for the fields of the request that it is translated to.
+
+    ``paths``: the client's, by those of that request. All that lies within a field keeps its place there,
+    unless ``field.*`` has the client's path of it.
+    """
+
+    paths: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, path: str) -> str:
+        """Returns the client's path of a field."""
+        known, within = path, ""
+        while known:
+            if within and f"{known}.*" in self.paths:
+                return self.paths[f"{known}.*"]
+            if known in self.paths:
+                return self.paths[known] + within
+            known = known.rpartition(".")[0]
+            within = path.removeprefix(known)
+        return path
+
+    @contextmanager
+    def in_refusals(self) -> Iterator[None]:
+        """Meanwhile refusals blame the client's own fields."""
+        try:
+            yield
+        except ApiError as error:
+            raise error.renamed(self.of) from error
 
 
-class ErrorCode(TypedDict):
-    error_code: str | None
+SAME = OwnNames()
 
 
-class AnthropicErrorDetails(ErrorDetails):
-    """``details``: the code, where Anthropic's clients look for it."""
-
-    details: ErrorCode
-
-
-class AnthropicErrorReply(TypedDict):
-    """``request_id``: that of the answer's header."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetails
-    request_id: NotRequired[str | None]
-
-
-def anthropic_error(error: ApiError) -> AnthropicErrorReply:
-    """The error in Anthropic's shape, with OpenAI's ``param`` and ``code`` beside its own words."""
-    found: AnthropicErrorDetails = {
-        "type": _ANTHROPIC_TYPES.get(error.status, "api_error"),
-        "message": error.message,
-        "param": error.param,
-        "code": error.code,
-        "details": {"error_code": error.code},
-    }
-    return {"type": "error", "error": found}
-
-
-def _anthropic_answer(error: ApiError, scope: Scope) -> Mapping[str, Any]:
-    return {**anthropic_error(error), "request_id": scope.get(REQUEST_ID_KEY)}
-
-
-class OllamaError(TypedDict):
-    """An error in Ollama's shape."""
-
-    error: str
-
-
-def ollama_error(error: ApiError) -> OllamaError:
-    return {"error": error.message}
-
-
-_SHAPES: Mapping[str, Callable[[ApiError, Scope], Mapping[str, Any]]] = {
-    "/v1/messages": _anthropic_answer,
-    "/api": lambda error, _: ollama_error(error),
-}
-"""The shapes of errors, by the first segments of an API's paths."""
+SHAPES: dict[str, Callable[[ApiError, Scope], Mapping[str, Any]]] = {}
+"""The shapes of errors by the first segments of paths: of APIs that have one of their own, which they put
+here."""
 
 
 def clip(text: str, num_chars: int) -> str:

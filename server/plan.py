@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from engine.request.params import GenerationRequest
+from server.errors import SAME, OwnNames
 
 POOLED_AT_ONCE = 64
 IGNORED_HEADER = "x-slipstream-ignored"
@@ -79,7 +80,8 @@ class RequestPlan:
     ``continuous_usage``: every chunk counts. ``logged``: fields in which clients name people, as far
     as they are logged. ``metadata``: repeated by a whole reply. ``cache_salt``: the client's own.
     ``service_tier``: the reply's, where one was asked for. ``ignored``: the hints that nothing comes of,
-    by their fields' paths. ``as_base64``: vectors are texts.
+    by their fields' paths. ``names``: the client's, of fields that are refused after this.
+    ``as_base64``: vectors are texts.
     """
 
     request_id: str
@@ -103,6 +105,7 @@ class RequestPlan:
     service_tier: str | None
     metadata: Mapping[str, str]
     ignored: tuple[str, ...]
+    names: OwnNames = SAME
     as_base64: bool = False
     response: OfResponse | None = None
 

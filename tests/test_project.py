@@ -20,7 +20,7 @@ from setuptools import PackageFinder
 
 from drafters.registry import drafter_names
 from scripts import house
-from server.request.protocol import ChatRequest
+from server.apis.openai.request import ChatRequest
 
 pytestmark = pytest.mark.slow
 

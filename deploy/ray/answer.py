@@ -7,9 +7,13 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Message, Scope, Send
 
+# These bring the shapes of their errors.
+import server.apis.anthropic.reply
+import server.apis.ollama.reply  # noqa: F401
 from deploy.ray.exchange import ReplicaLostError
+from server.apis.openai.reply import DONE
 from server.errors import ApiError
-from server.reply.writers import DONE, as_json, event
+from server.reply.writers import as_json, event
 
 # By these a replica says that another one has to do it: its engine has died, or it ends.
 _ELSEWHERE = ("engine_dead", "shutting_down")

@@ -20,6 +20,7 @@ from drafters.base import (
     DraftRequest,
     NewRequest,
     Observation,
+    OptionError,
     Options,
     RequestState,
     drafter,
@@ -33,9 +34,10 @@ before it."""
 _FIRST_GUESSES = ("text", "last")
 
 
-def _check(options: Options) -> str:
+def _check(options: Options) -> OptionError | None:
     known = options["first_guess"] in _FIRST_GUESSES
-    return "" if known else f"first_guess must be one of: {', '.join(_FIRST_GUESSES)}"
+    message = f"first_guess must be one of: {', '.join(_FIRST_GUESSES)}"
+    return None if known else OptionError(message, "first_guess")
 
 
 @drafter

@@ -18,6 +18,7 @@ from drafters.base import (
     DraftRequest,
     NewRequest,
     Observation,
+    OptionError,
     Options,
     TextReader,
     drafter,
@@ -83,9 +84,10 @@ class NasdOneLevelDrafter(Drafter):
         return NasdState(request.token_ids, request.options, (length,))
 
 
-def _check(options: Options) -> str:
+def _check(options: Options) -> OptionError | None:
     wrong = int(options["min_context"]) > int(options["n"]) - 1
-    return "min_context must not exceed n - 1" if wrong else ""
+    message = "min_context must not exceed n - 1"
+    return OptionError(message, "min_context", "n") if wrong else None
 
 
 @drafter

@@ -1,2 +1,2 @@
-"""APIs that are told in terms of the common requests and replies: a folder each. Its files that have a
-``router`` are part of the application."""
+"""The APIs, a folder each: its requests become those that ``server.request.chat`` describes. Those of its
+files that have a ``router`` are part of the application."""

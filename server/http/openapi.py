@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from server.errors import ErrorReply, OllamaError
+from server.errors import ErrorReply
 
 Answers = dict[int | str, dict[str, Any]]
 REFUSED_BODY = (400, 401, 408, 413, 414, 431)
@@ -68,15 +68,15 @@ def generated(
     return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=shape)}
 
 
-def written_in_lines(whole: Any) -> Answers:
-    """The same for Ollama's endpoints, whose streams are lines of JSON of one shape."""
-    line = TypeAdapter(whole | OllamaError).json_schema(mode="serialization", ref_template=_REFS)
+def written_in_lines(whole: Any, shape: Any) -> Answers:
+    """The same for endpoints whose streams are lines of JSON of one shape."""
+    line = TypeAdapter(whole | shape).json_schema(mode="serialization", ref_template=_REFS)
     answer = {
         "model": whole,
         "description": "Lines of JSON, the last one with `done`; or without `stream` the whole reply.",
         "content": {"application/x-ndjson": {"itemSchema": line}},
     }
-    return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=OllamaError)}
+    return {200: answer, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=shape)}
 
 
 def describe_as_it_is(app: FastAPI, drafters: Iterable[str]) -> None:

@@ -26,8 +26,7 @@ from server.metrics.prometheus import AnswerMetrics
 from server.models.launcher import EngineLauncher
 from server.models.services import ARRIVAL, Services
 from server.reply.streaming import ClientGoneError, unless_client_leaves
-from server.request.tags import known_name
-from server.request.wish import Wish
+from server.request.wish import Wish, known_name
 from server.response_store import AskStore
 from server.settings import Settings
 

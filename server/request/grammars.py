@@ -11,11 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import ConfigDict, Field, JsonValue
 from pydantic.config import JsonDict
 
-from server.errors import refused
+from server.errors import OwnNames, refused
 from server.formats.json_rules import AS_WRITTEN, SchemaError, json_rule
 from server.formats.schemas import SchemaReader
 from server.request.body import Body, in_case, optional
-from server.request.own_names import OwnNames
 from server.request.parsing import read_float
 
 _Grammar = Annotated[str, Field(min_length=1, max_length=1 << 17)]

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from server.errors import ApiError, bad_request, clip, from_validation
+from server.errors import SAME, ApiError, OwnNames, bad_request, clip, from_validation
 from server.request.body import DROPS_UNKNOWN
-from server.request.own_names import SAME, OwnNames
 
 MAX_CONTENT_TYPE_CHARS = 60
 Model = TypeVar("Model", bound=BaseModel)

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, ValidationError
 from engine.request.info import SAMPLED
 from server.errors import clip
 from server.request.body import Body, Model, optional, with_fields
-from server.request.protocol import SamplingFields
+from server.request.chat import SamplingFields
 
 logger = logging.getLogger(__name__)
 

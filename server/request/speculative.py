@@ -8,7 +8,6 @@ error.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import PlainValidator
 
-from drafters.base import DrafterInfo, OptionValue
+from drafters.base import DrafterInfo, OptionError, OptionValue
 from drafters.options import (
     FIXED_POLICY,
     NO_DRAFTER,
@@ -28,9 +27,8 @@ from drafters.options import (
 from engine.request.info import EngineInfo
 from engine.speculation.gamma import gamma_policy_names
 from engine.speculation.gamma.policy import policy_info
-from server.errors import RefusalError
+from server.errors import OwnNames, RefusalError
 from server.request.body import Body, described_by, integral, optional
-from server.request.own_names import OwnNames
 
 PREDICTION_DRAFTER = "prediction"
 _BUILT_IN = SpeculativeParams()
@@ -255,8 +253,10 @@ class SpeculativeResolver:
         try:
             # All at once: whether one fits may hang on another.
             return info.resolve({**inherited, **given})
-        except ValueError as error:
-            raise _refuse(_first_named(given, str(error)), str(error)) from error
+        except OptionError as error:
+            # Where the request gives none of those at fault, it has them from the server's default.
+            name = next((f"options.{each}" for each in error.names if each in given), "options")
+            raise _refuse(name, str(error)) from error
 
     def _policy(self, given: Mapping[str, Any]) -> str:
         asked = given.get("adaptive_depth", self.defaults.adaptive_depth)
@@ -355,10 +355,3 @@ def _refuse(name: str, reason: str) -> UnfitSpeculationError:
 
 def _no_effect(name: str, where: str) -> UnfitSpeculationError:
     return _refuse(name, f"has no effect with {where}; leave one of them out")
-
-
-def _first_named(options: Mapping[str, Any], message: str) -> str:
-    """The field of the option that a message names first."""
-    found = [(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message), name) for name in options]
-    places = [(match.start(), name) for match, name in found if match]
-    return f"options.{min(places)[1]}" if places else "options"

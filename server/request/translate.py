@@ -11,35 +11,28 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from engine.request.info import AdapterInfo, EngineInfo
-from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Vocabulary, sampling_values
-from server.errors import refused, unknown_model
+from server.errors import SAME, OwnNames, bad_request, refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
 from server.request.body import MAX_SEED
+from server.request.chat import Asked, Chat, Completion, SamplingFields, StreamOptions
 from server.request.foreign_parts import refuse_foreign_parts
 from server.request.grammars import Grammar, grammar_of
 from server.request.message_formats import MessageFormats
 from server.request.messages import Tool, template_messages, template_tools, text_of
-from server.request.own_names import SAME, OwnNames
 from server.request.prompts import Prompts
-from server.request.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    SamplingFields,
-    StreamOptions,
-    TemplateFields,
-    TokenizeRequest,
-    limit_of,
-)
 from server.request.sampling_defaults import API_DEFAULTS
 from server.request.special_tokens import Text
 from server.request.speculative import SpeculativeResolver
 
+MAX_TEXTS = 2048
+"""OpenAI's limit of texts in a request for embeddings."""
 GRAMMAR_DRAFTER = "grammar"
 SERVICE_TIER = "default"
 CLIENT_FIELDS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
@@ -100,37 +93,23 @@ class Translator:
         return bool(self._prompts.infill.marks)
 
     def plan(
-        self,
-        body: CompletionRequest | ChatRequest,
-        arrival_time: float,
-        names: OwnNames = SAME,
-        max_choices: int | None = None,
+        self, body: Asked, arrival_time: float, names: OwnNames = SAME, max_choices: int = 0
     ) -> RequestPlan:
         """Returns what the engine is to write and how. ``names``: the client's, of this body's fields;
-        ``max_choices``: in the place of the server's. Raises ApiError."""
+        ``max_choices``: in the place of the server's, unless 0. Raises ApiError."""
         with names.in_refusals():
-            return self._plan(body, arrival_time, names, max_choices)
-
-    def _plan(
-        self,
-        body: CompletionRequest | ChatRequest,
-        arrival_time: float,
-        names: OwnNames,
-        max_choices: int | None,
-    ) -> RequestPlan:
-        num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
-        self._check(body, num_prompts, max_choices or self._max_choices)
-        prompts = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
-        text, grammar = self._text(body, prompts[0][0])
-        grammar = grammar.renamed(names)
-        _check_agreement(body, grammar)
-        speculative = self.resolver.resolve(body.speculative, body.prediction is not None)
-        request_id = uuid.uuid4().hex
-        token_ids = [each for _, each in prompts]
-        requests = self._requests(body, token_ids, grammar, speculative, request_id, arrival_time)
+            self._check(body, max_choices or self._max_choices)
+            prompts = self._chat(body) if isinstance(body, Chat) else self._completion(body)
+            text, grammar = self._text(body, prompts[0][0])
+            grammar = grammar.renamed(names)
+            _check_agreement(body, grammar)
+            speculative = self.resolver.resolve(body.speculative, body.prediction is not None)
+            request_id = uuid.uuid4().hex
+            ids = [each for _, each in prompts]
+            requests = [*self._requests(body, ids, grammar, speculative, request_id, arrival_time)]
         streaming = body.stream_options or StreamOptions()
         choices = (ChoicePlan(index, request, text) for index, request in enumerate(requests))
-        ignored = map(names.of, self._ignored(body, max(map(len, token_ids))))
+        ignored = map(names.of, self._ignored(body, max(map(len, ids))))
         return RequestPlan(
             request_id=request_id,
             created=int(time.time()),
@@ -138,7 +117,7 @@ class Translator:
             n=body.n,
             choices=tuple(choices),
             beginnings=_beginnings(body, [prompt for prompt, _ in prompts]),
-            echo=body.echo and isinstance(body, CompletionRequest),
+            echo=body.echo and isinstance(body, Completion),
             limit=body.limit[1],
             stream=body.stream,
             include_usage=streaming.include_usage,
@@ -154,39 +133,59 @@ class Translator:
             service_tier=None if body.service_tier is None else SERVICE_TIER,
             metadata=body.metadata or {},
             ignored=tuple(dict.fromkeys((*ignored, *grammar.ignored))),
+            names=names,
         )
 
-    def tokenize(self, body: TokenizeRequest, names: OwnNames = SAME) -> list[int]:
-        """Raises ApiError with the client's ``names``."""
+    def plan_embeddings(
+        self, arrival_time: float, field: str, texts: Any, dimensions: int | None, **fields: Any
+    ) -> RequestPlan:
+        """Returns a plan with a choice for each of the texts, which are what a ``prompt`` may be.
+        ``field``: the client's that has them; ``fields``: others of completions, checked. Raises
+        ApiError."""
+        if self.info.embeddings == "none":
+            raise bad_request(
+                None,
+                "This server makes no embeddings; its operator can have it do so with --embeddings mean "
+                "or --embeddings last.",
+                code="no_embeddings",
+            )
+        if dimensions not in (None, self.info.hidden_size):
+            raise refused("dimensions", f": this model's embeddings have {self.info.hidden_size}")
+        if fields.get("truncate_prompt_tokens") is not None:
+            fields["truncation_side"] = "right"
+        # Texts are text, whatever they spell; nothing is written, so there is nothing to draft.
+        asked = Completion.of(
+            prompt=texts, max_tokens=1, seed=0, allow_special_tokens=False, **fields
+        )
+        plan = self.plan(asked, arrival_time, OwnNames({"prompt": field}), MAX_TEXTS)
+        pooling = self.info.embeddings
+        choices = (
+            replace(each, request=replace(each.request, pooling=pooling, speculative=PLAIN))
+            for each in plan.choices
+        )
+        return replace(plan, choices=tuple(choices), ignored=())
+
+    def tokenize(self, body: Asked, names: OwnNames = SAME) -> list[int]:
+        """Returns the tokens of the first prompt, however many. Raises ApiError with the client's
+        ``names``."""
         with names.in_refusals():
-            return self._tokens(body)
-
-    def _tokens(self, body: TokenizeRequest) -> list[int]:
-        self.check_model(body.model)
-        is_prompt = body.prompt is not None
-        if is_prompt == (body.messages is not None):
-            raise refused("prompt", ": give either 'prompt' or 'messages'")
-        adds = is_prompt if body.add_special_tokens is None else body.add_special_tokens
-        allows = is_prompt if body.allow_special_tokens is None else body.allow_special_tokens
-        if not is_prompt:
+            self.check_model(body.model)
+            if isinstance(body, Completion):
+                text = _marked(body.prompt[0], body.allow_special_tokens)
+                return self._prompts.encode("prompt", text, body.add_special_tokens)
             refuse_foreign_parts(body.messages, "messages", self.info.unserved)
-            text = self._render(body, body.tools or (), allows)
-            return self._prompts.encode("messages", text, adds)
-        for name in (*TemplateFields.model_fields, "tools"):
-            if name in body.model_fields_set:
-                raise refused(name, "has no effect on a prompt")
-        return self._prompts.encode("prompt", _marked(body.prompt or "", allows), adds)
+            tools = body.shown_tools if self.template.takes_tools else ()
+            text = self._render(body, tools)
+            return self._prompts.encode("messages", text, body.add_special_tokens)
 
-    def detokenize(self, body: DetokenizeRequest) -> str:
-        """Raises ApiError."""
-        self.check_model(body.model)
-        self._prompts.check_token_ids("tokens", body.tokens)
-        return self._prompts.decode(body.tokens)
+    def detokenize(self, model: str | None, token_ids: Sequence[int]) -> str:
+        """Raises ApiError naming OpenAI's fields."""
+        self.check_model(model)
+        self._prompts.check_token_ids("tokens", token_ids)
+        return self._prompts.decode(token_ids)
 
-    def _completion(self, body: CompletionRequest) -> list[tuple[str, tuple[int, ...]]]:
+    def _completion(self, body: Completion) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the prompts, as texts and tokens. Raises ApiError."""
-        if body.best_of not in (None, body.n):
-            raise refused("best_of", "is supported only if it equals n")
         kept = self._kept(body)
         if body.suffix:
             return [self._around_gap(body, each) for each in body.prompt]
@@ -199,7 +198,7 @@ class Translator:
             for given in body.prompt
         ]
 
-    def _around_gap(self, body: CompletionRequest, prompt: Any) -> tuple[str, tuple[int, ...]]:
+    def _around_gap(self, body: Completion, prompt: Any) -> tuple[str, tuple[int, ...]]:
         """Returns the prompt for what stands between it and the suffix. Raises ApiError."""
         if not self.fills_in:
             reason = ": this model's tokenizer has no tokens for it (it does not support insert)"
@@ -214,45 +213,41 @@ class Translator:
         text = self._prompts.infill.prompt(prompt, body.suffix or "", body.allow_special_tokens)
         return self._prompts.of_text("prompt", text, body.add_special_tokens)
 
-    def _chat(self, body: ChatRequest) -> list[tuple[str, tuple[int, ...]]]:
+    def _chat(self, body: Chat) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the only prompt, as text and tokens. Raises ApiError."""
         if body.top_logprobs and not body.logprobs:
             raise refused("top_logprobs", "needs 'logprobs': true")
-        if body.max_tokens is not None and limit_of(body.max_tokens) != body.limit[1]:
-            raise refused("max_tokens", "contradicts max_completion_tokens")
         if body.echo and body.messages[-1].role != "assistant":
             raise refused("echo", "needs a last message that is the assistant's")
         refuse_foreign_parts(body.messages, "messages", self.info.unserved)
         kept = self._kept(body)
         self.formats.check(body)
-        text = self._render(body, body.shown_tools, body.allow_special_tokens)
+        text = self._render(body, self._told(body))
         return [self._prompts.of_text("messages", text, body.add_special_tokens, kept)]
 
-    def _render(
-        self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool], allows: bool
-    ) -> Text:
+    def _render(self, body: Chat, tools: Sequence[Tool]) -> Text:
         """Returns the chat template's text for the messages. Raises ApiError naming the field."""
         if body.continue_final_message and body.add_generation_prompt:
             raise refused("continue_final_message", "needs 'add_generation_prompt': false")
         return self.template.render(
-            template_messages(body.messages or (), self.template.takes_text),
+            template_messages(body.messages, self.template.takes_text),
             self._variables(body),
-            tools=template_tools(self._told(tools, body)),
-            allow_special_tokens=allows,
+            tools=template_tools(tools),
+            allow_special_tokens=body.allow_special_tokens,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
 
-    def _told(self, tools: Sequence[Tool], body: ChatRequest | TokenizeRequest) -> Sequence[Tool]:
-        """Returns those that the model is told of. Where its template has no place for any, a call that
-        has to come is held to its schema all the same. Raises ApiError where that is no help."""
-        if not tools or self.template.takes_tools:
-            return tools
-        if isinstance(body, ChatRequest) and not body.must_call:
+    def _told(self, body: Chat) -> Sequence[Tool]:
+        """Returns the tools that the model is told of. Where its template has no place for any, a call
+        that has to come is held to its schema all the same. Raises ApiError where that is no help."""
+        if self.template.takes_tools:
+            return body.shown_tools
+        if body.shown_tools and not body.must_call:
             raise refused("tools", ": this model's chat template has no place for them")
         return ()
 
-    def _variables(self, body: TemplateFields) -> dict[str, Any]:
+    def _variables(self, body: Chat) -> dict[str, Any]:
         """Returns the client's variables of the chat template, and the hints that it reads. Raises
         ApiError."""
         template = self.template
@@ -267,11 +262,11 @@ class Translator:
                 variables.setdefault(switch, each.hint.is_on(each.value))
         return variables
 
-    def _ignored(self, body: CompletionRequest | ChatRequest, longest: int) -> Iterator[str]:
+    def _ignored(self, body: Asked, longest: int) -> Iterator[str]:
         """Yields the paths of what nothing comes of. ``longest``: the tokens of the longest prompt."""
         given: Mapping[str, Any] = {}
         read: Set[str] = frozenset()
-        if isinstance(body, ChatRequest):
+        if isinstance(body, Chat):
             given, read = body.chat_template_kwargs or {}, self.template.variables
         for each in body.hints():
             is_handed = each.hint.variable in read or each.hint.switches & read - given.keys()
@@ -281,18 +276,16 @@ class Translator:
         field, limit = body.limit
         if field in body.model_fields_set and (limit or 0) > self.info.max_model_len - longest:
             yield field
-        if isinstance(body, ChatRequest) and not body.tools:
+        if isinstance(body, Chat) and not body.tools:
             yield from sorted(body.model_fields_set & {"tool_choice", "parallel_tool_calls"})
         yield from (f"chat_template_kwargs.{name}" for name in given if name not in read)
         if body.logprob_token_ids and body.num_logprobs:
-            yield "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+            yield "top_logprobs" if isinstance(body, Chat) else "logprobs"
         usage = body.stream_options or StreamOptions()
         if usage.continuous_usage_stats and not usage.include_usage:
             yield "stream_options.continuous_usage_stats"
 
-    def _text(
-        self, body: CompletionRequest | ChatRequest, prompt: str
-    ) -> tuple[TextOptions, Grammar]:
+    def _text(self, body: Asked, prompt: str) -> tuple[TextOptions, Grammar]:
         """Returns what becomes of the tokens, and the grammar that they match. Raises ApiError."""
         grammar = grammar_of(body.response_format, body.structured_outputs)
         text = TextOptions(
@@ -301,7 +294,7 @@ class Translator:
             skip_special_tokens=body.skip_special_tokens,
             min_tokens=_min_tokens(body),
         )
-        if isinstance(body, ChatRequest):
+        if isinstance(body, Chat):
             text = self.formats.options(body, text, prompt)
             grammar = self.formats.grammar(body, text, grammar)
         return text, grammar
@@ -326,9 +319,7 @@ class Translator:
             raise unknown_model(name, self.model_name, self.adapters)
         return name
 
-    def _check(
-        self, body: CompletionRequest | ChatRequest, num_prompts: int, max_choices: int
-    ) -> None:
+    def _check(self, body: Asked, max_choices: int) -> None:
         """Raises ApiError for a fault that shows without the prompt."""
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
@@ -338,6 +329,7 @@ class Translator:
         seconds = self._max_seconds
         if body.timeout is not None and seconds is not None and body.timeout > seconds:
             raise refused("timeout", f": this server gives a request {seconds:g} seconds")
+        num_prompts = 1 if isinstance(body, Chat) else len(body.prompt)
         if num_prompts * body.n > max_choices:
             name = "n" if num_prompts == 1 else "prompt"
             most = f"this server writes at most {max_choices} per request"
@@ -348,7 +340,7 @@ class Translator:
         if limit is not None and _min_tokens(body) > limit:
             raise refused("min_tokens", f"must not exceed {field}")
 
-    def _kept(self, body: CompletionRequest | ChatRequest) -> slice:
+    def _kept(self, body: Asked) -> slice:
         """Returns the places of a prompt's tokens that are left. Raises ApiError."""
         num = body.truncate_prompt_tokens
         if num is None and body.truncation_side is not None:
@@ -364,7 +356,7 @@ class Translator:
 
     def _requests(
         self,
-        body: CompletionRequest | ChatRequest,
+        body: Asked,
         prompts: Sequence[tuple[int, ...]],
         grammar: Grammar,
         speculative: SpeculativeParams,
@@ -404,7 +396,7 @@ class Translator:
         text = _marked(text_of(body.prediction.content), body.allow_special_tokens)
         return self._prompts.of_prediction("prediction.content", text)
 
-    def _sampling(self, body: CompletionRequest | ChatRequest, grammar: Grammar) -> dict[str, Any]:
+    def _sampling(self, body: Asked, grammar: Grammar) -> dict[str, Any]:
         """Returns the sampling parameters that all choices share."""
         given = {name: getattr(body, name) for name in body.model_fields_set}
         sent = API_DEFAULTS | self.sampling | given
@@ -412,8 +404,8 @@ class Translator:
         values.pop("min_tokens", None)
         # One list serves an echo and the prompt's log-probabilities; the writers show of it what was
         # asked for.
-        echoed = body.num_logprobs if isinstance(body, CompletionRequest) and body.echo else None
-        is_infill = isinstance(body, CompletionRequest) and body.suffix and not body.ignore_eos
+        echoed = body.num_logprobs if isinstance(body, Completion) and body.echo else None
+        is_infill = isinstance(body, Completion) and body.suffix and not body.ignore_eos
         ends = self._prompts.infill.end_ids if is_infill else ()
         scored = [num for num in (echoed, body.prompt_logprobs) if num is not None]
         return values | {
@@ -438,11 +430,11 @@ def _marked(text: str, allow_special_tokens: bool) -> Text:
     return text if allow_special_tokens else [(False, text)]
 
 
-def _beginnings(body: CompletionRequest | ChatRequest, prompts: Sequence[str]) -> tuple[str, ...]:
+def _beginnings(body: Asked, prompts: Sequence[str]) -> tuple[str, ...]:
     """Returns what the texts of each prompt's choices begin with."""
     if not body.echo:
         return ("",) * len(prompts)
-    if isinstance(body, ChatRequest):
+    if isinstance(body, Chat):
         return (text_of(body.messages[-1].content),)
     return tuple(prompts)
 
@@ -452,7 +444,7 @@ def _min_tokens(body: SamplingFields) -> int:
     return num
 
 
-def _check_agreement(body: CompletionRequest | ChatRequest, grammar: Grammar) -> None:
+def _check_agreement(body: Asked, grammar: Grammar) -> None:
     """Raises ApiError where a field would have no effect next to the others."""
     if body.num_logprobs is None:
         for name in ("return_tokens_as_token_ids", "logprob_token_ids"):

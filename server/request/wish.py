@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+LATEST = ":latest"
 DURATION = r"^[+-]?(0|(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+)$"
 """How Go writes a duration."""
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -38,3 +40,17 @@ def seconds_of(duration: float | str) -> float:
         parts = re.findall(r"(\d+(?:\.\d*)?)(\D+)", duration.lstrip("+-"))
         duration = sign * sum(float(number) * _UNITS[unit] for number, unit in parts)
     return math.inf if duration < 0 else float(duration)
+
+
+def known_name(name: str | None, served: Iterable[str]) -> str | None:
+    """The one of the names served that Ollama's clients mean: a name without a tag has the tag "latest",
+    and one on the hub may have its host before it. What is none of them stays as it is."""
+    if name is None:
+        return None
+    wanted = tagged(name.removeprefix("hf.co/"))
+    return next((each for each in served if tagged(each) in (wanted, tagged(name))), name)
+
+
+def tagged(name: str) -> str:
+    """The name with its tag, as Ollama lists it."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST

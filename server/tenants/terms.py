@@ -24,15 +24,14 @@ class Terms:
     adapters: tuple[str, ...] | None = None
 
     def on(self, plan: RequestPlan) -> RequestPlan:
-        """The request on these terms. Raises ApiError."""
+        """The request on these terms. Raises ApiError with the client's names of fields."""
         most = self.tenant.max_concurrent_requests
-        if most is not None and len(plan.choices) > most:
-            field = "n" if plan.n > 1 else "prompt"
-            raise refused(field, f": this API key may have {most} choices at a time")
-        choices = tuple(
-            replace(choice, request=self._request(choice.request)) for choice in plan.choices
-        )
-        return replace(plan, choices=choices)
+        with plan.names.in_refusals():
+            if most is not None and len(plan.choices) > most:
+                field = "n" if plan.n > 1 else "prompt"
+                raise refused(field, f": this API key may have {most} choices at a time")
+            choices = [replace(each, request=self._request(each.request)) for each in plan.choices]
+        return replace(plan, choices=tuple(choices))
 
     def _request(self, request: GenerationRequest) -> GenerationRequest:
         if request.priority < 0:

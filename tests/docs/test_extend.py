@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -46,6 +47,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "engine" / "bundled").symlink_to(ROOT / "engine" / "bundled")
     for name, text in page_files().items():
         path = folder / name
+        if path.parent.parent == folder / "server" / "apis":
+            path.parent.mkdir()
         assert path.parent.is_dir(), f"{name} lies in a folder that is not there"
         assert not path.exists(), f"{name} is in the project already"
         path.write_text(text, encoding="utf-8")
@@ -107,12 +110,13 @@ def test_every_kind_has_its_file_and_pages_name_folders_that_exist() -> None:
         "server/endpoints",
         "engine/weights/formats",
         "engine/drafting/published",
+        "server/apis/cohere",
     }
 
 
 def test_the_commands_of_the_page_are_answered(client: httpx.Client) -> None:
     found = _BODY.findall(PAGE.read_text(encoding="utf-8"))
-    assert len(found) == 4
+    assert len(found) == 5
     for path, body in found:
         headers = {"content-type": "application/json"}
         reply = client.post(path, content=body, headers=headers)
@@ -232,6 +236,20 @@ def test_published_formats_are_found_and_read(
     assert result.stdout == said.replace("PATH", str(tmp_path))
 
 
+def test_the_api_is_one_folder(client: httpx.Client) -> None:
+    assert "/v1/generate" in client.get("/openapi.json").json()["paths"]
+    body = {"prompt": "a", "max_tokens": 4, "num_generations": 2, "temperature": 0}
+    reply = client.post("/v1/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    assert len(reply.json()["generations"]) == 2
+    for padding in ("", " " * 20_000):  # read here, and in another process
+        content = json.dumps(body | {"num_generations": 200}) + padding
+        headers = {"content-type": "application/json"}
+        refused = client.post("/v1/generate", content=content, headers=headers)
+        assert refused.status_code == 400
+        assert refused.json()["message"].startswith("num_generations: ")
+
+
 def test_help_and_the_generated_tables_name_them_all(project: Path) -> None:
     helped = run(project, "-m", "slipstream.cli", "serve", "--help")
     assert helped.returncode == 0, helped.stderr
@@ -241,7 +259,9 @@ def test_help_and_the_generated_tables_name_them_all(project: Path) -> None:
     api = (project / "docs" / "api.md").read_text(encoding="utf-8")
     settings = (project / "docs" / "settings.md").read_text(encoding="utf-8")
     assert {
-        name for name in ("no_repeat_ngram_size", "aimd", "/v1/pieces") if name not in api
+        name
+        for name in ("no_repeat_ngram_size", "aimd", "/v1/pieces", "/v1/generate")
+        if name not in api
     } == set()
     assert "--drafter.echo.most" in settings
 

@@ -23,15 +23,10 @@ from server.apis.ollama.request import (
     OllamaMessage,
     OllamaOptions,
 )
+from server.apis.openai.request import ChatRequest, CompletionRequest, EmbeddingsRequest
 from server.reply.usage import SpeculativeUsage
-from server.request.embeddings import EmbeddingsRequest
-from server.request.protocol import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    Prediction,
-    StreamOptions,
-)
+from server.request.chat import Prediction, StreamOptions
+from server.request.messages import ChatMessage
 from server.request.speculative import SpeculativeField
 from server.settings import Settings
 

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from server.apis.openai.request import CompletionRequest
 from server.request.large_bodies import LargeBody
-from server.request.protocol import CompletionRequest
 
 
 def body(prompt: str) -> LargeBody:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from drafters.base import OptionError
 from engine.batch import ForwardOutput, InputBatch
 from engine.config import EngineConfig
 from engine.process.client import RemoteEngine
@@ -61,10 +62,10 @@ def build(config: EngineConfig) -> tuple[Engine, None]:
     return engine, None
 
 
-def _fault(options: Any) -> str:
+def _fault(options: Any) -> OptionError | None:
     if options["ngram_max"] == HOLDS_THE_INTERPRETER["ngram_max"]:
         ctypes.PyDLL(None).pause()
-    return "an odd ngram_max" if options["ngram_max"] == 5 else ""
+    return OptionError("an odd ngram_max") if options["ngram_max"] == 5 else None
 
 
 @contextmanager

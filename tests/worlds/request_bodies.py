@@ -9,9 +9,9 @@ from typing import Any
 
 from engine.request.params import GenerationRequest
 from server.apis.anthropic.request import MessagesRequest
+from server.apis.openai.request import ChatRequest, CompletionRequest
 from server.apis.responses.request import ResponsesRequest
 from server.request.body import Body
-from server.request.protocol import ChatRequest, CompletionRequest
 from worlds.scripted_engine import EOS, USER
 
 TEXT = "hello wörld. the end"

@@ -12,7 +12,7 @@ from typing import Any, Literal, NotRequired
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
-from server.errors import ApiError, anthropic_error
+from server.errors import REQUEST_ID_KEY, SHAPES, TYPES, ApiError, ErrorDetails
 from server.formats.parts import CallArguments, CallStart, Part, Reasoning
 from server.plan import RequestPlan
 from server.reply.deltas import ChoiceEnd
@@ -62,6 +62,45 @@ class AnthropicEvent(TypedDict):
     """``type`` says which further fields there are, as Anthropic has them."""
 
     type: str
+
+
+_ERROR_TYPES = TYPES | {413: "request_too_large", 503: "overloaded_error"}
+
+
+class ErrorCode(TypedDict):
+    error_code: str | None
+
+
+class AnthropicErrorDetails(ErrorDetails):
+    """``details``: the code, where Anthropic's clients look for it."""
+
+    details: ErrorCode
+
+
+class AnthropicErrorReply(TypedDict):
+    """``request_id``: that of the answer's header."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+    request_id: NotRequired[str | None]
+
+
+def anthropic_error(error: ApiError) -> AnthropicErrorReply:
+    """The error in Anthropic's shape, with OpenAI's ``param`` and ``code`` beside its own words."""
+    found: AnthropicErrorDetails = {
+        "type": _ERROR_TYPES.get(error.status, "api_error"),
+        "message": error.message,
+        "param": error.param,
+        "code": error.code,
+        "details": {"error_code": error.code},
+    }
+    return {"type": "error", "error": found}
+
+
+SHAPES["/v1/messages"] = lambda error, scope: {
+    **anthropic_error(error),
+    "request_id": scope.get(REQUEST_ID_KEY),
+}
 
 
 class MessagesWriter(NamedEventWriter):

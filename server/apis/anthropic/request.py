@@ -1,5 +1,5 @@
-"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: their fields, and the chat request that says
-the same.
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: their fields, and the chat that says the
+same.
 
 Agents send many fields that change no text, and ask for more tokens than a small model's context has.
 The former are hints; of the latter the text gets what there is room for.
@@ -13,7 +13,7 @@ from annotated_types import MaxLen, MinLen
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from server.apis.anthropic.blocks import InputMessage, SystemField, Turn, system_text, turns
-from server.errors import refused
+from server.errors import OwnNames, refused
 from server.plan import RequestPlan
 from server.request.body import (
     MAX_STOP_CHARS,
@@ -24,6 +24,16 @@ from server.request.body import (
     WithoutEffect,
     optional,
     refusal,
+)
+from server.request.chat import (
+    EFFORT,
+    MAX_COUNT,
+    MAX_MESSAGES,
+    TOKEN_LIMIT,
+    WITHOUT_EFFECT,
+    Chat,
+    CommonFields,
+    Effort,
 )
 from server.request.foreign_parts import refuse_foreign_parts
 from server.request.grammars import ResponseFormat
@@ -36,20 +46,7 @@ from server.request.messages import (
     ParametersField,
     Tool,
 )
-from server.request.own_names import OwnNames
 from server.request.parsing import check
-from server.request.protocol import (
-    EFFORT,
-    MAX_COUNT,
-    MAX_MESSAGES,
-    TOKEN_LIMIT,
-    WITHOUT_EFFECT,
-    ChatRequest,
-    CommonFields,
-    Effort,
-    TemplateFields,
-    TokenizeRequest,
-)
 from server.request.translate import Translator
 
 _NOTHING_RUNS = "no tool runs here"
@@ -191,7 +188,7 @@ class MessageFields(Body):
     thread: JsonValue | None = optional("Refused by a code at which clients send messages whole.")
 
     def for_chat(self) -> tuple[dict[str, Any], OwnNames]:
-        """The fields of the chat request that says the same, and their names here."""
+        """The fields of the chat that says the same, and their names here."""
         found = turns(self.messages)
         if self.system is not None and (text := system_text(self.system)):
             found.insert(0, Turn({"role": "system", "content": text}, "system"))
@@ -252,8 +249,8 @@ class MessagesRequest(CommonFields, MessageFields):
         "'user_id', and what else is to be in the request's log line.", max_length=16
     )
 
-    def to_chat(self, translator: Translator) -> tuple[ChatRequest, OwnNames]:
-        """The chat request that says the same, and its fields' names here. Raises ApiError 400."""
+    def to_chat(self, translator: Translator) -> tuple[Chat, OwnNames]:
+        """The chat that says the same, and its fields' names here. Raises ApiError 400."""
         given, names = self.for_chat()
         own = (*CommonFields.model_fields, "top_p", "top_k", "max_tokens")
         given |= {name: getattr(self, name) for name in own}
@@ -262,13 +259,13 @@ class MessagesRequest(CommonFields, MessageFields):
             given["response_format"] = ResponseFormat.matching("output", form.schema_)
         if self.thinking is not None and self.thinking.display == "omitted":
             given["include_reasoning"] = not translator.formats.splits_reasoning
-        return check(ChatRequest, given, names), names
+        return check(Chat, given, names), names
 
 
 def plan_messages(
     translator: Translator, body: MessagesRequest, arrival_time: float
 ) -> RequestPlan:
-    """``Translator.plan`` for the chat request that says the same. Raises ApiError."""
+    """``Translator.plan`` for the chat that says the same. Raises ApiError."""
     _refuse_the_unserved(body, translator)
     chat, names = body.to_chat(translator)
     return translator.plan(chat, arrival_time, names).ignoring(body.ignored())
@@ -279,12 +276,8 @@ def count_tokens(translator: Translator, body: CountTokensRequest) -> int:
     _refuse_the_unserved(body, translator)
     body.form()
     given, names = body.for_chat()
-    fields = {"messages", "tools", *TemplateFields.model_fields}
-    if given.get("tool_choice") == "none":
-        fields.remove("tools")
-    asked = {name: value for name, value in given.items() if name in fields}
-    asked["model"] = body.model
-    return len(translator.tokenize(check(TokenizeRequest, asked, names), names))
+    chat = check(Chat, given | {"model": body.model}, names)
+    return len(translator.tokenize(chat, names))
 
 
 def _refuse_the_unserved(body: MessageFields, translator: Translator) -> None:

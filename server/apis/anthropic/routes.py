@@ -6,7 +6,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from server.apis.anthropic.reply import AnthropicEvent, AnthropicMessage, MessagesWriter
+from server.apis.anthropic.reply import (
+    AnthropicErrorReply,
+    AnthropicEvent,
+    AnthropicMessage,
+    MessagesWriter,
+)
 from server.apis.anthropic.request import (
     CountTokensRequest,
     MessagesRequest,
@@ -14,7 +19,6 @@ from server.apis.anthropic.request import (
     plan_messages,
 )
 from server.endpoints import Served
-from server.errors import AnthropicErrorReply
 from server.http.openapi import REFUSED_BODY, errors, generated
 from server.request.large_bodies import BodyRoute
 

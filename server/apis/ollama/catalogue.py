@@ -13,16 +13,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from engine.request.info import EngineInfo
-from server.apis.ollama.reply import timestamp
+from server.apis.ollama.reply import OllamaError, timestamp
 from server.apis.ollama.request import OllamaShowRequest
 from server.endpoints import Served, Table
-from server.errors import ApiError, OllamaError
+from server.errors import ApiError
 from server.http.openapi import REFUSED_BODY, errors
 from server.models.services import Services
 from server.models.table import Model
 from server.request.large_bodies import AnyTypeRoute
-from server.request.tags import known_name, tagged
 from server.request.translate import Translator
+from server.request.wish import known_name, tagged
 from server.version import server_version
 
 router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
@@ -33,7 +33,6 @@ OLLAMA_VERSION = "0.12.11"
 _FOR_EVER = timedelta(microseconds=(2**63 - 1) // 1000)
 _BYTES = {"float32": 4, "float64": 8}
 _PREFIXES = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, ""))
-_METHODS = ["GET", "HEAD"]
 _REFUSED = errors(401, shape=OllamaError)
 
 

@@ -16,9 +16,10 @@ from pydantic_core import to_json
 from engine.hub.choice import HubError, HubFile
 from engine.hub.fetch import fetch
 from engine.hub.name import HubName, read_name
+from server.apis.ollama.reply import OllamaError
 from server.apis.ollama.request import OllamaPullRequest
 from server.endpoints import Table
-from server.errors import ApiError, OllamaError, refused
+from server.errors import ApiError, refused
 from server.http.openapi import REFUSED_BODY, errors
 from server.plan import ignored_header
 from server.request.large_bodies import LargeBody, TableRoute

@@ -14,15 +14,13 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from server.errors import ApiError, ollama_error
+from server.errors import SHAPES, ApiError
 from server.formats.parts import CallArguments, CallStart, Part, reasoning_of
 from server.plan import RequestPlan
-from server.reply.chats import ChatLogprob, ChatWriter
 from server.reply.deltas import ChoiceDelta, ChoiceEnd
-from server.reply.embeddings import embeddings, numbers
 from server.reply.token_texts import TokenTexts
 from server.reply.usage import SpeculativeUsage, Usage
-from server.reply.writers import WholeWriter, Writer, as_json
+from server.reply.writers import ChatLogprob, WholeWriter, Writer, as_json, embeddings, numbers
 
 NANOSECONDS = 1_000_000_000
 
@@ -84,6 +82,15 @@ class OllamaGenerateReply(OllamaReply):
     thinking: NotRequired[str]
 
 
+class OllamaError(TypedDict):
+    """An error in Ollama's shape."""
+
+    error: str
+
+
+SHAPES["/api"] = lambda error, _: OllamaError(error=error.message)
+
+
 class CallsUnderWay:
     """Puts calls together. A call whose arguments are no object, as they were cut off, is text."""
 
@@ -128,7 +135,6 @@ class OllamaWriter(Writer):
 
     def __init__(self, plan: RequestPlan, texts: TokenTexts, fingerprint: str) -> None:
         super().__init__(plan, texts, fingerprint)
-        self._chat = ChatWriter(plan, texts, fingerprint)
         self._calls = CallsUnderWay()
         self._end: ChoiceEnd | None = None
 
@@ -146,7 +152,7 @@ class OllamaWriter(Writer):
         return _line(self._object(True, self._piece("", "", []), **self._account(usage)))
 
     def bare_failure(self, error: ApiError) -> bytes:
-        return _line(ollama_error(error))
+        return _line(OllamaError(error=error.message))
 
     def reply(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Mapping[str, Any]:
         (choice,) = choices
@@ -175,7 +181,7 @@ class OllamaWriter(Writer):
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, list[ChatLogprob]]:
         if self.plan.num_logprobs is None:
             return {}
-        return {"logprobs": self._chat.logprobs(delta.tokens)["content"]}
+        return {"logprobs": self.logprobs_of(delta.tokens)}
 
     def _account(self, usage: Usage) -> OllamaAccount:
         assert self._end is not None

@@ -14,10 +14,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, PlainValidator
 
-from server.errors import refused
+from server.errors import OwnNames, refused
 from server.plan import RequestPlan
 from server.request.body import MAX_SEED, SWITCHES, Body, Hint, StopField, WithoutEffect, optional
-from server.request.embeddings import EmbeddingsRequest, plan_embeddings
+from server.request.chat import (
+    MAX_COUNT,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    WITHOUT_EFFECT,
+    Asked,
+    Chat,
+    Completion,
+    sharing,
+)
 from server.request.grammars import ResponseFormat
 from server.request.messages import (
     MAX_TOOLS,
@@ -27,28 +36,14 @@ from server.request.messages import (
     MessageToolCall,
     Tool,
 )
-from server.request.own_names import OwnNames
 from server.request.parsing import check
-from server.request.protocol import (
-    MAX_COUNT,
-    MAX_LOGPROBS,
-    MAX_MESSAGES,
-    WITHOUT_EFFECT,
-    ChatRequest,
-    CompletionRequest,
-    sharing,
-)
-from server.request.tags import known_name
 from server.request.translate import Translator
-from server.request.wish import DURATION, seconds_of
+from server.request.wish import DURATION, known_name, seconds_of
 
 _EFFORT = "reasoning_effort"
 _USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _OWN = ("priority", "timeout", "cache_salt", "user", "metadata", "speculative")
 """Fields of this server, which stand among the options."""
-
-
-_Asked = ChatRequest | CompletionRequest
 
 
 @sharing(*_OWN)
@@ -77,6 +72,7 @@ class OllamaOptions(Body):
         """The fields of a chat or a completion that say the same, but for its length. ``models``:
         defaults that go before Ollama's."""
         given = {**dict(self), "stop": list(self.stop)}
+        given["repetition_penalty"] = given.pop("repeat_penalty")
         del given["num_predict"]
         for name, usual in _USUAL.items():
             if given[name] is None and name not in models:
@@ -132,7 +128,6 @@ _KeepAlive = Annotated[float | _Duration | None, Hint()]
 
 
 _NAMES = {
-    "max_completion_tokens": "options.num_predict",
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     "response_format.json_schema.schema": "format",
@@ -175,7 +170,7 @@ class _OllamaRequest(Body):
         """Whether nothing is asked but that the model goes."""
         return self.is_empty and self.keep_alive is not None and seconds_of(self.keep_alive) == 0
 
-    def for_translator(self, translator: Translator) -> tuple[type[_Asked], dict[str, Any]]:
+    def for_translator(self, translator: Translator) -> tuple[type[Asked], dict[str, Any]]:
         """The kind of the request that says the same, and its fields. Raises ApiError 400."""
         raise NotImplementedError
 
@@ -186,18 +181,18 @@ class _OllamaRequest(Body):
             "model": known_name(self.model, translator.served_names),
             "stream": self.stream,
             "response_format": _response_format(self.format),
+            "max_tokens": self.options.limit,
             **self.options.for_request(translator.sampling),
         }
 
     def _for_chat(
         self, translator: Translator, messages: list[ChatMessage], tools: list[Tool] | None = None
-    ) -> tuple[type[_Asked], dict[str, Any]]:
-        return ChatRequest, {
+    ) -> tuple[type[Asked], dict[str, Any]]:
+        return Chat, {
             **self._for_request(translator),
             **thinking_fields(self.think, translator),
             "messages": messages,
             "tools": tools,
-            "max_completion_tokens": self.options.limit,
             "logprobs": self.logprobs,
             "top_logprobs": self.top_logprobs,
         }
@@ -211,7 +206,7 @@ class OllamaChatRequest(_OllamaRequest):
     messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
 
-    def for_translator(self, translator: Translator) -> tuple[type[_Asked], dict[str, Any]]:
+    def for_translator(self, translator: Translator) -> tuple[type[Asked], dict[str, Any]]:
         return self._for_chat(translator, list(_messages(self.messages)), self.tools)
 
 
@@ -240,9 +235,9 @@ class OllamaGenerateRequest(_OllamaRequest):
     def is_empty(self) -> bool:
         return not (self.prompt or self.suffix)
 
-    def for_translator(self, translator: Translator) -> tuple[type[_Asked], dict[str, Any]]:
+    def for_translator(self, translator: Translator) -> tuple[type[Asked], dict[str, Any]]:
         if self.raw or self.suffix:
-            return CompletionRequest, self._for_completion(translator)
+            return Completion, self._for_completion(translator)
         said = {"system": self.system, "user": self.prompt}
         messages = [ChatMessage.of(role=x, content=said[x]) for x in said if said[x] or x == "user"]
         return self._for_chat(translator, messages)
@@ -255,7 +250,6 @@ class OllamaGenerateRequest(_OllamaRequest):
             **self._for_request(translator),
             "prompt": self.prompt,
             "suffix": self.suffix,
-            "max_tokens": self.options.limit or -1,
             "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
 
@@ -316,12 +310,12 @@ class OllamaEmbeddingsRequest(_EmbedFields):
 def plan_ollama_embeddings(
     translator: Translator, body: OllamaEmbedRequest | OllamaEmbeddingsRequest, arrival_time: float
 ) -> RequestPlan:
-    """``plan_embeddings`` for the request that says the same. Raises ApiError."""
-    name = known_name(body.model, translator.served_names)
-    given = {"model": name, "input": body.texts, "dimensions": body.dimensions}
+    """``Translator.plan_embeddings`` for the request that says the same. Raises ApiError."""
+    given: dict[str, Any] = {"model": known_name(body.model, translator.served_names)}
     given["truncate_prompt_tokens"] = -1 if body.truncate else None
-    asked = check(EmbeddingsRequest, given, OwnNames({"input": body.holds}))
-    plan = plan_embeddings(translator, asked, arrival_time, body.holds)
+    plan = translator.plan_embeddings(
+        arrival_time, body.holds, body.texts, body.dimensions, **given
+    )
     options = () if body.options is None else sorted(body.options.model_fields_set)
     ignored = [f"options.{each}" for each in options]
     return _as_called(plan.ignoring(ignored), body, translator)

@@ -14,6 +14,7 @@ from server.apis.ollama.reply import (
     OllamaChatReply,
     OllamaEmbedding,
     OllamaEmbeddings,
+    OllamaError,
     OllamaGenerateReply,
     OllamaWriter,
     timestamp,
@@ -27,16 +28,15 @@ from server.apis.ollama.request import (
     plan_ollama_embeddings,
 )
 from server.endpoints import Served
-from server.errors import OllamaError
 from server.http.openapi import REFUSED_BODY, errors, written_in_lines
 from server.models.services import Services
 from server.request.large_bodies import AnyTypeRoute, LargeBody
-from server.request.tags import known_name
+from server.request.wish import known_name
 
 router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
 
 
-@router.post("/api/chat", responses=written_in_lines(OllamaChatReply))
+@router.post("/api/chat", responses=written_in_lines(OllamaChatReply, OllamaError))
 async def ollama_chat(body: OllamaChatRequest, request: Request, served: Served) -> Response:
     """Ollama's: an answer to messages, by default as lines of JSON."""
     if not isinstance(body, LargeBody) and body.is_empty:
@@ -44,7 +44,7 @@ async def ollama_chat(body: OllamaChatRequest, request: Request, served: Served)
     return await served.answer(OllamaWriter, body, request, plan_ollama)
 
 
-@router.post("/api/generate", responses=written_in_lines(OllamaGenerateReply))
+@router.post("/api/generate", responses=written_in_lines(OllamaGenerateReply, OllamaError))
 async def ollama_generate(
     body: OllamaGenerateRequest, request: Request, served: Served
 ) -> Response:

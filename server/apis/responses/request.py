@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: its fields, and the chat request that says the same.
+"""``POST /v1/responses``: its fields, and the chat that says the same.
 
 A conversation is sent whole, or goes on from a response that is kept. What came out of one request goes
 into the next as it is, and so does what other servers and their tools left there.
@@ -34,9 +34,19 @@ from server.apis.responses.tools import (
     qualified,
     shown_tools,
 )
-from server.errors import ApiError, bad_request, clip, refused
+from server.errors import ApiError, OwnNames, bad_request, clip, refused
 from server.plan import OfResponse, RequestPlan
 from server.request.body import Body, WithoutEffect, optional
+from server.request.chat import (
+    TOKEN_LIMIT,
+    VERBOSITY,
+    WITHOUT_EFFECT,
+    Chat,
+    CommonFields,
+    EventOptions,
+    ReasoningOptions,
+    Verbosity,
+)
 from server.request.foreign_parts import find_foreign_part, refuse_foreign_parts
 from server.request.grammars import JsonSchema, ResponseFormat, Schema
 from server.request.kinds import Kinds, any_of, one_of, parse_as, parse_each
@@ -48,18 +58,7 @@ from server.request.messages import (
     Tool,
     text_of,
 )
-from server.request.own_names import OwnNames
 from server.request.parsing import check
-from server.request.protocol import (
-    TOKEN_LIMIT,
-    VERBOSITY,
-    WITHOUT_EFFECT,
-    ChatRequest,
-    CommonFields,
-    EventOptions,
-    ReasoningOptions,
-    Verbosity,
-)
 from server.request.translate import SERVICE_TIER, Translator
 
 MAX_ITEMS = 1 << 14
@@ -303,8 +302,8 @@ class ResponsesRequest(CommonFields):
 
     def for_chat(
         self, items: Sequence[_Item], functions: Sequence[ShownTool], names: OwnNames
-    ) -> ChatRequest:
-        """The chat request that says the same. ``names``: of its fields here. Raises ApiError 400."""
+    ) -> Chat:
+        """The chat that says the same. ``names``: of its fields here. Raises ApiError 400."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "needs 'stream': true")
         messages = _messages(self.instructions, items)
@@ -314,7 +313,7 @@ class ResponsesRequest(CommonFields):
         given: dict[str, Any] = {
             **{name: getattr(self, name) for name in CommonFields.model_fields},
             "messages": messages,
-            "max_completion_tokens": self.max_output_tokens,
+            "max_tokens": self.max_output_tokens,
             "tools": [Tool.of(function=each.shown) for each in functions],
             "tool_choice": choice.for_chat()
             if isinstance(choice, NamedTool | AllowedTools)
@@ -329,7 +328,7 @@ class ResponsesRequest(CommonFields):
             given["response_format"] = ResponseFormat.of(type=form.type, json_schema=schema)
         if self.text is not None:
             given["verbosity"] = self.text.verbosity
-        return check(ChatRequest, given, names)
+        return check(Chat, given, names)
 
     def repeated(self, sampling: SamplingParams) -> dict[str, JsonValue]:
         """Returns the fields that a response repeats. ``sampling``: what became of its fields."""
@@ -385,7 +384,7 @@ def _messages(instructions: str | None, items: Sequence[_Item]) -> list[ChatMess
 _NAMES = {
     # Messages and items are not the same in number.
     **dict.fromkeys(("messages", "messages.*"), "input"),
-    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tool_choice.function": "tool_choice",
@@ -402,7 +401,7 @@ def references(_: Translator, body: ResponsesRequest) -> list[str]:
 def plan_response(
     translator: Translator, body: ResponsesRequest, arrival_time: float, *, known: Known
 ) -> RequestPlan:
-    """``Translator.plan`` for the chat request that says the same. Raises ApiError."""
+    """``Translator.plan`` for the chat that says the same. Raises ApiError."""
     refuse_foreign_parts(body.input, "input", translator.info.unserved)
     items, functions = body.items(known), shown_tools(body.tools or [], body.tool_choice)
     paths = dict(_NAMES)

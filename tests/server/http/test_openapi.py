@@ -11,8 +11,7 @@ from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 
 from server.apis.ollama.reply import OllamaChatReply, OllamaGenerateReply
-from server.reply.chats import ChatChunk, ChatCompletion
-from server.reply.completions import Completion, CompletionChunk
+from server.apis.openai.reply import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from server.request.speculative import SpeculativeCaps
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import events, serve

@@ -10,8 +10,9 @@ import pytest
 
 from engine.request.errors import EngineDeadError, EngineError, RequestFailedError
 from server.apis.ollama.reply import OllamaWriter
+from server.apis.openai.reply import ChunkWriter
 from server.apis.responses.reply import ResponsesWriter
-from server.reply.writers import ChunkWriter, Writer
+from server.reply.writers import Writer
 from worlds.live_server import Live, RawConnection, live
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import until

@@ -18,8 +18,8 @@ from server.apis.ollama.request import (
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
-from server.request.embeddings import EmbeddingsRequest
-from server.request.protocol import DetokenizeRequest, TokenizeRequest
+from server.apis.openai.request import EmbeddingsRequest
+from server.apis.openai.tokens import DetokenizeRequest, TokenizeRequest
 from worlds.request_bodies import CHAT, COMPLETION, ENDPOINTS
 from worlds.scripted_engine import ScriptedEngine, engine_info
 from worlds.serving import events, serve

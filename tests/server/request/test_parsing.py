@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from server.apis.openai.request import ChatRequest, CompletionRequest
+from server.apis.openai.tokens import TokenizeRequest
 from server.errors import ApiError
 from server.request.parsing import check_content_type, parse
-from server.request.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 
 HALF = r"\ud83d"
 

@@ -9,10 +9,10 @@ import pytest
 
 from server.apis.responses.request import MAX_ITEMS
 from server.errors import ApiError
+from server.request.chat import MAX_MESSAGES, StreamOptions
 from server.request.large_bodies import LARGE
 from server.request.messages import ChatMessage
 from server.request.parsing import parse
-from server.request.protocol import MAX_MESSAGES, StreamOptions
 from worlds.request_bodies import COMPLETION, ENDPOINTS, TEXT, TOOLS
 from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import Connect

@@ -17,7 +17,7 @@ from server.app import build_app
 from server.request.large_bodies import LARGE
 from server.settings import Settings
 from worlds.gated_engine import Engine
-from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import events, post, serve, until
 
 FILE = """
@@ -139,6 +139,47 @@ async def test_more_choices_than_there_may_ever_be_are_no_matter_of_time(keys: s
                 "/completions", json={"prompt": "a", **body}, headers=by("two")
             )
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+FIRST = {"priority": -1}
+THREE = {"input": ["a", "b", "c"]}
+
+
+@pytest.mark.parametrize("more", ["", " " * LARGE])
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("v1/completions", {"prompt": "a", **FIRST}, "priority"),
+        ("v1/completions", {"prompt": ["a", "b", "c"]}, "prompt"),
+        ("v1/chat/completions", {**CHAT, **FIRST}, "priority"),
+        ("v1/chat/completions", {**CHAT, "n": 3}, "n"),
+        ("v1/embeddings", {"input": "a", **FIRST}, "priority"),
+        ("v1/embeddings", THREE, "input"),
+        ("v1/responses", {"input": "a", **FIRST}, "priority"),
+        ("v1/messages", {**CHAT, "max_tokens": 4, **FIRST}, "priority"),
+        ("api/chat", {**CHAT, "options": FIRST}, "options.priority"),
+        ("api/generate", {"prompt": "a", "options": FIRST}, "options.priority"),
+        ("api/generate", {"prompt": "a", "raw": True, "options": FIRST}, "options.priority"),
+        ("api/embed", THREE, "input"),
+    ],
+)
+async def test_terms_are_told_in_the_words_of_each_api(
+    keys: str, path: str, body: dict[str, Any], field: str, more: str
+) -> None:
+    """A large body is read elsewhere, on the same terms."""
+    engine = ScriptedEngine(info=engine_info(embeddings="mean", hidden_size=2))
+    async with serve(engine, api_keys_file=keys) as client:
+        headers = by("two") | {"content-type": "application/json"}
+        content = json.dumps(body) + more
+        reply = await client.post(f"http://test/{path}", content=content, headers=headers)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    if path.startswith("v1"):
+        assert error["param"] == field
+        error = error["message"]
+    at_fault = "with this API key it must be" if "priority" in field else "this API key may have 2"
+    assert error.startswith(f"{field}: {at_fault}")
 
 
 async def test_a_reply_that_is_late_is_a_504() -> None:

@@ -5,15 +5,27 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from server.apis.openai.reply import (
+    ChatChunk,
+    ChatCompletion,
+    ChatWriter,
+    Completion,
+    CompletionChunk,
+    CompletionWriter,
+    Embeddings,
+    EmbeddingsWriter,
+)
+from server.apis.openai.request import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    embed,
+    plan_chat,
+    plan_text,
+)
 from server.endpoints import Served
 from server.http.openapi import REFUSED_BODY, errors, generated
-from server.reply.chats import ChatChunk, ChatCompletion, ChatWriter
-from server.reply.completions import Completion, CompletionChunk, CompletionWriter
-from server.reply.embeddings import Embeddings, EmbeddingsWriter
-from server.request.embeddings import EmbeddingsRequest, plan_embeddings
 from server.request.large_bodies import BodyRoute
-from server.request.protocol import ChatRequest, CompletionRequest
-from server.request.translate import Translator
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
@@ -21,13 +33,13 @@ router = APIRouter(tags=["openai"], route_class=BodyRoute)
 @router.post("/v1/chat/completions", responses=generated(ChatCompletion, ChatChunk))
 async def create_chat_completion(body: ChatRequest, request: Request, served: Served) -> Response:
     """An answer to messages."""
-    return await served.answer(ChatWriter, body, request, Translator.plan)
+    return await served.answer(ChatWriter, body, request, plan_chat)
 
 
 @router.post("/v1/completions", responses=generated(Completion, CompletionChunk))
 async def create_completion(body: CompletionRequest, request: Request, served: Served) -> Response:
     """Text after a prompt."""
-    return await served.answer(CompletionWriter, body, request, Translator.plan)
+    return await served.answer(CompletionWriter, body, request, plan_text)
 
 
 _ANSWERS = {200: {"model": Embeddings}, **errors(*REFUSED_BODY, 404, 429, 500, 503, 504)}
@@ -36,4 +48,4 @@ _ANSWERS = {200: {"model": Embeddings}, **errors(*REFUSED_BODY, 404, 429, 500, 5
 @router.post("/v1/embeddings", responses=_ANSWERS)
 async def create_embeddings(body: EmbeddingsRequest, request: Request, served: Served) -> Response:
     """Texts as vectors, where the server was told to make them."""
-    return await served.answer(EmbeddingsWriter, body, request, plan_embeddings)
+    return await served.answer(EmbeddingsWriter, body, request, embed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.request.tags import known_name, tagged
+from server.request.wish import known_name, tagged
 
 
 @pytest.mark.parametrize(

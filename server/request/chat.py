@@ -1,10 +1,10 @@
-"""The requests of ``/v1/completions`` and ``/v1/chat/completions``: what may be asked, and its
+"""The chat that every API's request comes to, and the completion beside it: what may be asked, and its
 limits.
 
-OpenAI's fields, the extras vLLM made common, what the logits processors declare, and
-``speculative``. ``user`` goes into the request's log line, if anywhere; ``metadata`` comes back,
-too. A ``Hint`` changes no text. Whether a value fits the model served (token ids, lengths, drafters)
-is checked when the request is translated.
+OpenAI's fields, the extras vLLM made common, what the logits processors declare, and ``speculative``; an
+API of other fields says by ``OwnNames`` how it calls these. ``user`` goes into the request's log line, if
+anywhere; ``metadata`` comes back, too. A ``Hint`` changes no text. Whether a value fits the model served
+(token ids, lengths, drafters) is checked when the request is translated.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, JsonValue
-from pydantic.config import JsonDict
+from pydantic import Field, JsonValue
 
 from engine.sampling.processor import parameters
 from server.request.body import (
@@ -25,49 +24,23 @@ from server.request.body import (
     StopField,
     TokenId,
     WithoutEffect,
-    in_case,
     optional,
     with_fields,
 )
 from server.request.grammars import ResponseFormat, StructuredOutputs
 from server.request.messages import (
-    MAX_TOOLS,
-    TEXT_ONLY,
     ChatMessage,
     ContentField,
     ToolFields,
-    ToolsField,
 )
 from server.request.speculative import SpeculativeField
 
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
-DEFAULT_COMPLETION_TOKENS = 16
 MAX_COUNT = 2**31 - 1
 MAX_MESSAGES = 1 << 14
 
 _LOGGED = "Written to the request log under log_client_fields."
-_NOT_MOVED = "keys and values stay in this server"
-_UNSUPPORTED = {
-    "stream_interval": "a chunk is sent for each step",
-    "guided_json": "use 'structured_outputs'",
-    "guided_regex": "use 'structured_outputs'",
-    "guided_choice": "use 'structured_outputs'",
-    "guided_grammar": "use 'structured_outputs'",
-    "use_beam_search": "tokens are sampled",
-    "length_penalty": "it belongs to beam search",
-    "logits_processors": "the server runs no code of its clients",
-    "repetition_detection": "use 'frequency_penalty' or 'repetition_penalty'",
-    "thinking_token_budget": "use 'max_tokens'",
-    "request_id": "send it as the header 'X-Request-Id'",
-    "session_id": "use 'cache_salt' for whom, and 'user' for the log",
-    "return_weight_versions": "the weights are those loaded at start",
-    "vllm_xargs": "use 'speculative.options' for the drafter's",
-    "kv_transfer_params": _NOT_MOVED,
-    "ec_transfer_params": _NOT_MOVED,
-    "mm_processor_kwargs": TEXT_ONLY,
-    "media_io_kwargs": TEXT_ONLY,
-}
 _LISTED = """
 num_ctx num_keep n_keep num_batch num_gqa num_gpu main_gpu num_thread numa low_vram f16_kv logits_all
 use_mmap use_mlock rope_frequency_base rope_frequency_scale keep_alive ttl options usage response_fields
@@ -211,13 +184,10 @@ def sharing(*names: str) -> Callable[[type[_Model]], type[_Model]]:
 class SamplingFields(CommonFields):
     """The further fields of completions and chats, with those that logits processors declare."""
 
-    synonyms: ClassVar[dict[str, str]] = {
-        "repeat_penalty": "repetition_penalty",
-        "n_predict": "max_tokens",
-        "think": "thinking",
-    }
-
     n: int = optional("Choices for each prompt.", default=1, ge=1, le=128)
+    max_tokens: int | None = optional(
+        "Default and -1: what the context has room for.", **TOKEN_LIMIT
+    )
     stop: StopField = ()
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=128)
     include_stop_str_in_output: bool = False
@@ -256,19 +226,17 @@ class SamplingFields(CommonFields):
         "What the output will mostly be; drafted from, never written by itself."
     )
 
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that bounds a choice's tokens, and the bound; None: what there is room for."""
+        return "max_tokens", limit_of(self.max_tokens)
 
-class CompletionRequest(SamplingFields):
-    """``POST /v1/completions``."""
 
-    unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
-        "prompt_embeds": "prompts are text or token ids",
-    }
+class Completion(SamplingFields):
+    """Texts, each of which is gone on from."""
+
     prompt: PromptField = Field(description="Text or token ids, one or a batch.")
-    max_tokens: int | None = optional(
-        "Default 16; -1: what the context has room for.", **TOKEN_LIMIT
-    )
     suffix: str | None = optional("What follows the text, which fills the gap.")
-    best_of: int | None = optional("Only the value of 'n' is accepted.", ge=1)
     echo: bool = optional("Begin the text with the prompt.", default=False)
     logprobs: int | None = optional(
         "Likeliest tokens reported next to each token.", ge=0, le=MAX_LOGPROBS
@@ -277,12 +245,6 @@ class CompletionRequest(SamplingFields):
     allow_special_tokens: bool = optional(
         "Special tokens that the prompt spells are such tokens.", default=True
     )
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """The field that bounds a choice's tokens, and the bound; None: what there is room for."""
-        given = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return "max_tokens", limit_of(given)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -312,47 +274,14 @@ class TemplateFields(Body):
     verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
 
 
-_LOGPROBS: JsonDict = {
-    "anyOf": [
-        in_case({}, ("top_logprobs",)),
-        in_case({"top_logprobs": {"const": 0}}),
-        in_case({"logprobs": {"const": True}}),
-    ]
-}
-
-
-class ChatRequest(SamplingFields, TemplateFields, ToolFields):
-    """``POST /v1/chat/completions``."""
-
-    model_config = ConfigDict(json_schema_extra=_LOGPROBS)
-
-    unsupported: ClassVar[dict[str, str]] = _UNSUPPORTED | {
-        "functions": "use 'tools'",
-        "function_call": "use 'tool_choice'",
-        "audio": TEXT_ONLY,
-        "web_search_options": "the server reads nothing from the web",
-        "chat_template": "the tokenizer's own template is used",
-        "documents": "write them into a message",
-        "return_prompt_text": "use 'return_token_ids' and /detokenize",
-    }
-    fixed: ClassVar[dict[str, tuple[Any, ...]]] = {"modalities": (["text"],)}
+class Chat(SamplingFields, TemplateFields, ToolFields):
+    """Messages that are answered: what the request of every API comes to."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_tokens: int | None = optional(
-        "Default and -1: what the context has room for.", **TOKEN_LIMIT
-    )
-    max_completion_tokens: int | None = optional("The same as 'max_tokens'.", **TOKEN_LIMIT)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = optional("Begin with the last message, the assistant's own.", default=False)
     add_special_tokens: bool = optional("Templates write their own BOS.", default=False)
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """The field that bounds a choice's tokens, and the bound; None: what there is room for."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", limit_of(self.max_completion_tokens)
-        return "max_tokens", limit_of(self.max_tokens)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -360,35 +289,5 @@ class ChatRequest(SamplingFields, TemplateFields, ToolFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-_PROMPT_OR_MESSAGES: JsonDict = {
-    "anyOf": [
-        in_case(
-            {"prompt": {"type": "string"}}, ("messages", "tools", *TemplateFields.model_fields)
-        ),
-        in_case({"messages": {"type": "array"}}, ("prompt",)),
-    ]
-}
-
-
-class TokenizeRequest(TemplateFields):
-    """``POST /tokenize``: of a ``prompt`` as ``/v1/completions`` takes it, or of ``messages`` as
-    ``/v1/chat/completions`` does.
-    """
-
-    unsupported: ClassVar[dict[str, str]] = ChatRequest.unsupported
-    model_config = ConfigDict(json_schema_extra=_PROMPT_OR_MESSAGES)
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
-    tools: ToolsField | None = optional("With messages.", max_length=MAX_TOOLS)
-    add_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
-    allow_special_tokens: bool | None = optional("Default: true for a prompt, false for messages.")
-    return_token_strs: bool = optional("The vocabulary's entries, too.", default=False)
-
-
-class DetokenizeRequest(Body):
-    """``POST /detokenize``."""
-
-    model: str | None = None
-    tokens: list[TokenId]
+Asked = Completion | Chat
+"""A body that is planned."""
