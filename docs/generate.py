@@ -55,12 +55,13 @@ _MARKED = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 def settings_table() -> str:
     """What the API's page says of requests' own fields it does not say again."""
-    lines = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
+    lines = ["| flag | type, default | |", "| --- | --- | --- |"]
     for path, field in all_settings(with_drafters(drafter_settings())):
         flag = "`MODEL`" if path == ("model",) else f"`{flag_name(path)}`"
         is_field = path[0] in {"speculative", "sampling"}
         about = "" if is_field else _cell(field.description or "")
-        lines.append(f"| {flag} | {_type(field)} | {_default(field)} | {about} |")
+        kind = ", ".join(filter(None, (_type(field), _default(field))))
+        lines.append(f"| {flag} | {kind} | {about} |")
     return "\n".join(lines) + "\n"
 
 
@@ -68,7 +69,9 @@ def _type(field: FieldInfo) -> str:
     text = " or ".join(_type_names(field.annotation))
     signs = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
     bounds = [
-        f"{signs[type(each)]} {_bound(each)}" for each in field.metadata if type(each) in signs
+        f"{signs[type(each)]} {_bound(each)}"
+        for each in field.metadata
+        if type(each) in signs and abs(_bound(each)) < 2**31 - 1
     ]
     return " ".join([text, ", ".join(bounds)]).strip()
 
