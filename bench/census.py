@@ -341,6 +341,8 @@ _FIGURE = re.compile(r" by ([\d.]+) of their spread")
 
 def _common(reason: str) -> tuple[str, str]:
     """A reason without what only one type has, and by how much of their spread its logits differ."""
+    if reason.startswith("no tiny model"):
+        return "transformers makes no tiny model of it, so it was not tried", ""
     figure = _FIGURE.search(reason)
     common = _FIGURE.sub(" by the given share of their spread", _OWN.sub("", reason))
     return common, f" ({figure[1]})" if figure else ""

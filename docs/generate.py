@@ -137,9 +137,9 @@ def _metrics_table(found: list[ExportedMetric]) -> str:
     for name, kind, labels, text in found:
         about = "as ours" if name.startswith("vllm:") and text in own else _cell(text)
         named = ", ".join(f"`{label}`" for label in labels)
-        key = f"{kind} | {named} | {about}"
+        key = f"{kind}{named and f' by {named}'} | {about}"
         rows.setdefault(key if about == "as ours" else f"{key}\0{name}", []).append(f"`{name}`")
-    lines = ["| metric | type | labels | |", "| --- | --- | --- | --- |"]
+    lines = ["| metric | type, labels | |", "| --- | --- | --- |"]
     lines += [f"| {', '.join(names)} | {key.split(chr(0))[0]} |" for key, names in rows.items()]
     return "\n".join(lines) + "\n"
 
@@ -223,11 +223,11 @@ def speculative_table() -> str:
 
 
 def sampling_table() -> str:
-    lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
+    lines = ["| field | type, default | |", "| --- | --- | --- |"]
     for each in parameters():
         kind = _type(FieldInfo.from_annotation(each.type))
-        default = "" if each.default in ([], {}, None) else f"`{each.default:g}`"
-        lines.append(f"| `{each.name}` | {kind} | {default} | {_cell(each.description)} |")
+        default = "" if each.default in ([], {}, None) else f", `{each.default:g}`"
+        lines.append(f"| `{each.name}` | {kind}{default} | {_cell(each.description)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -292,22 +292,17 @@ def without_effect_table() -> str:
         for name, does in body.without_effect.items():
             if does is not None and name not in {*body.unsupported, *body.model_fields, *shared}:
                 groups.setdefault(_unless(does), []).append(f"`{name}`")
-        rows = (
-            f"{', '.join(names[at : at + 6])}{unless}"
-            for unless, names in groups.items()
-            for at in range(0, len(names), 6)
-        )
+        rows = (f"{', '.join(names)}{unless}" for unless, names in groups.items())
         lines += (f"| {'' if number else place} | {row} |" for number, row in enumerate(rows))
     return "\n".join(lines) + "\n"
 
 
 def tenants_table() -> str:
-    lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
+    lines = ["| field | type, default | |", "| --- | --- | --- |"]
     for name, field in TenantEntry.model_fields.items():
         default = "" if field.is_required() else _default(field)
-        lines.append(
-            f"| `{name}` | {_type(field)} | {default} | {_cell(field.description or '')} |"
-        )
+        kind = ", ".join(filter(None, (_type(field), default)))
+        lines.append(f"| `{name}` | {kind} | {_cell(field.description or '')} |")
     return "\n".join(lines) + "\n"
 
 
