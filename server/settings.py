@@ -216,7 +216,7 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines reach needs a key, or allow_open."""
     allow_open: bool = False
-    """Serve other machines without an API key: whoever reaches the port."""
+    """Serve other machines without an API key."""
     allow_pull: bool = False
     """Let clients have this machine fetch models of the hub into its cache, by Ollama's /api/pull."""
     allowed_hosts: Names = None
