@@ -302,30 +302,51 @@ def page(findings: Sequence[Finding]) -> str:
         "",
         "<!-- Written by `python -m bench.census`; do not edit. -->",
         "",
-        f"A tiny random model of each of the {len(findings)} types that transformers "
-        f"{transformers.__version__} calls causal, asked on a CPU in float32 by",
-        "`python -m bench.census`, which wrote this page. A checkpoint with parts for images or sounds "
-        "is served by its text half, so its own type is",
-        "not the one to look for (`gemma3`: see `gemma3_text`).",
+        "Look up here whether a model's type can be served. `python -m bench.census` wrote this page: it",
+        f"asked a tiny random model of each of the {len(findings)} types that transformers "
+        f"{transformers.__version__} calls causal, on a CPU in",
+        "float32. Checkpoints with parts for images or sounds are served by their text half: look for",
+        "its type (for `gemma3`, `gemma3_text`).",
         "",
         f"Served: {len(served)}. Of these `exact`, by the checks at start: {len(exact)}. Equal texts "
-        "with and without drafts, `ngram` greedy and `suffix` at",
-        f"temperature 0.9, several requests side by side: {sum(each.is_equal for each in served)}. "
-        "A dash: no draft was accepted, so nothing was shown.",
+        "with and without drafts, `ngram` greedy",
+        "and `suffix` at temperature 0.9, several requests side by side: "
+        f"{sum(each.is_equal for each in served)}. A dash: no draft was",
+        "accepted, so nothing was shown.",
         "",
         "## Served",
         "",
-        "| type | exact | greedy | sampled | |",
+        "| types | exact | greedy | sampled | |",
         "| --- | --- | --- | --- | --- |",
     ]
+    alike: dict[str, list[str]] = {}
     for each in served:
         words = (_word(value) for value in (each.exact, each.greedy, each.sampled))
-        lines.append(f"| `{each.kind}` | {' | '.join(words)} | {_cell(each.reason)} |")
-    lines += ["", "## Not served", "", "| type | reason |", "| --- | --- |"]
-    lines += [
-        f"| `{each.kind}` | {_cell(each.reason)} |" for each in findings if each not in served
-    ]
+        row = f"{' | '.join(words)} | {_cell(each.reason)}"
+        alike.setdefault(row, []).append(f"`{each.kind}`")
+    lines += [f"| {', '.join(kinds)} | {row} |" for row, kinds in alike.items()]
+    lines += ["", "## Not served", "", "| types | reason |", "| --- | --- |"]
+    alike = {}
+    for each in findings:
+        if each not in served:
+            reason, figure = _common(each.reason)
+            alike.setdefault(_cell(reason), []).append(f"`{each.kind}`{figure}")
+    lines += [f"| {', '.join(kinds)} | {reason} |" for reason, kinds in alike.items()]
     return "\n".join(lines) + "\n"
+
+
+_OWN = re.compile(r"^\w*(?:Model|LM):? |^\w+ (?=has layers)")
+_FIGURE = re.compile(r" by ([\d.]+) of their spread")
+
+
+def _common(reason: str) -> tuple[str, str]:
+    """A reason without what only one type has, and by how much of their spread its logits differ."""
+    if reason.startswith("no tiny model"):
+        return "transformers makes no tiny model of it, so it was not tried", ""
+    figure = _FIGURE.search(reason)
+    common = _FIGURE.sub(" by the given share of their spread", _OWN.sub("", reason))
+    common = common.partition(";")[0]
+    return common, f" ({figure[1]})" if figure else ""
 
 
 def _word(value: bool | None) -> str:

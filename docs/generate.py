@@ -48,12 +48,14 @@ _MARKED = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def settings_table() -> str:
-    lines = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
+    """What the API's page says of requests' own fields it does not say again."""
+    lines = ["| flag | type, default | |", "| --- | --- | --- |"]
     for path, field in all_settings(with_drafters(drafter_settings())):
         flag = "`MODEL`" if path == ("model",) else f"`{flag_name(path)}`"
-        lines.append(
-            f"| {flag} | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |"
-        )
+        is_field = path[0] in {"speculative", "sampling"}
+        about = "" if is_field else _cell(field.description or "")
+        kind = ", ".join(filter(None, (_type(field), _default(field))))
+        lines.append(f"| {flag} | {kind} | {about} |")
     return "\n".join(lines) + "\n"
 
 
@@ -61,7 +63,9 @@ def _type(field: FieldInfo) -> str:
     text = " or ".join(_type_names(field.annotation))
     signs = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
     bounds = [
-        f"{signs[type(each)]} {_bound(each)}" for each in field.metadata if type(each) in signs
+        f"{signs[type(each)]} {_bound(each)}"
+        for each in field.metadata
+        if type(each) in signs and abs(_bound(each)) < 2**31 - 1
     ]
     return " ".join([text, ", ".join(bounds)]).strip()
 
@@ -121,10 +125,16 @@ def gateway_metrics_table() -> str:
 
 
 def _metrics_table(found: list[ExportedMetric]) -> str:
-    lines = ["| metric | type | labels | |", "| --- | --- | --- | --- |"]
+    """With a row for all of a type that are one of ours under vLLM's name."""
+    own = {text for name, _, _, text in found if not name.startswith("vllm:")}
+    rows: dict[str, list[str]] = {}
     for name, kind, labels, text in found:
+        about = "as ours" if name.startswith("vllm:") and text in own else _cell(text)
         named = ", ".join(f"`{label}`" for label in labels)
-        lines.append(f"| `{name}` | {kind} | {named} | {_cell(text)} |")
+        key = f"{kind}{named and f' by {named}'} | {about}"
+        rows.setdefault(key if about == "as ours" else f"{key}\0{name}", []).append(f"`{name}`")
+    lines = ["| metric | type, labels | |", "| --- | --- | --- |"]
+    lines += [f"| {', '.join(names)} | {key.split(chr(0))[0]} |" for key, names in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -179,12 +189,14 @@ def make_metrics() -> Metrics:
 
 
 def endpoints_table() -> str:
-    lines = ["| endpoint | |", "| --- | --- |"]
+    rows: dict[str, list[str]] = {}
     for route in (route for router in routers() for route in router.routes):
         assert isinstance(route, APIRoute)
         path = route.path.replace(":path", "")
-        text = (route.endpoint.__doc__ or "").strip()
-        lines += [f"| `{method} {path}` | {_cell(text)} |" for method in sorted(route.methods)]
+        same = rows.setdefault(_cell((route.endpoint.__doc__ or "").strip()), [])
+        same += [f"`{method} {path}`" for method in sorted(route.methods)]
+    lines = ["| endpoint | |", "| --- | --- |"]
+    lines += [f"| {', '.join(same)} | {text} |" for text, same in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -205,11 +217,11 @@ def speculative_table() -> str:
 
 
 def sampling_table() -> str:
-    lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
+    lines = ["| field | type, default | |", "| --- | --- | --- |"]
     for each in parameters():
         kind = _type(FieldInfo.from_annotation(each.type))
-        default = "" if each.default in ([], {}, None) else f"`{each.default:g}`"
-        lines.append(f"| `{each.name}` | {kind} | {default} | {_cell(each.description)} |")
+        default = "" if each.default in ([], {}, None) else f", `{each.default:g}`"
+        lines.append(f"| `{each.name}` | {kind}{default} | {_cell(each.description)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -242,10 +254,13 @@ def hints_table() -> str:
         for path, *found in body.hint_fields():
             of.setdefault(path, []).append(name)
             about[path] = found[0], found[1]
-    lines = ["| field | of | what comes of it | |", "| --- | --- | --- | --- |"]
+    rows: dict[str, list[str]] = {}
     for path, (field, hint) in about.items():
         where = "all" if len(of[path]) == len(bodies) else ", ".join(of[path])
-        lines.append(f"| `{path}` | {where} | {_outcome(hint)} | {field.description or ''} |")
+        text = "" if hint.is_for_template else field.description or ""
+        rows.setdefault(f"{_outcome(hint)} | {text}", []).append(f"`{path}` ({where})")
+    lines = ["| fields | what comes of it | |", "| --- | --- | --- |"]
+    lines += [f"| {', '.join(same)} | {row} |" for row, same in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -253,7 +268,7 @@ def _outcome(hint: Hint) -> str:
     if hint.is_for_template:
         names = sorted({hint.variable, *hint.switches} - {""})
         read = " or ".join(f"`{each}`" for each in names)
-        return f"handed to a chat template that reads {read}, else listed"
+        return f"for a template that reads {read}, else listed"
     return f"listed{_unless(hint.does)}"
 
 
@@ -271,22 +286,17 @@ def without_effect_table() -> str:
         for name, does in body.without_effect.items():
             if does is not None and name not in {*body.unsupported, *body.model_fields, *shared}:
                 groups.setdefault(_unless(does), []).append(f"`{name}`")
-        rows = (
-            f"{', '.join(names[at : at + 6])}{unless}"
-            for unless, names in groups.items()
-            for at in range(0, len(names), 6)
-        )
+        rows = (f"{', '.join(names)}{unless}" for unless, names in groups.items())
         lines += (f"| {'' if number else place} | {row} |" for number, row in enumerate(rows))
     return "\n".join(lines) + "\n"
 
 
 def tenants_table() -> str:
-    lines = ["| field | type | default | |", "| --- | --- | --- | --- |"]
+    lines = ["| field | type, default | |", "| --- | --- | --- |"]
     for name, field in TenantEntry.model_fields.items():
         default = "" if field.is_required() else _default(field)
-        lines.append(
-            f"| `{name}` | {_type(field)} | {default} | {_cell(field.description or '')} |"
-        )
+        kind = ", ".join(filter(None, (_type(field), default)))
+        lines.append(f"| `{name}` | {kind} | {_cell(field.description or '')} |")
     return "\n".join(lines) + "\n"
 
 

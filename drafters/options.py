@@ -79,7 +79,7 @@ class SpeculativeParams:
     )
     target_acceptance_rate: float | None = described(
         None,
-        "target_rate: what gamma is steered to (0.7 where nobody says). goodput: grant no more than "
+        "target_rate: what gamma is steered to (default 0.7). goodput: grant no more than "
         "is expected to be accepted at this rate.",
         gt=0,
         lt=1,

@@ -34,18 +34,17 @@ class EngineConfig:
     dtype: str = described("auto", "auto, float32, bfloat16 or float16.")
     quantization: Literal["int8", "int4", "none"] | None = described(
         None,
-        "int8: linear layers have 8 bits, weights and, on CPUs, inputs; int4: weights are rounded "
-        "to 4 bits by what texts of the model's own need, which takes minutes at each start; none: a "
-        "quantized checkpoint is made floats. Default: the checkpoint's own; of the bundled model "
-        "whatever is fastest.",
+        "int8: linear layers in 8 bits; int4: in 4, calibrated on the model's own texts, minutes"
+        " at each start; none: a quantized checkpoint as floats. Default: the checkpoint's own; "
+        "for the bundled model the fastest.",
     )
     quantize_head: bool = described(
         True, "With quantized weights: an output head that has none of its own in 8 bits, too."
     )
     quantize_activations: bool = described(
         True,
-        "On CPUs, inputs of quantized linear layers are rounded to 8 bits, in groups of 32; "
-        "without it they keep their type, which is slower.",
+        "On CPUs: round inputs of quantized layers to 8 bits, in groups of 32; without it they "
+        "keep their type, which is slower.",
     )
     tensor_parallel_size: int = described(
         1,
@@ -72,8 +71,8 @@ class EngineConfig:
     max_num_waiting: int = described(256, "Longest queue; more requests get a 429.", ge=1)
     shed_speculation: ShedSpeculation = described(
         "unpaid",
-        "Whose drafts yield while many requests wait: unpaid: those that would be granted whatever they "
-        "cost (fixed, target_rate, min_speculative_tokens); all: also those that pay; never.",
+        "Drafts that yield while many requests wait; unpaid: those granted at any cost (fixed, "
+        "target_rate, min_speculative_tokens); all: also those that pay; never.",
     )
     shed_queue: int | None = described(
         None, "So many have to wait for that; default: half of max_num_waiting.", ge=1
@@ -86,14 +85,13 @@ class EngineConfig:
     )
     attention_backend: str | None = described(
         None,
-        "What computes attention: triton (GPUs) and paged (CPUs), which read keys in place with "
-        "equal bits, sdpa (torch's operations, on any device), or a further one; "
+        "triton (GPUs), paged (CPUs), sdpa (torch's operations, any device), or a further one; "
         "default: the best for the machine and determinism.",
     )
     cuda_graph_rows: int | None = described(
         None,
-        "Steps of at most so many rows are captured as CUDA graphs at start; 0: none. "
-        "Default: 256 where device and attention backend allow it.",
+        "Largest step captured as a CUDA graph, in rows; 0: none. Default: 256 where device and "
+        "backend allow it.",
         ge=0,
     )
     embeddings: Pooling = described(
@@ -105,25 +103,25 @@ class EngineConfig:
     enable_prefix_cache: bool = described(True, "Reuse the KV of prompts that begin alike.")
     state_snapshot_tokens: int = described(
         512,
-        "Of models whose layers keep a state: so many tokens of a long prompt lie between two places "
-        "where other requests may begin, more of one that would leave more than its share; whole blocks.",
+        "For models with states: tokens of a prompt between two snapshots, more for very long "
+        "prompts; whole blocks.",
         ge=1,
     )
     kv_offload_bytes: int | None = described(
         None,
-        "Keep blocks that the prefix cache evicts, with the rows of drafts, in so many bytes (4GiB): of "
-        "the host's memory, or of kv_offload_file. Default: evicted blocks are gone.",
+        "Keep evicted blocks of the prefix cache in so many bytes (4GiB), of host memory or of "
+        "kv_offload_file. Default: none are kept.",
         ge=1,
     )
     kv_offload_file: str | None = described(
         None,
-        "File for kv_offload_bytes, which a server that is started again with the same model finds warm. "
-        "One server uses it at a time.",
+        "File for kv_offload_bytes, warm after a restart with the same model. One server uses it"
+        " at a time.",
     )
     kv_events_endpoint: str | None = described(
         None,
-        "tcp://*:PORT, or tcp://HOST:PORT of who listens: where the prefix cache's blocks are told of, "
-        "over ZeroMQ, with their token ids (extra kv-events). Default: nowhere.",
+        "Publish the prefix cache's blocks, with their token ids, over ZeroMQ: tcp://*:PORT or "
+        "tcp://HOST:PORT (extra kv-events). Default: off.",
     )
     kv_events_replay_endpoint: str | None = described(
         None, "tcp://*:PORT on which the latest KV events can be asked for once more."
@@ -144,8 +142,8 @@ class EngineConfig:
     lora: tuple[str, ...] = ()
     min_draft_agreement: float | None = described(
         None,
-        "Refuse to start where a draft agrees with the target less often than that at the check at "
-        "start. Default: a warning below 0.2.",
+        "Refuse to start if a draft agrees with the target less often than that. Default: a "
+        "warning below 0.2.",
         ge=0,
         le=1,
     )

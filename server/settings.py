@@ -216,18 +216,17 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines reach needs a key, or allow_open."""
     allow_open: bool = False
-    """Serve other machines without an API key: whoever reaches the port."""
+    """Serve other machines without an API key."""
     allow_pull: bool = False
     """Let clients have this machine fetch models of the hub into its cache, by Ollama's /api/pull."""
     allowed_hosts: Names = None
-    """Without an API key: names in requests' Host header that are answered besides the host's own and
-    localhost; *: any. Others get a 421, since pages of other sites could be behind them. With allow_open
-    all addresses are answered, too."""
+    """Without an API key: further names in requests' Host header that are answered; *: any. Others
+    get a 421."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
     cors_origins: Origins = None
-    """Origins (https://HOST[:PORT]) whose pages may read the answers of this server in a browser; *: all.
-    Default: none but its own."""
+    """Origins (https://HOST[:PORT]) whose pages may call this server from a browser; *: all. Default:
+    only its own."""
     served_model_name: str | None = None
     """Name in the API; default: the folder's name or that on the hub."""
     api_key: SecretStr | None = None
@@ -236,76 +235,69 @@ class Settings(BaseSettings):
     """YAML or JSON file of tenants, a key and limits for each; read again when changed. Not beside
     api_key."""
     max_request_seconds: float | None = Field(default=None, gt=0)
-    """Seconds from arrival in which a request has to be done, and the most that it may give as its
-    timeout; default: any time."""
+    """Default and maximum of requests' timeout, in seconds from arrival; default: any time."""
     admin_key: SecretStr | None = None
-    """Opens /admin to those who send it as a bearer token; default: there is no /admin. Prefer the
+    """Opens /admin to requests with this bearer token; default: there is no /admin. Prefer the
     variable."""
     log_level: LogLevel = "info"
     """info writes a line per request."""
     log_format: LogFormat = "text"
-    """json writes each line of the log as an object, with the ids of the request that it belongs to."""
+    """json writes each line of the log as an object, with its request's ids."""
     log_client_fields: bool = False
     """Write requests' user, safety_identifier, prompt_cache_key and metadata on their log lines. They may
     name people."""
     request_log: str | None = None
-    """File to which finished requests are added, as token ids, for slipstream warm and replay. Only its
-    owner may read it; at 256 MiB another is begun, and one is kept."""
+    """File for finished requests, as token ids, for slipstream warm and replay. Only its owner may
+    read it; at 256 MiB another is begun, and one is kept."""
     otlp_endpoint: str | None = None
-    """URL of an OpenTelemetry collector (OTLP over HTTP) for spans and metrics of requests; needs the
-    extra otel. Default: what OTEL_EXPORTER_OTLP_ENDPOINT says."""
+    """URL of an OpenTelemetry collector (OTLP over HTTP); needs the extra otel. Default:
+    OTEL_EXPORTER_OTLP_ENDPOINT."""
     models: str | None = None
-    """YAML, TOML or JSON file of several models: under `models` a list, each by its name, or by `model`
-    and settings of its own, which go before those given for all."""
+    """YAML, TOML or JSON file of several models: under `models` a list of names, or of `model` with
+    settings of its own."""
     keep_alive: Annotated[float | None, BeforeValidator(_seconds)] = Field(
         default=None, allow_inf_nan=True
     )
-    """How long a model stays loaded that nothing uses: seconds, or 90s, 5m, 1h30m; 0: it is ended after
-    each request; below 0: it stays. It is then loaded when it is first asked for. Default: 5m for each of
-    several models; a server of one model loads it at start, and keeps it."""
+    """How long an unused model stays loaded: seconds, or 90s, 5m, 1h30m; 0: until its request ends;
+    below 0: forever. It is loaded on first use. Default: 5m for each of several models; a single one
+    is loaded at start, and stays."""
     max_loaded_models: int | None = Field(default=None, ge=1)
-    """Most models that are loaded at a time; for another one the least recently used goes that nothing
-    uses. Default: as many as memory allows, on CPUs; say it on GPUs."""
+    """Most models loaded at a time; the least recently used one makes room. Default: as many as
+    memory allows, on CPUs; set it on GPUs."""
     load_timeout: float = Field(default=600.0, gt=0)
-    """Seconds that a model may take to load when it is asked for; requests for it get a 503 then."""
+    """Seconds that a model may take to load on demand; then its requests get a 503."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """On shutdown: how long running requests may take to finish."""
     read_timeout: float = Field(default=60.0, ge=0)
-    """Seconds in which a request has to come whole, headers and body; later it is a 408. 0: any time."""
+    """Seconds in which a request has to arrive; later it is a 408. 0: any time."""
     write_timeout: float = Field(default=60.0, ge=0)
-    """Seconds that a client may leave unread what waits for it; then the connection is cut and its
-    requests are aborted. 0: any time."""
+    """Seconds without reading after which a client is cut off and its requests are aborted. 0: any
+    time."""
     keep_alive_timeout: int = Field(default=5, ge=1)
     """Seconds that a connection stays open between requests."""
     api_workers: int = Field(default=1, ge=1)
-    """Processes that speak HTTP on the port; more than one where the traffic is more than a core can
-    detokenise."""
+    """Processes that speak HTTP on the port, for more traffic than a core can detokenize."""
     engine_process: bool = True
-    """Run the engine in a process of its own: what the server does for one request then delays no token
-    of another."""
+    """Run the engine in a process of its own."""
     restart_engine: bool = False
-    """Launch the engine's process anew when it has died. Default: /health says so, and whoever runs the
-    server restarts it."""
+    """Relaunch the engine's process when it has died. Default: /health says so."""
     step_timeout: float = Field(default=120.0, gt=0)
-    """Seconds without progress, in a step or at rest, after which /health says that the engine hangs.
-    With restart_engine its process is then ended and launched anew."""
+    """Seconds without progress after which /health says that the engine hangs, and restart_engine
+    relaunches it."""
     preload: bool = True
-    """Preload Intel's OpenMP (extra cpu) and a thread-caching malloc into the engine's process where they
-    are installed and the model runs on a CPU."""
+    """On CPUs: preload Intel's OpenMP (extra cpu) and a thread-caching malloc where they are
+    installed."""
     max_header_bytes: int = Field(default=64 << 10, ge=1024)
-    """Most bytes of a request's URL, headers, trailers and extensions of chunks together; more is a 431,
-    or a 414 where the URL is most of it."""
+    """Most bytes of a request's URL, headers and trailers; more is a 431, or a 414 for a long URL."""
     max_headers: int = Field(default=100, ge=1)
     """Most headers of a request, trailers among them; more is a 431."""
     max_body_bytes: int | None = Field(default=None, ge=1024)
-    """Larger requests get a 413. Default: 1 MiB, and room for a prompt and a prediction of the longest
-    tokens that fill the context."""
+    """Larger requests get a 413. Default: 1 MiB plus what fills the context."""
     body_processes: int = Field(default=1, ge=0)
-    """Processes that read bodies over 16 KiB; 0: the server's own, which keeps all other requests waiting
-    meanwhile."""
+    """Processes that read bodies over 16 KiB; 0: the server's own, which delays other requests."""
     unknown_fields: Literal["reject", "tell"] = "reject"
-    """Fields of requests that the server does not know; reject: a 400 that names them; tell: left out,
-    and listed in the header x-slipstream-ignored."""
+    """Unknown fields of requests; reject: a 400 that names them; tell: dropped, and listed in
+    x-slipstream-ignored."""
     max_choices: int = Field(default=128, ge=1)
     """Most choices a request may ask for, over all its prompts."""
 
@@ -315,25 +307,22 @@ class Settings(BaseSettings):
     """How the model writes reasoning, which is split off; auto: what its chat template says."""
 
     stored_response_bytes: ByteSize = Field(default=ByteSize(64 << 20))
-    """Memory for responses, with what came before each, that requests go on from by
-    previous_response_id; 0: none is kept."""
+    """Memory for responses that previous_response_id may continue; 0: none is kept."""
     drafters: Names = None
     """Drafters to load; default: all."""
     draft: Paths = None
-    """[NAME=]PATH of what drafts, any number: a small model with the target's tokenizer or heads for the
-    target, as folder, GGUF file or name on the hub; or mtp, which is part of the target's own
-    checkpoint. NAME is that of its drafter; default: its method. The bundled model has drafts of its
-    own."""
+    """[NAME=]PATH of a draft, any number: a small model with the target's tokenizer, or heads for the
+    target, as folder, GGUF file or name on the hub; mtp: the one in the target's own checkpoint. NAME
+    is its drafter's; default: its method."""
     lora: Paths = None
-    """NAME=PATH of LoRA adapters for the model, any number: folders that PEFT wrote, or their names on
-    the hub. Requests choose one
-    by its NAME as their model; more come and go by /admin/lora."""
+    """NAME=PATH of LoRA adapters, any number: PEFT folders, or names on the hub. Requests choose one
+    as their model; /admin/lora changes them."""
     drafter_plugins: Names = None
     """Drafters that other installed packages may bring; default: all, []: none."""
     drafter: DrafterSettings = DrafterSettings()
     generation_config: Literal["auto", "none"] = "auto"
-    """auto: what the model's generation_config.json, or a GGUF file by general.sampling, says of the
-    sampling fields below is the default of requests; none: it is not read."""
+    """auto: the model's generation_config.json, or a GGUF file's general.sampling, gives the defaults
+    of the sampling fields below; none: it is not read."""
     sampling: SamplingDefaults = SamplingDefaults()
     speculative: SpeculativeDefaults = SpeculativeDefaults()
     speculative_caps: CapSettings = CapSettings()

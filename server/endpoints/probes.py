@@ -13,8 +13,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/health", responses={503: {"description": "The engine is dead."}})
 async def health(models: Table) -> JSONResponse:
-    """200 while the event loop answers and the engine goes on, or ends as it was told: restart if not.
-    Models that come and go are no reason to."""
+    """200 while event loop and engine work, or drain: restart if not."""
     is_alive = all(each.engine.is_alive for each in models.kept)
     if not (is_alive or models.state == "draining"):
         return JSONResponse({"status": "dead"}, 503)

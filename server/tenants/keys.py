@@ -44,8 +44,7 @@ class TenantEntry(BaseModel):
     key_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """The key's SHA-256 in hexadecimal: the file then holds no key."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
-    """Tenants with the same one share caches; default: nobody does. Requests' own `cache_salt` divides it
-    further."""
+    """Tenants with the same one share caches. Requests' own `cache_salt` divides it further."""
     requests_per_minute: _Count = None
     """Prompts; default: any number."""
     tokens_per_minute: _Count = None

@@ -37,4 +37,17 @@ def test_the_page_counts_and_says_why() -> None:
     text = page([served, *others])
     assert "Served: 2. Of these `exact`, by the checks at start: 1." in text
     assert "| `a` | yes | yes | yes |  |\n| `b` | no | yes | yes | x\\|y |" in text
-    assert "## Not served\n\n| type | reason |\n| --- | --- |\n| `c` | no &lt;b> |\n" in text
+    assert "## Not served\n\n| types | reason |\n| --- | --- |\n| `c` | no &lt;b> |\n" in text
+
+
+def test_types_alike_share_a_row() -> None:
+    served = Finding("a", True, exact=True, greedy=True, sampled=True)
+    why = "LM: in chunks, its logits differ by {} of their spread"
+    others = [
+        Finding("c", reason=f"C{why.format(0.2)}"),
+        Finding("d", reason=f"D{why.format(0.3)}"),
+    ]
+    text = page([served, replace(served, kind="b"), *others])
+    assert "| `a`, `b` | yes | yes | yes |  |\n" in text
+    row = "in chunks, its logits differ by the given share of their spread"
+    assert f"| `c` (0.2), `d` (0.3) | {row} |\n" in text

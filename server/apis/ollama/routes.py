@@ -59,7 +59,7 @@ _VECTORS = errors(*REFUSED_BODY, 404, 429, 500, 503, 504, shape=OllamaError)
 
 @router.post("/api/embed", responses={200: {"model": OllamaEmbeddings}, **_VECTORS})
 async def ollama_embed(body: OllamaEmbedRequest, request: Request, served: Served) -> Response:
-    """Ollama's: texts as vectors, where the server was told to make them."""
+    """Ollama's: texts as vectors, with `--embeddings`."""
     return await served.answer(EmbedWriter, body, request, plan_ollama_embeddings)
 
 

@@ -47,5 +47,5 @@ _ANSWERS = {200: {"model": Embeddings}, **errors(*REFUSED_BODY, 404, 429, 500, 5
 
 @router.post("/v1/embeddings", responses=_ANSWERS)
 async def create_embeddings(body: EmbeddingsRequest, request: Request, served: Served) -> Response:
-    """Texts as vectors, where the server was told to make them."""
+    """Texts as vectors, with `--embeddings`."""
     return await served.answer(EmbeddingsWriter, body, request, embed)
