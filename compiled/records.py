@@ -2,8 +2,9 @@
 
 Records are declared once, as a class of annotations, and lie in memory as 8 bytes for each field: a
 number, or the address of what lies elsewhere: numbers (``Int64s`` and the like), another record (its
-class) or several, one after another (a ``Sequence`` of it). Compiled code reads and writes fields by
-name. Addresses are integers on Python's side, nowhere in compiled code.
+class) or several, one after another (a ``Sequence`` of it). A record ``Within`` another takes as many
+bytes as its own fields. Compiled code reads and writes fields by name. Addresses are integers on Python's
+side, nowhere in compiled code.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from llvmlite import ir
 from numba import types
@@ -57,16 +58,38 @@ Counter = Annotated[int, _numbers(types.int64)]
 """A number that threads count with; in compiled code, a pointer to it."""
 
 
-def record_of(declaration: type, **kinds: types.Type) -> Pointer:
-    """Returns the type of a pointer to what ``declaration`` declares. ``kinds``: those of fields whose
-    annotations leave them open."""
-    hints = get_type_hints(declaration, include_extras=True)
-    fields = {
-        name: (8 * place, kinds.get(name) or kind_of(hint), hint == Counter)
-        for place, (name, hint) in enumerate(hints.items())
-    }
-    name = f"{declaration.__module__}.{declaration.__qualname__}({kinds})"
-    return Pointer(name, 8 * len(fields), fields=fields)
+_Record = TypeVar("_Record")
+Within = Annotated[_Record, "within"]
+"""A record that lies in the one whose field it is; in compiled code, a pointer to it."""
+
+
+def inner_of(hint: Any) -> Any:
+    """Returns the declaration of what lies ``Within``, or None."""
+    return hint.__origin__ if getattr(hint, "__metadata__", None) == Within.__metadata__ else None
+
+
+def words_of(declaration: type, before: str = "") -> dict[str, Any]:
+    """Returns how each 8 bytes are annotated, by names: as ``outer.inner`` for what lies within."""
+    found = {}
+    for name, hint in get_type_hints(declaration, include_extras=True).items():
+        inner = inner_of(hint)
+        found |= words_of(inner, f"{before}{name}.") if inner else {before + name: hint}
+    return found
+
+
+def record_of(declaration: type, before: str = "", **kinds: types.Type) -> Pointer:
+    """Returns the type of a pointer to what ``declaration`` declares. ``kinds``: those of words whose
+    annotations leave them open, by their names, which have this ``before`` them."""
+    fields, size = {}, 0
+    for name, hint in get_type_hints(declaration, include_extras=True).items():
+        if inner := inner_of(hint):
+            kind = record_of(inner, f"{before}{name}.", **kinds)
+        else:
+            kind = kinds.get(before + name) or kind_of(hint)
+        fields[name] = size, kind, inner is not None or hint == Counter
+        size += kind.itemsize if inner else 8
+    title = f"{declaration.__module__}.{declaration.__qualname__}({before}{kinds})"
+    return Pointer(title, size, fields=fields)
 
 
 @cache
@@ -110,8 +133,8 @@ class Memory:
 
 @cache
 def places_of(declaration: type) -> dict[str, int]:
-    """Returns each field's number."""
-    return {name: place for place, name in enumerate(get_type_hints(declaration))}
+    """Returns each word's number."""
+    return {name: place for place, name in enumerate(words_of(declaration))}
 
 
 def address_of(numbers: array[Any]) -> int:

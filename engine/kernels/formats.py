@@ -82,6 +82,22 @@ class Format(NamedTuple):
         return CHANNELS * (2 + {"none": 0, "minima": 2, "zeros": 1}[self.offset]) * self.has_scales
 
 
+class Places(NamedTuple):
+    """Where groups and scales lie in a block, in bytes from its begin. Of a group with the number ``n``
+    the scales are those with the number ``n >> outer_shift``."""
+
+    num_groups: int
+    first_group: int
+    group_stride: int
+    first_outer: int
+    outer_stride: int
+    outer_shift: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.first_group + self.num_groups * self.group_stride
+
+
 class Weighing(NamedTuple):
     """The factors of a group's sums of codes, for each sixteen channels: ``scales``, of each half of the
     group where they differ; ``minima`` (float32) or ``zeros`` (int32), or neither."""

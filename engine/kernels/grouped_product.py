@@ -14,6 +14,7 @@ how weights lie, ``integers`` what is computed with a block of them.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 
-from compiled.records import Bytes, Counter, Int64s
+from compiled.records import Bytes, Counter, Int64s, Within
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Kernel, releasing, threads_for
-from engine.kernels.formats import CHANNELS, GROUP
+from engine.kernels.formats import CHANNELS, GROUP, Format, Places
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
@@ -37,8 +38,8 @@ from engine.kernels.integers import (
     multiply_tile,
     store_int8,
 )
-from engine.kernels.packing import PackedGroups
-from engine.kernels.records import NOWHERE, Float32s, Floats, Formatted
+from engine.kernels.packing import PackedGroups, Weights
+from engine.kernels.records import NOWHERE, Floats
 from engine.kernels.routes import PLACE_INTS, SEGMENT_INTS, Routes
 
 
@@ -93,29 +94,70 @@ class Gate(NamedTuple):
     is_first: bool
 
 
-def _gating_of(rows: torch.Tensor, gate: Gate | None) -> tuple[torch.Tensor, int, int]:
-    """Returns ``rows``, ``activation`` and ``other`` as a kernel is told them. ``rows`` ``[num_rows,
-    num_features]``, or twice as many that ``gate`` halves."""
+class Rows(NamedTuple):
+    """``floats`` ``[num_rows, num_features]``, ``stride`` features apart. If there is an ``activation``
+    (0: none) they are the halves that it is for, the other halves are ``other`` features further, and
+    what is gated is written to ``gated`` ``[num_rows, num_features]``."""
+
+    floats: Floats
+    gated: Floats
+    num_rows: int
+    num_features: int
+    stride: int
+    activation: int
+    other: int
+
+
+def _rows_of(rows: torch.Tensor, gate: Gate | None) -> Rows:
+    """``rows`` ``[num_rows, num_features]``, or twice as many that ``gate`` halves."""
+    (num_rows, width), stride = rows.shape, rows.stride(0)
     if gate is None:
-        return rows, 0, 0
-    half, activation = rows.shape[1] // 2, v.ACTIVATIONS[gate.activation]
-    if gate.is_first:
-        return rows, activation, half
-    return rows[:, half:], activation, -half
+        return Rows(rows, rows, num_rows, width, stride, activation=0, other=0)
+    half, activation = width // 2, v.ACTIVATIONS[gate.activation]
+    gated, other = rows.new_empty(num_rows, half), half if gate.is_first else -half
+    floats = rows if gate.is_first else rows[:, half:]
+    return Rows(floats, gated, num_rows, half, stride, activation, other)
+
+
+class Form(NamedTuple):
+    """How rows are written to be multiplied: in ``size`` bytes each, ``num_units`` equal parts.
+    ``group``: features that share a scale in a row, 0: rows keep their floats; ``zero``: of the weights'
+    format; ``lift``: as ``integers`` has it, or 0; ``has_halves``: whether halves of groups are summed
+    apart."""
+
+    size: int
+    num_units: int
+    group: int
+    zero: int
+    lift: int
+    has_halves: bool
+
+
+@cache
+def _form_of(kind: Format, num_groups: int, keeps_inputs: bool) -> tuple[Format, Form]:
+    """Returns also the format that rows are multiplied with."""
+    group, size, num_units = GROUP, num_groups * (HEADER_BYTES + GROUP), num_groups
+    if keeps_inputs:
+        kind, group, size = kind._replace(inputs="float32"), 0, 4 * num_groups * GROUP
+    elif not kind.has_scales:
+        group, size, num_units = num_groups * GROUP, HEADER_BYTES + num_groups * GROUP, 1
+    lift = LIFT if kind.has_scales else 0
+    return kind, Form(size, num_units, group, kind.zero, lift, kind.num_parts == 2)
 
 
 _room_for_scales = v.room_for(2 * LANES)
 
 
 @njit
-def _quantize_row(a: Any, row: Any, record: Any, step: int) -> None:
+def _quantize_row(a: Arguments, row: Any, record: Any, step: int) -> None:
     """Writes the record of a row whose features are a multiple of 16, groups ``step`` bytes apart; a last
     group is filled with 0. Scales of sixteen groups are divided at once."""
-    scales, group = _room_for_scales(), features_of_a_scale(a.weights, a.group)
-    for start in range(0, a.num_features, LANES * group):
-        firsts = range(start, min(start + LANES * group, a.num_features), group)
+    scales, end = _room_for_scales(), a.rows.num_features
+    group = features_of_a_scale(a.weights.blocks, a.form.group)
+    for start in range(0, end, LANES * group):
+        firsts = range(start, min(start + LANES * group, end), group)
         for number, first in enumerate(firsts):
-            scales[number] = _largest(row, first, group, a.num_features)
+            scales[number] = _largest(row, first, group, end)
         # Of a pair with what is no number, the second is taken.
         scale = v.larger(v.splat(_SMALLEST_SCALE), v.load(scales, 0) / v.splat(_LARGEST))
         v.store(scales, 0, scale)
@@ -142,63 +184,54 @@ def _largest(row: Any, first: int, group: int, end: int) -> Any:
 
 
 @njit
-def _quantize_group(a: Any, row: Any, first: int, group: int, record: Any, by: Any) -> None:
+def _quantize_group(a: Arguments, row: Any, first: int, group: int, record: Any, by: Any) -> None:
     """Writes what a record has of a group but its scale."""
-    half, rest = 0, 0
+    half, rest, lift, zero = 0, 0, a.form.lift, a.form.zero
     for at in range(0, group, GROUP):
-        one, other = _pair(row, first + at, a.num_features)
+        one, other = _pair(row, first + at, a.rows.num_features)
         half += store_int8(record + (HEADER_BYTES + at), one * v.splat(by))
         rest += store_int8(record + (HEADER_BYTES + at + LANES), other * v.splat(by))
     v.float32s(record)[1] = half + rest
-    if a.has_halves:
-        v.int32s(record)[2] = a.lift - a.zero * half
-        v.int32s(record)[3] = a.lift - a.zero * rest
+    if a.form.has_halves:
+        v.int32s(record)[2] = lift - zero * half
+        v.int32s(record)[3] = lift - zero * rest
     else:
-        v.int32s(record)[2] = a.lift - a.zero * (half + rest)
+        v.int32s(record)[2] = lift - zero * (half + rest)
 
 
 @njit
-def _widen_row(a: Any, row: Any, record: Any, step: int) -> None:
-    """Writes the same row as float32."""
-    for first in range(0, a.num_features, GROUP):
+def _widen_row(end: int, row: Any, record: Any, step: int) -> None:
+    """Writes the same row, of ``end`` features, as float32."""
+    for first in range(0, end, GROUP):
         target = v.float32s(record)
         for at in range(0, GROUP, LANES):
-            is_there = first + at < a.num_features
+            is_there = first + at < end
             v.store(target, at, v.load(row, first + at) if is_there else v.splat(_ZERO))
         record = record + step
 
 
 @njit
-def _gated_or_plain(a: Any, row: int) -> Any:
-    """Returns where the row is that is to be quantised: in ``a.gated``, once it is gated, or where it
+def _gated_or_plain(rows: Rows, row: int) -> Any:
+    """Returns where the row is that is to be quantised: in ``gated``, once it is gated, or where it
     was."""
-    source = a.rows + row * a.row
-    if a.activation == 0:
+    source = rows.floats + row * rows.stride
+    if rows.activation == 0:
         return source
-    target, other = a.gated + row * a.num_features, source + a.other
-    for at in range(0, a.num_features, LANES):
-        value = v.activated(a.activation, v.load(source, at))
+    target, other = rows.gated + row * rows.num_features, source + rows.other
+    for at in range(0, rows.num_features, LANES):
+        value = v.activated(rows.activation, v.load(source, at))
         v.store(target, at, v.rounded(source, value) * v.load(other, at))
     return target
 
 
 class GateArguments(NamedTuple):
-    """``rows`` ``[num_rows, num_features]``, ``row`` features apart: the halves that ``activation`` is
-    for, with the other halves ``other`` features further; ``gated`` ``[num_rows, num_features]``."""
-
-    rows: Floats
-    gated: Floats
-    num_rows: int
-    num_features: int
-    row: int
-    activation: int
-    other: int
+    rows: Within[Rows]
     next_row: Counter = 0
 
 
 def _gate(a: GateArguments) -> None:
-    for row in v.shared(a.next_row, a.num_rows):
-        _gated_or_plain(a, row)
+    for row in v.shared(a.next_row, a.rows.num_rows):
+        _gated_or_plain(a.rows, row)
 
 
 gate_all = Kernel(_gate)
@@ -208,66 +241,39 @@ gate_all = Kernel(_gate)
 def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
     """``rows`` ``[num_rows, 2 * num_features]``, of a type in ``KINDS``; features a multiple of 16, which
     lie together. Returns ``[num_rows, num_features]``, of the same type."""
-    gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
-    first, activation, other = _gating_of(rows, how)
-    num_rows, num_features = gated.shape
-    arguments = GateArguments(
-        first, gated, num_rows, num_features, rows.stride(0), activation, other
-    )
-    gate_all.run(arguments, threads_for(rows.numel()))
-    return gated
+    told = _rows_of(rows, how)
+    gate_all.run(GateArguments(told), threads_for(rows.numel()))
+    return told.gated
 
 
 # --- products ---
 
 
-class Arguments(NamedTuple):
-    """Rows as ``GateArguments`` has them, or as they are: ``activation`` 0, ``gated`` unused;
-    ``records``: room for them as they are multiplied, of ``record`` bytes each, in tiles of about as many
-    rows: of each of the ``num_units`` units of a record those of a tile's rows lie together. ``weights``
-    ``[num_blocks, block]`` bytes, as ``PackedGroups`` has them; ``scales`` and ``bias`` (or NOWHERE): of
-    channels; ``output`` ``[num_rows, num_blocks * 32]``; ``group``: features that share a scale in a row,
-    0: rows keep their floats; ``zero``: of the weights' format; ``lift``: as ``integers`` has it, or 0;
-    ``has_halves``: whether halves of groups are summed apart; ``release`` as ``wait_until`` takes it. The
-    rest: of ``Places``.
+class Pairs(NamedTuple):
+    """Which rows each expert is multiplied with, as ``routes`` writes them, or NOWHERE: all rows with one
+    matrix. Every row has ``num_copies`` places, ``total`` in all."""
 
-    Weights of experts are ``num_blocks`` for each, one after another. Which rows each is multiplied with
-    say ``segments``, ``places`` and ``order`` as ``routes`` writes them, or NOWHERE: all rows with one
-    matrix. Every row has ``num_copies`` places; ``output`` has a row for each, ``total`` in all."""
-
-    rows: Floats
-    gated: Floats
-    output: Floats
-    records: Bytes
-    weights: Formatted
-    scales: Float32s
-    bias: Float32s
     segments: Int64s
     places: Int64s
     order: Int64s
-    num_rows: int
-    num_features: int
-    row: int
-    activation: int
-    other: int
     num_copies: int
     total: int
-    record: int
-    num_units: int
-    group: int
-    zero: int
-    lift: int
-    has_halves: bool
-    release: int
+
+
+class Arguments(NamedTuple):
+    """``records``: room for rows as they are multiplied, in tiles of about as many: of each unit those of
+    a tile's rows lie together. ``output`` ``[pairs.total, weights.num_blocks * 32]``; ``release`` as
+    ``wait_until`` takes it."""
+
+    rows: Within[Rows]
+    form: Within[Form]
+    weights: Within[Weights]
+    places: Within[Places]
+    pairs: Within[Pairs]
+    records: Bytes
+    output: Floats
     num_threads: int
-    num_blocks: int
-    block: int
-    num_groups: int
-    first_group: int
-    group_stride: int
-    first_outer: int
-    outer_stride: int
-    outer_shift: int
+    release: int
     next_row: Counter = 0
     num_done: Counter = 0
     next_run: Counter = 0
@@ -283,41 +289,42 @@ def _tiles(num_rows: int) -> int:
 def _place(a: Arguments, copy: int) -> tuple[Any, int]:
     """Returns where a record is, and the bytes from one unit of it to the next; no bytes: it is for no
     expert."""
-    at, first, end = copy, 0, a.num_rows
-    if not v.is_none(a.places):
-        place = a.places + PLACE_INTS * copy
+    at, first, end = copy, 0, a.rows.num_rows
+    if not v.is_none(a.pairs.places):
+        place = a.pairs.places + PLACE_INTS * copy
         at, first, end = place[0], place[1], place[2]
     if first == end:
         return a.records, 0
-    num_rows, unit = end - first, a.record // a.num_units
+    num_rows, unit = end - first, a.form.size // a.form.num_units
     tile = ((at - first + 1) * _tiles(num_rows) - 1) // num_rows
     begin, last = v.share_of(num_rows, _tiles(num_rows), tile)
-    here = (first + begin) * a.record + (at - first - begin) * unit
+    here = (first + begin) * a.form.size + (at - first - begin) * unit
     return a.records + here, (last - begin) * unit
 
 
 @njit
 def _write_records(a: Arguments) -> None:
     """All threads share the rows; none goes on before the last is done."""
-    unit = a.record // a.num_units
-    for row in v.shared(a.next_row, a.num_rows):
-        source = _gated_or_plain(a, row)
+    num_units, num_copies = a.form.num_units, a.pairs.num_copies
+    unit = a.form.size // num_units
+    for row in v.shared(a.next_row, a.rows.num_rows):
+        source = _gated_or_plain(a.rows, row)
         done, done_step = a.records, 0
-        for copy in range(row * a.num_copies, (row + 1) * a.num_copies):
+        for copy in range(row * num_copies, (row + 1) * num_copies):
             record, step = _place(a, copy)
             if step == 0:
                 continue
             if done_step != 0:
-                for number in range(a.num_units):
+                for number in range(num_units):
                     _copy(done + number * done_step, record + number * step, unit)
-            elif a.group == 0:
-                _widen_row(a, source, record, step)
+            elif a.form.group == 0:
+                _widen_row(a.rows.num_features, source, record, step)
             else:
                 _quantize_row(a, source, record, step)
             done, done_step = record, step
         v.fetch_add(a.num_done, 1)
     # Every row that is not done is in the hands of a thread that runs.
-    v.wait_until(a.num_done, a.num_rows, a.release)
+    v.wait_until(a.num_done, a.rows.num_rows, a.release)
 
 
 @njit
@@ -330,15 +337,15 @@ def _copy(source: Any, target: Any, count: int) -> None:
 @njit
 def _segment(a: Arguments, number: int) -> tuple[int, int, int]:
     """Returns the first block of an expert, and the rows that it is multiplied with."""
-    if v.is_none(a.segments):
-        return 0, 0, a.total
-    segment = a.segments + (1 + SEGMENT_INTS * number)
-    return segment[0] * a.num_blocks, segment[1], segment[2]
+    if v.is_none(a.pairs.segments):
+        return 0, 0, a.pairs.total
+    segment = a.pairs.segments + (1 + SEGMENT_INTS * number)
+    return segment[0] * a.weights.num_blocks, segment[1], segment[2]
 
 
 @njit
 def _num_segments(a: Arguments) -> int:
-    return 1 if v.is_none(a.segments) else a.segments[0]
+    return 1 if v.is_none(a.pairs.segments) else a.pairs.segments[0]
 
 
 @njit
@@ -346,13 +353,13 @@ def _write(a: Arguments, block: int, column: int, first: int, end: int, totals: 
     """Totals of a block of channels, the ``column``-th of its expert, of some rows, to where they
     belong."""
     for row in range(first, end):
-        which = row if v.is_none(a.order) else a.order[row]
-        output = a.output + (which * a.num_blocks + column) * CHANNELS
+        which = row if v.is_none(a.pairs.order) else a.pairs.order[row]
+        output = a.output + (which * a.weights.num_blocks + column) * CHANNELS
         for at in range(0, CHANNELS, LANES):
             channel = block * CHANNELS + at
-            value = v.load(totals, at) * v.load(a.scales, channel)
-            if not v.is_none(a.bias):
-                value = value + v.load(a.bias, channel)
+            value = v.load(totals, at) * v.load(a.weights.scales, channel)
+            if not v.is_none(a.weights.bias):
+                value = value + v.load(a.weights.bias, channel)
             v.store(output, at, value)
         totals = totals + CHANNELS
 
@@ -364,29 +371,32 @@ _ITEMS_PER_THREAD = 4
 @njit
 def _num_parts(a: Arguments) -> int:
     """Returns into how many parts the tiles of a segment are divided."""
-    if not v.is_none(a.segments):
+    if not v.is_none(a.pairs.segments):
         return 1
-    wanted = (_ITEMS_PER_THREAD * a.num_threads + a.num_blocks - 1) // a.num_blocks
-    return max(1, min(wanted, _tiles(a.total)))
+    num_blocks = a.weights.num_blocks
+    wanted = (_ITEMS_PER_THREAD * a.num_threads + num_blocks - 1) // num_blocks
+    return max(1, min(wanted, _tiles(a.pairs.total)))
 
 
 @njit
-def _ahead(a: Arguments, block: int, next_block: int, left: int, halving: int) -> Any:
+def _ahead(weights: Weights, block: int, next_block: int, left: int, halving: int) -> Any:
     """Returns what is fetched while a tile is multiplied after which so many are left: the block that is
     multiplied next, half of it by each of the last two; those before fetch what is there already."""
+    size = weights.block_bytes
     if left >= 2:
-        return a.weights + block * a.block
-    return a.weights + next_block * a.block + (halving - left) * (a.block >> halving)
+        return weights.blocks + block * size
+    return weights.blocks + next_block * size + (halving - left) * (size >> halving)
 
 
 @njit
 def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, totals: Any) -> None:
     """A part of a segment's tiles, of about as many rows each, with a block of channels. Items are the
     blocks of one part after another."""
-    column, which = item % a.num_blocks, item // a.num_blocks
+    weights, num_blocks = a.weights, a.weights.num_blocks
+    column, which = item % num_blocks, item // num_blocks
     begin, first_row, last_row = _segment(a, which // num_parts)
-    next_begin = _segment(a, next_item // a.num_blocks // num_parts)[0]
-    block, next_block = begin + column, next_begin + next_item % a.num_blocks
+    next_begin = _segment(a, next_item // num_blocks // num_parts)[0]
+    block, next_block = begin + column, next_begin + next_item % num_blocks
     num_rows = last_row - first_row
     num_tiles = _tiles(num_rows)
     tiles = v.share_of(num_tiles, num_parts, which % num_parts)
@@ -394,12 +404,9 @@ def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, tota
     for tile in range(tiles[0], tiles[1]):
         first, end = v.share_of(num_rows, num_tiles, tile)
         first, end = first_row + first, first_row + end
-        multiply_tile(
-            a.weights + block * a.block, end - first, a.records + first * a.record, a.record,
-            a.num_groups, a.first_group, a.group_stride, a.first_outer, a.outer_stride,
-            a.outer_shift, totals, _ahead(a, block, next_block, tiles[1] - 1 - tile, halving),
-            halving,
-        )  # fmt: skip
+        here, rows = weights.blocks + block * weights.block_bytes, a.records + first * a.form.size
+        ahead = _ahead(weights, block, next_block, tiles[1] - 1 - tile, halving)
+        multiply_tile(here, a.places, end - first, rows, a.form.size, totals, ahead, halving)
         _write(a, block, column, first, end, totals)
 
 
@@ -410,7 +417,7 @@ def _multiply(a: Arguments) -> None:
     totals = _room_for_totals()
     _write_records(a)
     num_parts = _num_parts(a)
-    num_items = _num_segments(a) * num_parts * a.num_blocks
+    num_items = _num_segments(a) * num_parts * a.weights.num_blocks
     for first, end in v.shared_runs(a.next_run, num_items, a.num_threads):
         for item in range(first, end):
             _multiply_item(a, item, min(item + 1, end - 1), num_parts, totals)
@@ -432,39 +439,29 @@ def product(
     ``KINDS``. Returns ``[num_rows, out_features]``. ``keeps_inputs``: rows are not rounded to 8 bits.
     ``routes``: of rows, or of their pairs, to the experts whose weights are ``packed``; the result has a
     row for each pair: ``[num_pairs, out_features]``, those of one expert."""
-    rows = _readable(rows, gate)
-    num_rows, num_features = len(rows), rows.shape[1] // (2 if gate else 1)
-    first, activation, other = _gating_of(rows, gate)
-    gated = rows.new_empty(num_rows, num_features) if gate else rows
-    kind, group, record, num_units = _record_of(packed, keeps_inputs)
-    total = num_rows if routes is None else routes.num_pairs
-    num_blocks = packed.num_blocks // packed.num_experts
-    records = torch.empty(total * record, dtype=torch.uint8)
-    output = torch.empty((total, num_blocks * CHANNELS), dtype=dtype)
-    where = (NOWHERE,) * 3 if routes is None else (routes.segments, routes.places, routes.order)
-    num_threads = torch.get_num_threads()
+    told_rows = _rows_of(_readable(rows, gate), gate)
+    num_rows = told_rows.num_rows
+    if routes is None:
+        pairs = Pairs(NOWHERE, NOWHERE, NOWHERE, num_copies=1, total=num_rows)
+    else:
+        num_copies = routes.num_pairs // max(num_rows, 1)
+        pairs = Pairs(routes.segments, routes.places, routes.order, num_copies, routes.num_pairs)
+    kind, form = _form_of(packed.format, packed.places.num_groups, keeps_inputs)
+    width, num_threads = packed.weights.num_blocks * CHANNELS, torch.get_num_threads()
     told = Arguments(
-        first, gated, output, records, packed.blocks, packed.scales,
-        NOWHERE if packed.bias is None else packed.bias, *where,
-        num_rows, num_features, rows.stride(0), activation, other, total // max(num_rows, 1), total,
-        record, num_units,
-        group, kind.zero, LIFT if kind.has_scales else 0, kind.num_parts == 2, releasing(), num_threads,
-        num_blocks, packed.blocks.shape[1], *packed.places,
-    )  # fmt: skip
+        rows=told_rows,
+        form=form,
+        weights=packed.weights,
+        places=packed.places,
+        pairs=pairs,
+        records=torch.empty(pairs.total * form.size, dtype=torch.uint8),
+        output=torch.empty((pairs.total, width), dtype=dtype),
+        num_threads=num_threads,
+        release=releasing(),
+    )
     multiply.run(told, num_threads, kind)
-    width = packed.out_features
-    return output if output.shape[1] == width else output[:, :width]
-
-
-def _record_of(packed: PackedGroups, keeps_inputs: bool) -> tuple[Any, int, int, int]:
-    """Returns the format that rows are multiplied with, features of theirs that share a scale (0: they
-    keep their floats), the bytes of a row's record, and in how many units it is divided."""
-    num_groups = packed.places.num_groups
-    if keeps_inputs:
-        return packed.format._replace(inputs="float32"), 0, 4 * num_groups * GROUP, num_groups
-    if packed.format.has_scales:
-        return packed.format, GROUP, num_groups * (HEADER_BYTES + GROUP), num_groups
-    return packed.format, num_groups * GROUP, HEADER_BYTES + num_groups * GROUP, 1
+    output, num_features = told.output, packed.out_features
+    return output if width == num_features else output[:, :num_features]
 
 
 def _readable(rows: torch.Tensor, gate: Gate | None) -> torch.Tensor:

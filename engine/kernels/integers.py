@@ -8,7 +8,6 @@ made floats on the way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -16,7 +15,7 @@ from numba.core import cgutils
 
 from engine.kernels import LANES
 from engine.kernels import instructions as asm
-from engine.kernels.formats import CHANNELS, FOURS, GROUP, Format, GroupReader, Weighing
+from engine.kernels.formats import CHANNELS, FOURS, GROUP, Format, GroupReader, Places, Weighing
 
 HEADER_BYTES = 16
 """The bytes of a group in a record before its values: its scale and the sum of its values (float32), and
@@ -247,15 +246,21 @@ class IntegerTile(asm.Tile):
 
 
 class Walk:
-    """The groups of a block, one after another: where the codes and scales of each are. ``places``: the
-    five numbers of ``packing.Places`` but for the first."""
+    """The ``num_groups`` groups of a block, one after another: where the codes and scales of each are, as
+    what is at ``places`` says. Meanwhile what is at ``ahead`` is fetched, or half of it."""
 
-    def __init__(self, builder: Any, kind: Format, weights: Any, places: Sequence[Any]) -> None:
+    def __init__(
+        self, builder: Any, kind: Format, weights: Any, places: Any, ahead: Any, halving: Any
+    ) -> None:
         self._builder, self._kind, self._weights = builder, kind, weights
+        self._ahead, self._halving = ahead, halving
         (
-            self._first_group, self._group_stride,
+            self.num_groups, self._first_group, self._group_stride,
             self._first_outer, self._outer_stride, self._outer_shift,
-        ) = places  # fmt: skip
+        ) = (
+            asm.read(builder, asm.plus(builder, places, 8 * at), ir.IntType(64), 8)
+            for at in range(len(Places._fields))
+        )  # fmt: skip
 
     def group(self, index: Any) -> tuple[Any, GroupReader]:
         """Returns where its codes are, and what reads it."""
@@ -266,8 +271,8 @@ class Walk:
         outer = builder.add(self._first_outer, builder.mul(which, self._outer_stride))
         return here, GroupReader(builder, self._kind, here, builder.add(self._weights, outer))
 
-    def fetch(self, here: Any, fours: range, ahead: Any, halving: Any) -> None:
-        """Fetches as much of what is at ``ahead`` as some fours of features take here, or half of it."""
+    def fetch(self, here: Any, fours: range) -> None:
+        """Fetches as much as some fours of features take here."""
         builder = self._builder
         per_four = self._kind.code_bytes // FOURS
         starts = list(range(fours.start * per_four, fours.stop * per_four, _LINE))
@@ -275,8 +280,8 @@ class Walk:
             starts.append(self._kind.code_bytes)
         for start in starts:
             at = asm.plus(builder, here, start)
-            distance = builder.lshr(builder.sub(at, self._weights), halving)
-            asm.fetch(builder, builder.add(ahead, distance))
+            distance = builder.lshr(builder.sub(at, self._weights), self._halving)
+            asm.fetch(builder, builder.add(self._ahead, distance))
 
 
 class PartWeighing(NamedTuple):
@@ -304,16 +309,15 @@ def weighed(builder: Any, reader: GroupReader, part: int) -> PartWeighing:
 
 def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
     def emit(
-        builder: Any, weights: Any, rows: Any, stride: Any, num_groups: Any, *values: Any
+        builder: Any, weights: Any, places: Any, rows: Any, stride: Any, target: Any, *fetched: Any
     ) -> None:
-        *places, target, ahead, halving = values
-        walk = Walk(builder, kind, weights, places)
+        walk = Walk(builder, kind, weights, places, *fetched)
         tile = IntegerTile(builder, num_rows)
         starts, totals = tile.rows(rows, stride), tile.sums(asm.constant(0.0))
         if not kind.has_scales:
             tile.begin(starts, 0, (0, 1))
         for halves in _passes(kind, num_rows):
-            with cgutils.for_range(builder, num_groups) as loop:
+            with cgutils.for_range(builder, walk.num_groups) as loop:
                 here, reader = walk.group(loop.index)
                 if kind.has_scales:
                     headers = tile.group(rows, loop.index, HEADER_BYTES + GROUP)
@@ -326,7 +330,7 @@ def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
                         tile.begin(headers, part, halves)
                     for fours in _steps(kind, part):
                         if halves[0] == 0:
-                            walk.fetch(here, fours, ahead, halving)
+                            walk.fetch(here, fours)
                         codes = [reader.codes(four) for four in fours]
                         tile.add_fours(inputs, codes, 4 * fours.start, halves)
                     if kind.has_scales:
@@ -371,19 +375,18 @@ def _float_weight(
 
 def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
     def emit(
-        builder: Any, weights: Any, rows: Any, stride: Any, num_groups: Any, *values: Any
+        builder: Any, weights: Any, places: Any, rows: Any, stride: Any, target: Any, *fetched: Any
     ) -> None:
         del stride  # groups have a stride of their own
-        *places, target, ahead, halving = values
-        walk = Walk(builder, kind, weights, places)
+        walk = Walk(builder, kind, weights, places, *fetched)
         tile = _FloatTile(builder, num_rows)
         none = [[asm.constant(1.0)] * 2]
-        with cgutils.for_range(builder, num_groups) as loop:
+        with cgutils.for_range(builder, walk.num_groups) as loop:
             here, reader = walk.group(loop.index)
             inputs = tile.group(rows, loop.index, 4 * GROUP)
             weighing = reader.weighing() if kind.has_scales else Weighing(none, None, None)
             for four in range(FOURS):
-                walk.fetch(here, range(four, four + 1), ahead, halving)
+                walk.fetch(here, range(four, four + 1))
                 columns = reader.codes(four)
                 scales = weighing.scales[four * len(weighing.scales) // FOURS]
                 for which in range(4):
@@ -403,15 +406,15 @@ def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
 def _multiplying_of(kind: Format) -> asm.Emit:
     emit_for = _multiply_integers if kind.inputs == "int8" else _multiply_floats
 
-    def emit(builder: Any, weights: Any, num_rows: Any, *values: Any) -> None:
-        asm.by_rows(lambda count: emit_for(kind, count), builder, num_rows, weights, *values)
+    def emit(builder: Any, weights: Any, places: Any, num_rows: Any, *values: Any) -> None:
+        asm.by_rows(lambda each: emit_for(kind, each), builder, num_rows, weights, places, *values)
 
     return emit
 
 
-multiply_tile = asm.operation("int " * 13 + "-> none", asm.ByFormat(_multiplying_of))
-"""(a block of packed weights, number of rows, rows, bytes from one to the next, the five numbers of
-``packing.Places`` but for the first, target, ahead, halving). Rows are records as in ``grouped_product``,
-or float32; target ``[rows, CHANNELS]`` float32. Meanwhile as many bytes as there are of weights, or with
-a ``halving`` of 1 half as many, are fetched from ``ahead`` on, a line at a time: all at once they would
-be in the way of what is read now."""
+multiply_tile = asm.operation("int " * 8 + "-> none", asm.ByFormat(_multiplying_of))
+"""``multiply_tile(weights, places, num_rows, rows, stride, target, ahead, halving)`` multiplies a block
+of packed weights, which lie in it as ``places`` say, with rows ``stride`` bytes apart: written as
+``grouped_product`` has it, or float32; ``target`` ``[num_rows, CHANNELS]`` float32. Meanwhile as many
+bytes as there are of weights, or with a ``halving`` of 1 half as many, are fetched from ``ahead`` on, a
+line at a time: all at once they would be in the way of what is read now."""

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels import LANES
-from engine.kernels.formats import CHANNELS, FOURS, GROUP, Format, Offset
+from engine.kernels.formats import CHANNELS, FOURS, GROUP, Format, Offset, Places
 from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
+from engine.kernels.records import NOWHERE, Float32s, Formatted
 
 _FORMATS_BITS = (4, 5, 6, 8)
 _LARGEST_EXPONENT = 14
@@ -20,26 +21,22 @@ _NUMBERS = {"minima": torch.uint8, "none": torch.int8}
 """Types of the whole numbers that multiply scales, with and without minima."""
 
 
-class Places(NamedTuple):
-    """Where groups and scales lie in a block, in bytes from its begin. Of a group with the number ``n``
-    the scales are those with the number ``n >> outer_shift``."""
+class Weights(NamedTuple):
+    """What ``PackedGroups`` have in ``blocks``, ``block_bytes`` each, ``scales`` and ``bias`` (or
+    NOWHERE). Those of experts are ``num_blocks`` for each, one after another."""
 
-    num_groups: int
-    first_group: int
-    group_stride: int
-    first_outer: int
-    outer_stride: int
-    outer_shift: int
-
-    @property
-    def block_bytes(self) -> int:
-        return self.first_group + self.num_groups * self.group_stride
+    blocks: Formatted
+    scales: Float32s
+    bias: Float32s
+    num_blocks: int
+    block_bytes: int
 
 
 class PackedGroups:
     """Weights ``[out_features, in_features]`` packed for CPUs, of one matrix or of each of
     ``num_experts``. ``blocks``: ``[num_blocks, bytes]`` uint8, an expert's together; ``scales``: of
-    channels, float32, and ``bias`` likewise, or None: both ``[num_blocks * 32]``."""
+    channels, float32, and ``bias`` likewise, or None: both ``[num_blocks * 32]``. ``weights``: the same
+    as kernels are told it."""
 
     rounds_inputs = True
     """Whether inputs may be rounded to 8 bits."""
@@ -57,7 +54,9 @@ class PackedGroups:
         self.format, self.places, self.num_experts = kind, places, num_experts
         self.out_features, self.in_features = sizes
         self.blocks, self.scales, self.bias = blocks, scales, bias
-        self.num_blocks = len(blocks)
+        own_blocks = len(blocks) // num_experts
+        told_bias = NOWHERE if bias is None else bias
+        self.weights = Weights(blocks, scales, told_bias, own_blocks, blocks.shape[1])
 
     @property
     def form(self) -> tuple[object, ...]:

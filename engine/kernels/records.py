@@ -1,21 +1,22 @@
 """Arguments of kernels: records (``compiled.records``) that Python makes of tensors and numbers.
 
-A kernel declares its arguments once, as a ``NamedTuple`` of annotations; compiled code finds a tensor as
-the address of its first element.
+A kernel declares its arguments once, as a ``NamedTuple`` of annotations, of which the first may be other
+records that lie ``Within``; compiled code finds a tensor as the address of its first element.
 """
 
 from __future__ import annotations
 
 from array import array
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from struct import Struct
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import torch
 from numba import types
 
-from compiled.records import Counter, Pointer, places_of, record_of
+from compiled.records import Counter, Pointer, places_of, record_of, words_of
 
 
 def elements(element: Any) -> Pointer:
@@ -35,16 +36,18 @@ of what is ``Formatted``."""
 
 
 class Layout:
-    """How arguments that ``declaration`` declares lie in memory: tensors, then numbers, of 8 bytes each.
-    Raises a TypeError for a declaration in another order: what a launch takes is what C takes."""
+    """How arguments that ``declaration`` declares lie in memory. Raises a TypeError unless records within
+    come before other fields and have none within themselves."""
 
     def __init__(self, declaration: Any) -> None:
         self._declaration, self.places = declaration, places_of(declaration)
-        hints = get_type_hints(declaration, include_extras=True)
-        are_numbers = [hint in (int, bool, float, Counter) for hint in hints.values()]
-        if are_numbers != sorted(are_numbers):
-            raise TypeError(f"{declaration.__qualname__} has a tensor after a number")
-        self._num_tensors = are_numbers.count(False)
+        hints = words_of(declaration)
+        depths = [name.count(".") for name in hints]
+        if depths != sorted(depths, reverse=True) or max(depths) > 1:
+            raise TypeError(f"{declaration.__qualname__} has a record within that is not in front")
+        self._num_inner = len(declaration._fields) - depths.count(0)
+        numbers = (int, bool, float, Counter)
+        self._tensors = [place for place, hint in enumerate(hints.values()) if hint not in numbers]
         self._struct = Struct("".join("d" if hint is float else "q" for hint in hints.values()))
         self.floats = [name for name, hint in hints.items() if hint == Floats]
         self._formatted = [name for name, hint in hints.items() if hint == Formatted]
@@ -58,14 +61,15 @@ class Layout:
         return record_of(self._declaration, **dict(zip(names, map(elements, each), strict=False)))
 
     def pack(self, arguments: Any) -> tuple[array[int], Dtypes]:
-        """Returns ``arguments`` as compiled code reads them, in an int64 for each field, and the types
+        """Returns ``arguments`` as compiled code reads them, in an int64 for each word, and the types
         that code is compiled for."""
-        tensors, numbers = arguments[: self._num_tensors], arguments[self._num_tensors :]
-        told = self._struct.pack(*map(_address_of, tensors), *numbers)
-        return array("q", told), self._dtypes(arguments)
+        inner = self._num_inner
+        told = [*chain.from_iterable(arguments[:inner]), *arguments[inner:]]
+        for place in self._tensors:
+            told[place] = told[place].data_ptr()
+        return array("q", self._struct.pack(*told)), self._dtypes(arguments)
 
 
-_address_of = torch.Tensor.data_ptr
 NOWHERE = torch.empty(0)
 """Stands for no tensor: compiled code finds it to be at no address."""
 layout_of: Any = cache(Layout)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
-from compiled.records import Counter, Float64s, Int64s
+from compiled.records import Counter, Float64s, Int64s, Within
 from engine.kernels import KINDS, LANES, compiled, grouped_product, sequence
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Kernel
@@ -85,13 +86,56 @@ def test_fields_are_read_by_name_for_tensors_of_any_type(
     assert torch.equal(target[LANES:], (rows[3:19].float() * 0.75).to(output))
 
 
-def test_a_declaration_begins_with_its_tensors() -> None:
-    class Mixed(NamedTuple):
-        count: int
-        rows: Floats
+class Part(NamedTuple):
+    first: int
+    floats: Floats
+    calls: Counter = 2
 
-    with pytest.raises(TypeError, match="tensor after a number"):
-        layout_of(Mixed)
+
+class Whole(NamedTuple):
+    one: Within[Part]
+    other: Within[Part]
+    total: Int64s
+    scale: float
+
+
+def read_part(part: Part, scale: float) -> int:
+    """Scales sixteen floats in place; returns how often it was called before."""
+    floats = part.floats + part.first
+    v.store(floats, 0, v.load(floats, 0) * v.splat(np.float32(scale)))
+    return v.fetch_add(part.calls, 1)
+
+
+_read_part = njit(read_part)
+
+
+def read_parts(a: Whole) -> None:
+    for _ in range(3):
+        a.total[0] += _read_part(a.one, a.scale)
+    a.total[0] += 10 * _read_part(a.other, a.scale)
+
+
+def test_records_within_have_fields_and_tensors_of_their_own() -> None:
+    one, other, total = torch.ones(20), torch.ones(20).half(), torch.zeros(1, dtype=torch.int64)
+    Kernel(read_parts).run(Whole(Part(4, one), Part(1, other, 5), total, 0.5))
+    assert one.tolist() == [1.0] * 4 + [0.125] * 16
+    assert other.tolist() == [1.0] + [0.5] * 16 + [1.0] * 3
+    assert int(total) == 2 + 3 + 4 + 10 * 5
+    places = layout_of(Whole).places
+    assert (places["other.calls"], places["scale"]) == (5, 7)
+
+
+def test_records_within_are_in_front_and_have_none() -> None:
+    class Behind(NamedTuple):
+        count: int
+        part: Within[Part]
+
+    class Twice(NamedTuple):
+        whole: Within[Whole]
+
+    for declaration in (Behind, Twice):
+        with pytest.raises(TypeError, match="not in front"):
+            layout_of(declaration)
 
 
 class Spinning(NamedTuple):
