@@ -1,4 +1,4 @@
-"""What compiled loops are told: numbers, where numbers lie, and records of named fields.
+"""Compiled loops are told numbers, where numbers lie, and records of named fields.
 
 Records are declared once, as a class of annotations, and lie in memory as 8 bytes for each field: a
 number, or the address of what lies elsewhere: numbers (``Int64s`` and the like), another record (its

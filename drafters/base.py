@@ -376,7 +376,7 @@ class Drafter:
     """The most tokens of a cached prefix that the engine computes again where ``num_usable_tokens`` says
     so. Of a request with more it takes the whole prefix, and the drafter has to do without."""
     weighed_seconds: float = 0.0
-    """What of its last call it has weighed by itself against what the engine writes meanwhile."""
+    """The part of its last call that it weighed itself against what the engine writes meanwhile."""
     fetches_hidden: bool = False
     """It calls ``fetch_hidden`` in a draft for which it reads hidden states; else it is given those
     before each draft."""

@@ -45,7 +45,7 @@ MAX_FAILED_STEPS = 5
 _LEAST_MASK_SECONDS = 0.005
 _LEAST_SHARE = 0.0002
 _GROWTH = 1.05
-"""Of the time for masks from step to step: one slow forward says little of the next."""
+"""The time for masks grows by at most this factor a step: one slow forward says little of the next."""
 _FATAL = (MemoryError, torch.AcceleratorError, RanksError)
 """The process's memory, the device's state or another rank is gone: every later step would break as well.
 A device or an allocator that has no room for one step's tensors (``OutOfMemoryError``, ``RuntimeError``)

@@ -22,8 +22,8 @@ _NUMBERS = {"minima": torch.uint8, "none": torch.int8}
 
 
 class Weights(NamedTuple):
-    """What ``PackedGroups`` have in ``blocks``, ``block_bytes`` each, ``scales`` and ``bias`` (or
-    NOWHERE). Those of experts are ``num_blocks`` for each, one after another."""
+    """The ``blocks``, of ``block_bytes`` each, ``scales`` and ``bias`` (or NOWHERE) of ``PackedGroups``.
+    Those of experts are ``num_blocks`` for each, one after another."""
 
     blocks: Formatted
     scales: Float32s

@@ -63,8 +63,9 @@ class Layout:
     def pack(self, arguments: Any) -> tuple[array[int], Dtypes]:
         """Returns ``arguments`` as compiled code reads them, in an int64 for each word, and the types
         that code is compiled for."""
-        inner = self._num_inner
-        told = [*chain.from_iterable(arguments[:inner]), *arguments[inner:]]
+        told = [*arguments]
+        if inner := self._num_inner:
+            told = [*chain.from_iterable(told[:inner]), *told[inner:]]
         for place in self._tensors:
             told[place] = told[place].data_ptr()
         return array("q", self._struct.pack(*told)), self._dtypes(arguments)

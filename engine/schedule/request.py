@@ -33,9 +33,9 @@ class Request:
     sampling: SamplingState
     arrival_order: int = 0
     adapter: Any = None
-    """What its rows have (``engine.model.adapted.Adapter``)."""
+    """The adapter of its rows (``engine.model.adapted.Adapter``), if they have one."""
     drafting: Any = None
-    """What its drafter's part in it is (``engine.speculation.drafting.Drafting``), if it has one."""
+    """Its drafter's part in it (``engine.speculation.drafting.Drafting``), if it has one."""
     stats: RequestStats = field(init=False)
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
