@@ -70,7 +70,7 @@ def inner_of(hint: Any) -> Any:
 
 def words_of(declaration: type, before: str = "") -> dict[str, Any]:
     """Returns how each 8 bytes are annotated, by names: as ``outer.inner`` for what lies within."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, hint in get_type_hints(declaration, include_extras=True).items():
         inner = inner_of(hint)
         found |= words_of(inner, f"{before}{name}.") if inner else {before + name: hint}
