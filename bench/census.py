@@ -335,7 +335,7 @@ def page(findings: Sequence[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_OWN = re.compile(r"^\w*(?:Model|LM):? |^\w+ (?=has layers)")
+_OF_A_TYPE = re.compile(r"^\w*(?:Model|LM):? |^\w+ (?=has layers)")
 _FIGURE = re.compile(r" by ([\d.]+) of their spread")
 
 
@@ -344,7 +344,7 @@ def _common(reason: str) -> tuple[str, str]:
     if reason.startswith("no tiny model"):
         return "transformers makes no tiny model of it, so it was not tried", ""
     figure = _FIGURE.search(reason)
-    common = _FIGURE.sub(" by the given share of their spread", _OWN.sub("", reason))
+    common = _FIGURE.sub(" by the given share of their spread", _OF_A_TYPE.sub("", reason))
     common = common.partition(";")[0]
     return common, f" ({figure[1]})" if figure else ""
 
