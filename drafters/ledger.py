@@ -39,8 +39,10 @@ _TRIAL_SHARE = 0.01
 """Trials cost no more than this part of what is written."""
 _MOST_SURPRISE = 8.0
 """Times what a trial was expected to take that the last one is believed to have taken."""
-_DEAR = 2.0
-"""Times a call's price that a trial takes, from which requests join one after the other."""
+_STAY = 32
+"""Steps over which what a request has missed is paid for."""
+_CHEAP = 1.0
+"""Tokens' time that requests which join in one step may take besides."""
 _MOST_QUIET = 32
 """Steps in which no request is asked before the ledger looks again."""
 
@@ -139,6 +141,7 @@ class Ledger:
         """Returns the indices of the requests to ask in one batch: those that do not weigh cost, and of
         the others, the most promising first, the number with the largest gain for the batch as a whole.
         """
+        hopes = self._with_joining(hopes)
         order = sorted(range(len(hopes)), key=lambda at: self._place(hopes[at]))
         first = sum(not each.tokens_per_second for each in hopes)
         rate = max((each.tokens_per_second for each in hopes), default=0.0)
@@ -155,13 +158,30 @@ class Ledger:
             self._rest(len(hopes))
         return sorted(chosen)
 
+    def _with_joining(self, hopes: Sequence[Hope]) -> Sequence[Hope]:
+        """Returns ``hopes`` less a part of what it takes to join, for requests that have rested."""
+        trial = self._one_trial
+        if not trial or not any(each.has_rested for each in hopes):
+            return hopes
+        return [
+            each._replace(gain=each.gain - each.tokens_per_second * trial / _STAY)
+            if each.has_rested
+            else each
+            for each in hopes
+        ]
+
+    @property
+    def _one_trial(self) -> float:
+        """The seconds of a trial of one request; 0: none was timed."""
+        return max(self._trial_times.expect(1), self._trial_seconds)
+
     def _join(self, hopes: Sequence[Hope], worthy: list[int], num_free: int) -> list[int]:
         """Returns the part of ``worthy`` that is asked in this step: of requests that have rested, as
-        many as were asked in the last step. The first ``num_free`` weigh no cost and are always asked."""
+        many as were asked in the last step, or as take little time. The first ``num_free`` weigh no cost
+        and are always asked."""
         self.pays = bool(worthy)
-        most = max(1, self._num_joined)
-        if 0.0 < self._trial_times.expect(1) <= _DEAR * self._seconds(1):
-            most = len(worthy)
+        each = max((hopes[at].tokens_per_second for at in worthy), default=0.0) * self._one_trial
+        most = max(1, self._num_joined, int(_CHEAP / each) if each else 0)
         rested = [at for at in worthy[num_free:] if hopes[at].has_rested]
         late = set(rested[most:])
         chosen = [at for at in worthy if at not in late]
@@ -195,8 +215,7 @@ class Ledger:
             self._num_left, self._num_missing = self._num_left - 1, 0.0
             return [at for at in left if hopes[at].request_id == self._trier]
         tried = left[self._num_trials % len(left)]
-        seconds = max(self._trial_times.expect(1), self._trial_seconds)
-        most = hopes[tried].tokens_per_second * seconds
+        most = hopes[tried].tokens_per_second * self._one_trial
         price = (max(price, most) + hopes[tried].rows) * self._num_trial_steps
         self._num_missing = price / _TRIAL_SHARE - self._num_written
         if self._num_missing > 0:

@@ -110,11 +110,11 @@ def test_of_a_batch_that_has_rested_a_trial_costs_a_part() -> None:
     assert 9 <= num_tried <= 11, "the part of one of eight is ten tokens' time"
 
 
-@pytest.mark.parametrize(("trial", "asked"), [(0.1, [1, 2, 4, 8]), (0.0015, [8, 8, 8, 8])])
+@pytest.mark.parametrize(("trial", "asked"), [(0.1, [1, 2, 4, 8]), (0.001, [8, 8, 8, 8])])
 def test_where_taking_in_a_text_is_dear_requests_join_by_doubling(
     trial: float, asked: list[int]
 ) -> None:
-    """A call takes a tenth of a token's time, a trial ten tokens' or one and a half times a call's."""
+    """A call takes a tenth of a token's time, a trial ten tokens' or no more than a call."""
     ledger = timed({1: 0.001})
     for _ in range(2):
         ledger.took(1, trial, has_rested=True)
@@ -124,6 +124,16 @@ def test_where_taking_in_a_text_is_dear_requests_join_by_doubling(
         rested = [each and at not in chosen for at, each in enumerate(rested)]
         found.append(len(chosen))
     assert found == asked
+
+
+def test_what_a_request_has_missed_is_paid_for_over_many_steps() -> None:
+    """Taking it in costs ten tokens' time, a call a tenth: who has rested has to gain 0.3 tokens more."""
+    ledger = timed({1: 0.001})
+    for _ in range(2):
+        ledger.took(1, 0.1, has_rested=True)
+    assert ledger.choose([Hope(0.2, RATE)]) == [0]
+    assert ledger.choose([Hope(0.2, RATE, has_rested=True)]) == []
+    assert ledger.choose([Hope(0.5, RATE, has_rested=True)]) == [0]
 
 
 def test_who_has_not_rested_is_asked_beside_one_that_joins() -> None:
