@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numba import njit
 
-from compiled.records import Bytes, Counter, Int64s
+from compiled.records import Bytes, Counter, Int64s, Within
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Kernel, threads_for
-from engine.kernels.formats import CHANNELS, GROUP
+from engine.kernels.formats import CHANNELS, GROUP, Places
 from engine.kernels.integers import half_at, multiply_add
 from engine.kernels.packing import PackedGroups
 from engine.kernels.records import NOWHERE, Float32s, Floats
@@ -26,6 +26,7 @@ class Arguments(NamedTuple):
     ``zero``, ``table`` (or NOWHERE), ``inner``, ``has_minima``, ``has_zeros`` and ``has_scales`` of their
     ``Format``."""
 
+    places: Within[Places]
     output: Floats
     ids: Int64s
     weights: Bytes
@@ -39,12 +40,6 @@ class Arguments(NamedTuple):
     has_zeros: bool
     has_scales: bool
     block: int
-    num_groups: int
-    first_group: int
-    group_stride: int
-    first_outer: int
-    outer_stride: int
-    outer_shift: int
     next_row: Counter = 0
 
 
@@ -89,22 +84,23 @@ _room_for_group = v.room_for(GROUP)
 
 
 def _look_up(a: Arguments) -> None:
-    room = _room_for_group()
+    room, places = _room_for_group(), a.places
     for row in v.shared(a.next_row, a.num_rows):
         token = a.ids[row]
         channel = token % CHANNELS
         block = a.weights + (token // CHANNELS) * a.block
         by = v.splat(a.scales[token])
-        for index in range(a.num_groups):
-            group = block + (a.first_group + index * a.group_stride)
-            outer = block + (a.first_outer + (index >> a.outer_shift) * a.outer_stride)
+        for index in range(places.num_groups):
+            group = block + (places.first_group + index * places.group_stride)
+            number = index >> places.outer_shift
+            outer = block + (places.first_outer + number * places.outer_stride)
             for feature in range(GROUP):
                 part = feature // a.inner if a.inner else 0
                 scale, least, zero = _steps(a, group, outer, channel, part)
                 code = _code(a, group, channel % LANES, channel // LANES, feature)
                 room[feature] = multiply_add(np.float32(code - zero), scale, least)
             for at in range(0, GROUP, LANES):
-                target = row * a.num_groups * GROUP + index * GROUP + at
+                target = row * places.num_groups * GROUP + index * GROUP + at
                 v.store(a.output, target, v.load(room, at) * by)
 
 
@@ -119,9 +115,9 @@ def look_up(packed: PackedGroups, ids: torch.Tensor, dtype: torch.dtype) -> torc
     output = torch.empty(len(flat), places.num_groups * GROUP, dtype=dtype)
     table = torch.tensor(kind.table, dtype=torch.uint8) if kind.table else NOWHERE
     told = Arguments(
-        output, flat, packed.blocks, table, packed.scales, len(flat), kind.bits, kind.zero, kind.inner,
-        kind.offset == "minima", kind.offset == "zeros", kind.has_scales,
-        packed.blocks.shape[1], *places,
+        places, output, flat, packed.blocks, table, packed.scales, len(flat), kind.bits, kind.zero,
+        kind.inner, kind.offset == "minima", kind.offset == "zeros", kind.has_scales,
+        packed.blocks.shape[1],
     )  # fmt: skip
     look_up_all.run(told, threads_for(output.numel()))
     return output[:, : packed.in_features].view(*ids.shape, packed.in_features)
