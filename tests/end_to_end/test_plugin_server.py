@@ -131,12 +131,12 @@ def test_a_clash_ends_the_start_before_a_model_is_loaded(
         f"[slipstream.drafters]\nngram = {MODULE}:make_drafter\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["serve", "no/such/model"]) == 2
+    assert main(["serve", "no/such/model", "--port", "0"]) == 2
     message = capsys.readouterr().err
     assert (
         "slipstream: drafter plugin of slipstream-phrase-book 0.1.0 (entry point ngram" in message
     )
     assert "a drafter of the core" in message
     # Turned off, it is no hindrance any more: the start goes on to the model, which is missing.
-    assert main(["serve", "no/such/model", "--drafter-plugins", "[]"]) == 2
+    assert main(["serve", "no/such/model", "--port", "0", "--drafter-plugins", "[]"]) == 2
     assert "plugin" not in capsys.readouterr().err

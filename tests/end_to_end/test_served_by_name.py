@@ -47,7 +47,17 @@ def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def refused(*arguments: str) -> str:
     """What the command says, which ends without having served."""
     done = subprocess.run(
-        [sys.executable, "-m", "slipstream.cli", "serve", *arguments, "--log-level", "error"],
+        [
+            sys.executable,
+            "-m",
+            "slipstream.cli",
+            "serve",
+            *arguments,
+            "--log-level",
+            "error",
+            "--port",
+            "0",
+        ],
         capture_output=True,
         text=True,
         timeout=HANG,
@@ -100,7 +110,7 @@ def test_refusals_are_a_line_each_and_fetch_nothing(
     pointed_at(monkeypatch, hub, tmp_path)
 
     def said(*arguments: str) -> str:
-        assert main(["serve", *arguments, "--log-level", "error"]) == 2
+        assert main(["serve", *arguments, "--log-level", "error", "--port", "0"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         return line
 

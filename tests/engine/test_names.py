@@ -89,7 +89,7 @@ def test_the_package_is_found_and_not_imported(with_smollm2: Path) -> None:
 def test_a_missing_package_is_named_with_the_way_to_get_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["serve", SMOLLM2, "--log-level", "error"]) == 2
+    assert main(["serve", SMOLLM2, "--log-level", "error", "--port", "0"]) == 2
     assert capsys.readouterr().err == f"slipstream: {SMOLLM2} is not installed here: {INSTALL}\n"
 
 

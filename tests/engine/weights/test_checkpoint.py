@@ -144,7 +144,10 @@ def test_the_server_says_in_one_line_which_folder_and_what_is_wrong(
 ) -> None:
     spoil_folder, fault = FAULTS[name]
     spoil_folder(folder)
-    assert main(["serve", str(folder), "--no-engine-process", "--log-level", "error"]) == 2
+    assert (
+        main(["serve", str(folder), "--no-engine-process", "--log-level", "error", "--port", "0"])
+        == 2
+    )
     said = capsys.readouterr().err
     assert said.startswith(f"slipstream: cannot load '{folder}': ")
     assert said.count("\n") == 1

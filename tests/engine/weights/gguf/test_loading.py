@@ -427,7 +427,9 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(
     cut.write_bytes(written.read_bytes()[: parts_of(written)[part] + further])
     said = refused_by_both(cut)
     assert "the file ends in its " in said or "it is cut or damaged" in said
-    assert main(["serve", str(cut), "--no-engine-process", "--log-level", "error"]) == 2
+    assert (
+        main(["serve", str(cut), "--no-engine-process", "--log-level", "error", "--port", "0"]) == 2
+    )
     assert capfd.readouterr().err == f"slipstream: {said}\n"
 
 
