@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -167,6 +167,20 @@ class Run:
         )
 
 
+Steps = Generator[float, None, Run]
+"""A run that pauses after each step, of which it gives the seconds."""
+
+
+def whole(steps: Steps) -> Run:
+    """Goes through a run without pauses."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            run: Run = end.value
+            return run
+
+
 class ContenderFailedError(Exception):
     """Why a contender cannot go on; the others can."""
 
@@ -321,24 +335,29 @@ class EngineContender:
         return None
 
     def run(self, job: Job) -> Run:
+        return whole(self._run(job))
+
+    def _run(self, job: Job) -> Steps:
         self._num_runs += 1
         if self._knows_prompts:
-            self._complete("ahead", replace(job, num_new_tokens=1))
-        return self._complete("run", job)
+            yield from self._complete("ahead", replace(job, num_new_tokens=1))
+        return (yield from self._complete("run", job))
 
-    def _complete(self, what: str, job: Job) -> Run:
+    def _complete(self, what: str, job: Job) -> Steps:
         recorder = _Recorder(job)
         requests = self._requests(what, job)
-        start = time.perf_counter()
         waiting = deque(requests)
         while waiting or self._core.has_work:
+            start = time.perf_counter()
             num_taken_up = len(requests) - len(waiting)
             room = recorder.num_running - (num_taken_up - recorder.num_finished)
             for _ in range(min(room, len(waiting))):
                 self._core.submit(self._core.prepare(waiting.popleft()))
             result = self._core.step()
-            recorder.take(result.events, result.stats, time.perf_counter(), bool(waiting))
-        return recorder.run([request.request_id for request in requests], start)
+            seconds = time.perf_counter() - start
+            recorder.take(result.events, result.stats, seconds, bool(waiting))
+            yield seconds
+        return recorder.run([request.request_id for request in requests])
 
     def _requests(self, what: str, job: Job) -> list[GenerationRequest]:
         nothing: tuple[tuple[int, ...], ...] = ((),) * len(job.prompts)
@@ -364,6 +383,13 @@ class EngineContender:
         ]
 
 
+class SteppedContender(EngineContender):
+    """With a core of its own, so that others may take steps between its own."""
+
+    def steps(self, job: Job) -> Steps:
+        return self._run(job)
+
+
 class _Mark(NamedTuple):
     time: float
     num_steps: int
@@ -381,15 +407,16 @@ class _Recorder:
         self._finished: list[FinishInfo] = []
         self._steps: list[StepStats] = []
         self._marks: list[_Mark] = []
-        self._end = 0.0
+        self._seconds = 0.0
 
     @property
     def num_finished(self) -> int:
         return len(self._finished)
 
     def take(
-        self, events: Sequence[object], stats: StepStats | None, now: float, more_wait: bool
+        self, events: Sequence[object], stats: StepStats | None, seconds: float, more_wait: bool
     ) -> None:
+        """``seconds``: of this step."""
         for event in events:
             if not isinstance(event, TokenEvent):
                 raise RuntimeError(f"a request failed: {event}")
@@ -398,16 +425,16 @@ class _Recorder:
                 self._finished.append(event.finish)
         if stats is not None:
             self._steps.append(stats)
-        self._end = now
+        self._seconds += seconds
         all_at_once = self.num_running == len(self._job.prompts)
         if len(self._outputs) >= self.num_running and (
             len(self._marks) < 2 or all_at_once or more_wait
         ):
             num_tokens = sum(len(tokens) for tokens in self._outputs.values())
-            mark = _Mark(now, len(self._steps), num_tokens)
+            mark = _Mark(self._seconds, len(self._steps), num_tokens)
             self._marks = [*self._marks[:1], mark]
 
-    def run(self, request_ids: Sequence[str], start: float) -> Run:
+    def run(self, request_ids: Sequence[str]) -> Run:
         outputs = tuple(tuple(self._outputs[request_id]) for request_id in request_ids)
         if tuple(map(len, outputs)) != self._job.lengths:
             raise RuntimeError("the engine did not write the number of tokens it was asked for")
@@ -415,7 +442,7 @@ class _Recorder:
         first, last = self._marks[0], self._marks[-1]
         return Run(
             output_token_ids=outputs,
-            seconds=self._end - start,
+            seconds=self._seconds,
             decode_seconds=last.time - first.time,
             num_decode_tokens=last.num_tokens - first.num_tokens,
             num_request_steps=account.num_request_steps,

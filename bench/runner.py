@@ -1,4 +1,5 @@
-"""Runs contenders in turn over the same jobs, so that a slow spell of the machine hits all alike."""
+"""Runs contenders in turn over the same jobs, so that a slow spell of the machine hits all alike: those
+that can be stepped change every so many milliseconds, the others after each job."""
 
 from __future__ import annotations
 
@@ -6,12 +7,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from bench.contenders import Contender, ContenderFailedError, Job, Run, Sampling
+from bench.contenders import (
+    Contender,
+    ContenderFailedError,
+    Job,
+    Run,
+    Sampling,
+    SteppedContender,
+    Steps,
+    whole,
+)
 from bench.workloads import Prompt
 from slipstream.client.energy import EnergyMeter
 
 _FIRST_SEED = 1000
 _WARM_UP_TOKENS = 4
+_TURN_SECONDS = 0.05
+"""Of own steps before another is stepped: caches are cold after a change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,35 +96,68 @@ def measure_rounds(
     taking_part = contenders_for(cell, contenders)
     failed: dict[str, str] = {}
 
-    def run(contender: Contender, job: Job) -> list[Run]:
-        if contender.name in failed:
-            return []
+    def run(contenders: Sequence[Contender], job: Job) -> dict[str, Run]:
+        able = [each for each in contenders if each.name not in failed]
         try:
-            return [_all_turns(contender, job)]
+            return _run_together(able, job)
         except ContenderFailedError as error:
-            failed[contender.name] = str(error)
-            return []
+            failed[able[0].name] = str(error)
+            return {}
 
-    for contender in taking_part:
-        run(contender, _shortened(jobs[0]))
+    for together in _turns(taking_part):
+        run(together, _shortened(jobs[0]))
     for number in rounds:
         runs: dict[str, list[Run]] = {each.name: [] for each in taking_part}
         for index, job in enumerate(jobs):
             first = (number + index) % len(taking_part)
-            for contender in (*taking_part[first:], *taking_part[:first]):
-                tick(contender.name)
-                runs[contender.name] += run(contender, job)
-        whole = {name: each for name, each in runs.items() if name not in failed}
-        yield Round(number, whole, dict(failed))
+            for together in _turns((*taking_part[first:], *taking_part[:first])):
+                for each in together:
+                    tick(each.name)
+                for name, done in run(together, job).items():
+                    runs[name].append(done)
+        whole_ones = {name: each for name, each in runs.items() if name not in failed}
+        yield Round(number, whole_ones, dict(failed))
 
 
-def _all_turns(contender: Contender, job: Job) -> Run:
+def _turns(contenders: Sequence[Contender]) -> list[list[Contender]]:
+    """Returns who runs together, in order: those that can be stepped, and each of the others alone."""
+    stepped: list[Contender] = [each for each in contenders if isinstance(each, SteppedContender)]
+    others = [[each] for each in contenders if each not in stepped]
+    return [stepped, *others] if stepped else others
+
+
+def _run_together(contenders: Sequence[Contender], job: Job) -> dict[str, Run]:
+    """Returns their runs by name. Of several, the one that has taken least time is stepped next. Raises
+    ContenderFailedError, as only one that runs alone does."""
+    if len(contenders) == 1:
+        meter = EnergyMeter()
+        run = whole(_all_turns(contenders[0], job))
+        return {contenders[0].name: replace(run, joules=meter.read())}
+    left = {each.name: _all_turns(each, job) for each in contenders}
+    seconds, done = dict.fromkeys(left, 0.0), dict[str, Run]()
+    while left:
+        name = min(left, key=seconds.__getitem__)
+        end = seconds[name] + _TURN_SECONDS
+        try:
+            while seconds[name] < end:
+                seconds[name] += next(left[name])
+        except StopIteration as stop:
+            done[name] = stop.value
+            del left[name]
+    return done
+
+
+def _all_turns(contender: Contender, job: Job) -> Steps:
     """Each contender's second turns follow its own answers."""
-    meter = EnergyMeter()
-    run = contender.run(job)
+    run = yield from _steps_of(contender, job)
     second = job.second_turn(run.output_token_ids)
-    whole = run if second is None else run.then(contender.run(second))
-    return replace(whole, joules=meter.read())
+    return run if second is None else run.then((yield from _steps_of(contender, second)))
+
+
+def _steps_of(contender: Contender, job: Job) -> Steps:
+    if isinstance(contender, SteppedContender):
+        return (yield from contender.steps(job))
+    return contender.run(job)
 
 
 def measure_cell(

@@ -37,6 +37,10 @@ _DECAY = 0.95
 _SHARED_DECAY = 0.99
 _TRIAL_SHARE = 0.01
 """Trials cost no more than this part of what is written."""
+_VAIN_SHARE = 0.0025
+_MOST_VAIN = 8
+"""Trials in a row after which nobody was asked; of those that follow, the ones that take longer than a
+token cost no more than ``_VAIN_SHARE``."""
 _MOST_SURPRISE = 8.0
 """Times what a trial was expected to take that the last one is believed to have taken."""
 _STAY = 32
@@ -118,7 +122,8 @@ class Ledger:
         missed."""
         self._num_written, self._num_missing = 0, 0.0
         """Tokens since the last trial, and how many more the next one waits for."""
-        self._num_trials = 0
+        self._num_trials = self._num_vain = 0
+        """Trials, and those since a request was last asked for other than as one."""
         self._num_quiet = self._num_resting = self._load = 0
         """Steps in which no request is asked yet, how many resting requests there may be, and how many
         others."""
@@ -180,6 +185,8 @@ class Ledger:
         many as were asked in the last step, or as take little time. The first ``num_free`` weigh no cost
         and are always asked."""
         self.pays = bool(worthy)
+        if self.pays:
+            self._num_vain = 0
         each = max((hopes[at].tokens_per_second for at in worthy), default=0.0) * self._one_trial
         most = max(1, self._num_joined, int(_CHEAP / each) if each else 0)
         rested = [at for at in worthy[num_free:] if hopes[at].has_rested]
@@ -217,11 +224,13 @@ class Ledger:
         tried = left[self._num_trials % len(left)]
         most = hopes[tried].tokens_per_second * self._one_trial
         price = (max(price, most) + hopes[tried].rows) * self._num_trial_steps
-        self._num_missing = price / _TRIAL_SHARE - self._num_written
+        is_vain = self._num_vain >= _MOST_VAIN and price > 1.0
+        share = _VAIN_SHARE if is_vain else _TRIAL_SHARE
+        self._num_missing = price / share - self._num_written
         if self._num_missing > 0:
             return []
         self._num_written = 0
-        self._num_trials += 1
+        self._num_trials, self._num_vain = self._num_trials + 1, self._num_vain + 1
         self._trier, self._num_left = hopes[tried].request_id, self._num_trial_steps - 1
         return [tried]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.cells.figures import AUTO, HTTP, PLAIN
 from bench.cells.options import IN_PROCESS, OVER_HTTP, Options
-from bench.contenders import Contender, EngineContender, Job, Run, parse_drafter
+from bench.contenders import Contender, Job, Run, SteppedContender, parse_drafter
 from bench.models import BUNDLED, OWN, SCALED, BenchModel, load_bench_model
 from bench.peers.model_files import model_files
 from bench.peers.place import DEFAULT, Arm, WorkerPlan
@@ -72,12 +72,14 @@ def load_core(options: Options) -> BenchModel:
 
 @contextmanager
 def started_contenders(options: Options, model: BenchModel) -> Iterator[list[Contender]]:
-    """In-process ones first, plain decoding first of each way. Exits with a message for a drafter that
-    the engine does not have. Raises ContenderFailedError where the server does not start."""
+    """In-process ones first, each with a core of its own, the first with that of ``model``; plain
+    decoding first of each way. Exits with a message for a drafter that the engine does not have. Raises
+    ContenderFailedError where the server does not start."""
     ways = ways_of(options, model.info)
     contenders: list[Contender] = []
     if IN_PROCESS in options.ways:
-        contenders += [EngineContender(name, model.core, ways[name]) for name in ways]
+        cores = [model.core, *(load_core(options).core for _ in range(len(ways) - 1))]
+        contenders += map(SteppedContender, ways, cores, ways.values())
     if OVER_HTTP not in options.ways:
         yield contenders
         return

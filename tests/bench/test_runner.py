@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from bench.contenders import SAMPLINGS, Account, ContenderFailedError, Job, Run, parse_drafter
+from bench.contenders import (
+    SAMPLINGS,
+    Account,
+    ContenderFailedError,
+    Job,
+    Run,
+    SteppedContender,
+    Steps,
+    parse_drafter,
+)
 from bench.runner import Cell, make_jobs, measure_cell, measure_rounds
 from bench.workloads import Prompt
+from engine.request.params import PLAIN
 
 PROMPTS = [Prompt((token,), (token, token)) for token in range(1, 6)]
 
@@ -63,6 +73,33 @@ def test_those_that_begin_together_are_cut_short_so_that_they_end_apart() -> Non
     assert steady[0].lengths == (5, 9, 9, 9)
     assert steady[0].num_tokens == 32
     assert [job.lengths for job in closed] == [(9, 9), (9, 9)]
+
+
+class Walker(SteppedContender):
+    """Takes so many steps of so many seconds each."""
+
+    def __init__(self, name: str, log: list[str], num_steps: int, seconds: float) -> None:
+        super().__init__(name, None, PLAIN)  # type: ignore[arg-type]
+        self._log, self._each = log, [seconds] * num_steps
+
+    def steps(self, job: Job) -> Steps:
+        for seconds in self._each:
+            self._log.append(self.name)
+            yield seconds
+        return Run(((1,),) * len(job.prompts), sum(self._each), 0.0, 0, 0)
+
+
+def test_who_can_be_stepped_changes_with_the_others_before_its_run_is_over() -> None:
+    """The one that has taken least time is next, for a twentieth of a second at least."""
+    log: list[str] = []
+    contenders = [Walker("a", log, 6, 0.0251), Walker("b", log, 3, 0.1), Walker("c", log, 1, 0.5)]
+    jobs = make_jobs(cell(1), PROMPTS[:1], 64)
+    (only,) = measure_rounds(cell(1), jobs, contenders, [0], lambda _: None)
+    assert "".join(log) == 2 * "aabcaabaab"
+    assert {name: run.seconds for name, (run,) in only.runs.items()} == pytest.approx(
+        {"a": 0.1506, "b": 0.3, "c": 0.5}
+    )
+    assert not any(run.joules for (run,) in only.runs.values())
 
 
 def test_rounds_come_one_by_one_with_their_numbers() -> None:
