@@ -167,12 +167,12 @@ class AutoDrafter(Drafter):
 
     def _invite(self, state: AutoState, drafter: Drafter, request: NewRequest) -> Guest:
         name = drafter.info.name
-        guest = Guest(drafter, self._ledger(name), self.estimator.for_request(name))
+        ledger = self._ledger(name)
+        guest = Guest(drafter, ledger.gain(), ledger, self.estimator.for_request(name))
         state.guests.append(guest)
         options = drafter.info.defaults()
         told = (request.request_id, request.token_ids, options, request.cache_salt)
-        if not succeeds((guest,), drafter.open, *told):
-            guest.silence()
+        guest.is_open = succeeds((guest,), drafter.open, *told)
         return guest
 
     def _ledger(self, guest: str) -> Ledger:
@@ -247,7 +247,7 @@ class AutoDrafter(Drafter):
         returned takes them, of each request alone where that goes wrong."""
         hopes = [
             Hope(
-                guest.added.expect(guest.num_free),
+                guest.gain.expect(guest.num_free),
                 request.tokens_per_second,
                 has_rested=guest.has_rested,
             )
@@ -308,7 +308,7 @@ class AutoDrafter(Drafter):
         """Returns the head's part in a request, if there is one and it did not fail too often. Raises
         KeyError for a request that is not open."""
         guests: list[Guest] = self._states[request_id].guests
-        return next((each for each in guests if each.hears_all and each.is_asked), None)
+        return next((each for each in guests if each.drafter is self._head and each.is_asked), None)
 
     def observe_hidden(self, rows: Sequence[HiddenRows]) -> None:
         """Raises KeyError for a request that is not open."""

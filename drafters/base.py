@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from drafters.options import DraftShape as DraftShape
-from drafters.tree import EMPTY, DraftTree, chain
+from drafters.tree import EMPTY, FORCED, DraftTree, chain
 
 OptionValue: TypeAlias = bool | int | float | str
 Options: TypeAlias = Mapping[str, OptionValue]
@@ -244,7 +244,8 @@ class Observation:
         """The last tokens of a text, at least one, for who was not told of their steps: as one long draft
         that was accepted."""
         missed = text[-num_missed:]
-        return cls(request_id, text, chain(missed[:-1]), missed, range(num_missed), missed)
+        tree = chain(missed[:-1], FORCED)
+        return cls(request_id, text, tree, missed, range(num_missed), missed)
 
 
 NORMED = -1
@@ -482,9 +483,8 @@ class Drafter:
         """Learns from verified rows. Raises KeyError for a request that is not open.
 
         Steps for which a drafter was not asked come when it is asked again or the request ends: all at
-        once, as a chain that was verified and accepted, without top tokens. Drafters with
-        ``hidden_rows``, ``draft_slots``, ``draft_model`` or ``all_or_nothing`` among their needs
-        observe every step.
+        once, as a chain that was verified and accepted, of features ``FORCED`` and without top tokens.
+        Drafters with ``all_or_nothing`` among their needs observe every step.
         """
         for observation in observations:
             state = self._states[observation.request_id]

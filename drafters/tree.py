@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 ROOT = -1
 
 FORCED = -1
-"""The feature of nodes that no drafter put there: a grammar leaves nothing else, so they are accepted
-where their parents are."""
+"""The feature of nodes that no drafter put there, and of which it has nothing to learn: a grammar leaves
+nothing else, or they were written while it was not asked. They are accepted where their parents are."""
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:

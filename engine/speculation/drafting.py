@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from drafters.base import Drafter, DraftRequest, DraftShape, Observation
-from drafters.containment import guarded
-from drafters.ledger import Gain
+from drafters.base import Drafter, DraftRequest, DraftShape
+from drafters.part import Part
 from drafters.tree import EMPTY, DraftTree
 from engine.request.params import SpeculativeParams, VerificationName
 from engine.schedule.request import Plan, Request, ScheduledRequest
@@ -17,18 +16,14 @@ from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
 
 _CORE = "drafters."
-_FAILURES_BEFORE_SILENCE = 8
-"""A drafter that failed this often for a request is not asked again for it."""
 
 
-@dataclass(slots=True)
-class Drafting:
+@dataclass(slots=True, eq=False)
+class Drafting(Part):
     """State of a request that drafts."""
 
-    drafter: Drafter
     policy: GammaPolicy
     acceptance: Acceptance
-    gain: Gain
     shape: DraftShape
     weighs_cost: bool = True
     """Whether it is asked only where its draft is expected to bring more than it takes."""
@@ -38,44 +33,18 @@ class Drafting:
     """The rows of the last draft, where such are granted whole or not at all."""
     seen: DraftTree = EMPTY
     """The last proposal; its tokens may be stand-ins."""
-    has_rested: bool = True
-    """It was not asked in the step before, and has to take in what has come since."""
     has_verified: bool = False
     """A draft of the request was verified."""
-    num_failures: int = 0
-    is_open: bool = True
-    """False: the drafter could not start the request."""
-    num_missed: int = 0
-    """Tokens at the end of the text that the drafter was not told of yet."""
-    keeps_more: bool = field(init=False)
-    """The drafter hears of every step, since it keeps more than the text."""
-
-    def __post_init__(self) -> None:
-        needs = self.drafter.info.needs
-        self.keeps_more = (
-            needs.hidden_rows
-            or needs.draft_slots
-            or needs.all_or_nothing
-            or bool(needs.draft_model)
-        )
-
-    @property
-    def name(self) -> str:
-        return self.drafter.info.name
 
     @property
     def is_whole(self) -> bool:
         """Whether drafts are granted whole or not at all."""
         return self.drafter.info.needs.all_or_nothing
 
-    @property
-    def is_asked(self) -> bool:
-        return self.is_open and self.num_failures < _FAILURES_BEFORE_SILENCE
-
     def is_told(self, num_asked: int) -> bool:
         """Returns whether the drafter hears of this step at once, not when it is asked again: it was
-        asked, or keeps the target's states or a window of its own."""
-        return num_asked > 0 or self.keeps_more
+        asked, or keeps a window of its own that moves with every step."""
+        return num_asked > 0 or self.is_whole
 
     def is_copied(self, each: ScheduledRequest) -> bool:
         """Whether a device can make its draft, and there was one before."""
@@ -99,14 +68,6 @@ class Drafting:
             each.reason = each.reason if each.draft else "no_match"
         elif each.num_asked > 0:
             self.seen = each.proposal
-
-    def catch_up(self, request_id: str, text: Sequence[int]) -> None:
-        """Tells the drafter what it has missed, as one long draft that was accepted."""
-        num_missed, self.num_missed = self.num_missed, 0
-        if not num_missed or not self.is_asked:
-            return
-        seen = Observation.of_missed(request_id, text, num_missed)
-        guarded([self], self.drafter.observe, [seen])
 
 
 def drafting_if_any(request: Request) -> Drafting | None:

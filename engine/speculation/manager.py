@@ -108,7 +108,7 @@ class Speculation:
         is_whole = drafter.info.needs.all_or_nothing
         gain = self._ledgers.gain(wanted.draft_strategy, is_whole, request)
         shape = shape_of(wanted, drafter, request.sampling.verification)
-        drafting = Drafting(drafter, policy, acceptance, gain, shape)
+        drafting = Drafting(drafter, gain, policy, acceptance, shape)
         request.drafting = self._drafting[request_id] = drafting
         drafting.weighs_cost = policy.weighs_cost and not wanted.min_speculative_tokens
 
@@ -311,14 +311,17 @@ class Speculation:
         return 0 if grammar is None else min(len(grammar.forced()), cap)
 
     def _want(self, each: ScheduledRequest) -> None:
-        """Say what the drafter wants to see of the step, if it is told of it at once."""
+        """Say what the drafter wants to see of the step: states in any case, the rest if it is told of
+        it at once."""
         drafting = drafting_if_any(each.request)
-        if drafting is None or not drafting.is_asked or not drafting.is_told(each.num_asked):
+        if drafting is None or not drafting.is_asked:
             return
         needs = drafting.drafter.info.needs
-        each.wants_top_probs = needs.top_probs
         if needs.hidden_rows:
             each.hidden_layers = tuple(drafting.drafter.hidden_layers)
+        if not drafting.is_told(each.num_asked):
+            return
+        each.wants_top_probs = needs.top_probs
         if each.samples:
             ask = drafting.drafter.num_top_tokens
             num_top = counted([drafting], None, ask, each.request.request_id)

@@ -205,7 +205,7 @@ def test_what_a_head_takes_is_weighed_by_auto_and_no_part_of_its_own_price() -> 
     world.step(rate=0.0)
     assert world.auto.weighed_seconds == pytest.approx(0.002)
     head.fails = "begin"
-    for _ in range(4):
+    for _ in range(8):
         world.step(rate=0.0)
     head.begun.clear()
     world.step(rate=0.0)
@@ -387,17 +387,17 @@ def test_a_head_that_proposes_no_token_costs_its_own_draft_alone(guess: Guess) -
     world = World(Head("head", guess), guess=lambda text: right(text)[:1], vocab_size=VOCAB_SIZE)
     world.run(40)
     assert set(world.num_emitted["r"]) == {2}
-    assert world.num_asked == 4
+    assert world.num_asked == 8
 
 
 @pytest.mark.parametrize("fails", ["observe_hidden", "leave_blocks"])
 def test_a_head_that_does_not_take_what_it_is_told_is_left_out_of_the_request(fails: str) -> None:
     world = World(Head("head", right, fails=fails))
     world.step()
-    for _ in range(6):
+    for _ in range(10):
         world.auto.observe_hidden([HiddenRows("r", 0, [1], (), [5])])
         world.auto.leave_blocks("r", [1], [5])
-    assert [method for method, *_ in world.head.calls].count(fails) == 4
+    assert [method for method, *_ in world.head.calls].count(fails) == 8
     assert world.run(5).num_asked == 1
     assert world.num_emitted["r"][1:] == [1] * 5
 

@@ -275,14 +275,24 @@ def test_who_is_never_asked_hears_of_it_at_the_end(fails: str) -> None:
     assert drafter.closed == ["r"]
 
 
-@pytest.mark.parametrize("need", ["hidden_rows", "draft_slots", "draft_model", "all_or_nothing"])
-def test_who_keeps_more_than_text_hears_of_every_step(need: str) -> None:
-    drafter = fake()
+@pytest.mark.parametrize(
+    ("need", "hears_all"),
+    [("hidden_rows", False), ("draft_slots", False), ("all_or_nothing", True)],
+)
+def test_who_keeps_a_window_hears_of_every_step_and_states_are_kept_for_who_reads_them(
+    need: str, hears_all: bool
+) -> None:
+    drafter = fake(num_top=3)
+    drafter.hidden_layers = (2,)
     drafter.info = replace(drafter.info, needs=DrafterNeeds(**{need: True}))
     world = World(drafter, max_num_nodes=0)
     request = world.open("r")
     written(world, request, 7, 8)
-    assert [list(seen.emitted_token_ids) for (seen,) in drafter.observed] == [[7], [8]]
+    heard = [list(seen.emitted_token_ids) for (seen,) in drafter.observed]
+    assert heard == ([[7], [8]] if hears_all else [])
+    (scheduled,) = world.draft(request)
+    assert scheduled.hidden_layers == ((2,) if need == "hidden_rows" else ())
+    assert bool(scheduled.num_top_tokens) == hears_all
 
 
 GOODPUT = SpeculativeParams(
