@@ -26,6 +26,7 @@ class Part:
     """It was not asked in the step before, and has to take in what has come since."""
     is_open: bool = field(default=True, init=False)
     """False: the drafter could not start the request."""
+
     @property
     def name(self) -> str:
         return self.drafter.info.name

@@ -153,7 +153,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "model": {"base", "batch_times", "tree"},
         "registry": {"base"},
         "overlay": {"tree"},
-        "guests": {"ledger", "base", "containment", "estimator", "tree"},
+        "part": {"ledger", "base", "containment"},
+        "guests": {"part", "ledger", "base", "containment", "estimator", "tree"},
         "auto": {
             "ledger",
             "base",

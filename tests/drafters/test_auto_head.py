@@ -280,8 +280,11 @@ def test_a_head_learns_from_its_own_draft_as_far_as_the_text_goes() -> None:
     auto, text = world.auto, world.texts["r"]
     text.append(target(text))
     auto.observe([Observation("r", text, EMPTY, [text[-1]], [0], text[-1:])])
-    (seen,) = world.head.observed[-1]
-    assert (seen.tree, seen.path, seen.row_token_ids) == (EMPTY, [0], text[-1:])
+    written = text[-1:]
+    assert len(world.head.observed) == 1, "it was not asked, and hears of it when it is"
+    world.step(rate=0.0)
+    missed, _ = (seen for (seen,) in world.head.observed[1:])
+    assert (len(missed.tree), list(missed.path), missed.emitted_token_ids) == (0, [0], written)
 
 
 def test_all_that_the_engine_tells_reaches_the_head_asked_or_not() -> None:
