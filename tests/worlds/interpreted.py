@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,24 @@ def counting_loads(planes: Iterator[torch.Tensor]) -> Iterator[list[int]]:
 @contextmanager
 def patching_once() -> Iterator[None]:
     """Less of what the interpreter does over and over: it replaces the language's functions at every call
-    of a function by a program, though they are replaced already, and works out types of numpy and of
-    blocks for every operation."""
+    of a function by a program, though they are replaced already, works out types of numpy and of blocks
+    for every operation, and does sums and products of integers twice, once in 64 bits, to compare them
+    for an assertion that it then leaves out."""
     if DEVICE.type == "cuda":
         yield
         return
     with pytest.MonkeyPatch.context() as patch, _patching_language_once():
         _remember_types(patch)
+        _compute_once(patch)
         yield
+
+
+def _compute_once(patch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import interpreter_builder
+
+    options = interpreter_builder.options
+    if not options.debug:
+        patch.setattr(interpreter_builder, "options", replace(options, sanitize_overflow=False))
 
 
 def _remember_types(patch: pytest.MonkeyPatch) -> None:
