@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 
 import torch
 
-from bench.cells.contenders import load_core, started_contenders
+from bench.cells.contenders import check_drafters, load_core, started_contenders
 from bench.cells.groups import groups_of
 from bench.cells.options import Options, parse_options
 from bench.cells.picture import can_draw, draw_all
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(options: Options, results: Results, began: float) -> None:
     """What is missing, as far as the time goes."""
+    check_drafters(options)
     model = load_core(options)
     try:
         with started_contenders(options, model) as contenders:

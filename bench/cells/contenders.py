@@ -4,7 +4,7 @@ in-process and over HTTP."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,7 +19,7 @@ from bench.peers.slipstream_engine import served_plan
 from bench.peers.worker import PeerContender, Worker
 from engine.build import with_fastest_weights
 from engine.config import EngineConfig
-from engine.drafting.drafts import with_bundled_drafts
+from engine.drafting.drafts import check_names, with_bundled_drafts
 from engine.names import locate
 from engine.request.info import EngineInfo
 from engine.request.params import PLAIN as PLAIN_DECODING
@@ -91,15 +91,25 @@ def started_contenders(options: Options, model: BenchModel) -> Iterator[list[Con
         worker.close()
 
 
+def check_drafters(options: Options) -> None:
+    """Exits with a message for a drafter that no model has: before one is loaded."""
+    try:
+        known = check_names(EngineConfig(draft=options.draft))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    _parsed(options.drafters or (), known)
+
+
 def ways_of(options: Options, info: EngineInfo) -> Ways:
-    ways = {PLAIN: PLAIN_DECODING}
-    for text in options.drafters or usual_drafters(info):
-        try:
-            name, speculative = parse_drafter(text, sorted(info.drafters))
-        except ValueError as error:
-            raise SystemExit(str(error)) from error
-        ways[name] = speculative
-    return ways
+    wanted = options.drafters or usual_drafters(info)
+    return {PLAIN: PLAIN_DECODING} | _parsed(wanted, info.drafters)
+
+
+def _parsed(texts: Iterable[str], known: Iterable[str]) -> dict[str, SpeculativeParams]:
+    try:
+        return dict(parse_drafter(text, sorted(known)) for text in texts)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def usual_drafters(info: EngineInfo) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import mean
 
 from bench.cells.contenders import default_drafter
@@ -11,7 +12,7 @@ from bench.cells.options import SAMPLINGS, Options
 from bench.cells.records import CellKey, Results
 from bench.contenders import Contender, Job
 from bench.runner import Cell, make_jobs
-from bench.workloads import PromptSource, load_prompts
+from bench.workloads import Prompt, PromptSource, load_prompts
 
 _STEADY_BATCHES = 2
 """Of prompts: those that begin together, and those that follow them."""
@@ -35,30 +36,27 @@ def make_plans(
     """All cells, with the same prompts for all contenders and as few new ones as possible from cell to
     cell."""
     names = tuple(each.name for each in contenders)
-    return [
-        _make_plan(options, source, names, Cell(workload, at_once, SAMPLINGS[sampling]), load)
-        for load in options.loads
-        for workload in options.workloads
-        for at_once in options.at_once
-        for sampling in options.samplings
-    ]
+    plans: list[CellPlan] = []
+    for load, workload, size in product(options.loads, options.workloads, options.at_once):
+        fewest = _STEADY_BATCHES * size if load == "steady" else size
+        count = max(options.least_prompts(workload), fewest)
+        prompts = load_prompts(workload, source, count, size)
+        cells = (Cell(workload, size, SAMPLINGS[sampling]) for sampling in options.samplings)
+        plans += [_make_plan(options, prompts, names, cell, load) for cell in cells]
+    return plans
 
 
 def _make_plan(
-    options: Options, source: PromptSource, names: tuple[str, ...], cell: Cell, load: str
+    options: Options, prompts: Sequence[Prompt], names: tuple[str, ...], cell: Cell, load: str
 ) -> CellPlan:
-    size, steady = cell.batch_size, load == "steady"
-    fewest = _STEADY_BATCHES * size if steady else size
-    prompts = load_prompts(
-        cell.workload, source, max(options.least_prompts(cell.workload), fewest), size
-    )
+    steady = load == "steady"
     key = CellKey(
         model=options.model,
         weights=options.weights,
         steady=steady,
         workload=options.called(cell.workload),
         sampling=cell.sampling.name,
-        at_once=size,
+        at_once=cell.batch_size,
         num_prompts=len(prompts),
         num_new_tokens=options.num_new_tokens,
         default=default_drafter(),

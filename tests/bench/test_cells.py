@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.cells.__main__ import main
-from bench.cells.contenders import http_plan
+from bench.cells.contenders import http_plan, ways_of
 from bench.cells.figures import (
     AUTO,
     BEST,
@@ -35,6 +35,7 @@ from bench.runner import Cell, make_jobs
 from bench.workloads import Prompt, PromptSource
 from engine.names import BUNDLED
 from engine.request.params import PLAIN as PLAIN_DECODING
+from worlds.scripted_engine import engine_info
 from worlds.tiny_bench_model import save_tiny_model, tiny_tokenizer
 
 KEY = CellKey(
@@ -433,8 +434,15 @@ def test_tables_lie_beside_the_results_and_a_second_call_measures_nothing(
     assert start["machine"]["processor"]
 
 
-def test_a_drafter_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model")
-    arguments = ["--model", str(folder), "--drafters", "oracle", "--way", "in-process"]
-    with pytest.raises(SystemExit, match="unknown drafter 'oracle'"):
-        main([*arguments, "--output", str(tmp_path / "cells.jsonl")])
+def test_a_drafter_that_no_model_has_is_refused_before_one_is_loaded(tmp_path: Path) -> None:
+    arguments = ["--model", str(tmp_path / "no model"), "--way", "in-process"]
+    arguments += ["--draft", f"second={BUNDLED / 'medusa'}"]
+    arguments += ["--output", str(tmp_path / "cells.jsonl"), "--drafters", "second"]
+    with pytest.raises(SystemExit, match="unknown drafter 'oracle'.*, second, "):
+        main([*arguments, "oracle"])
+
+
+def test_a_drafter_that_this_model_does_not_have_is_refused() -> None:
+    options = parse_options(["--drafters", "ngram", "medusa"], "")
+    with pytest.raises(SystemExit, match="unknown drafter 'medusa'.*nasd, ngram, "):
+        ways_of(options, engine_info())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from bench.equality import EqualityResult, check_tiny_models
-from bench.gpu.backends import BackendResult
+from bench.gpu.backends import BackendResult, serving_backends
 from bench.gpu.products import ProductResult
 from bench.gpu.steps import (
     DeviceAccount,
@@ -23,6 +24,8 @@ from bench.gpu.steps import (
     random_model,
 )
 from bench.gpu_check import PARTS, Ledger, equality_table, fp32_holds, main, product_table
+from engine.kernels.triton import is_interpreted
+from worlds.interpreted import patching_once
 from worlds.tiny_bench_model import save_tiny_model
 
 GOOD = EqualityResult("m", "ngram", "greedy", 2, 2, 2, num_draft_tokens=9, num_accepted_tokens=4)
@@ -35,8 +38,10 @@ OWN = ProductResult(64, 8, "bfloat16", True, 1e-3, TIMES, {1: 1e-3, 64: 3e-3})
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
+    with patching_once():
+        yield
 
 
 @pytest.mark.slow
@@ -45,6 +50,14 @@ def test_speculation_writes_gamma_0s_text_on_tiny_models() -> None:
     assert fp32_holds(results)
     assert {result.model for result in results} == {"tiny Llama", "tiny Qwen3", "tiny Gemma-2"}
     assert {result.batch_size for result in results} == {1, 4}
+
+
+def test_backends_are_all_that_serve_fp32_here_or_the_named_ones_that_do() -> None:
+    device = torch.device("cpu")
+    found = serving_backends(device)
+    assert {"paged", "sdpa"} <= {*found}
+    assert ("triton" in found) == is_interpreted()
+    assert serving_backends(device, ["paged", "none such"]) == ["paged"]
 
 
 def test_equality_holds_only_where_it_was_tested() -> None:
@@ -180,6 +193,8 @@ def test_idle_between_steps_is_told_from_gaps_within_them() -> None:
 def test_drafts_are_told_beside_plain_decoding(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     asked = ["--part", "drafts", "texts", "--model", str(model), "--workload", "code"]
+    # The tiny models' texts on what is interpreted are the whole command's, above.
+    asked += ["--backend", "paged"]
     _, document = steps(tmp_path, *asked, "--batch", "1", "--rounds", "1", "--prompts", "1")
     (cell,) = document["models"][0]["cells"]
     assert {"gamma 0", "ngram", "suffix", "auto"} <= {each["name"] for each in cell["contenders"]}

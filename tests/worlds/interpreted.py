@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,72 @@ def counting_loads(planes: Iterator[torch.Tensor]) -> Iterator[list[int]]:
 @contextmanager
 def patching_once() -> Iterator[None]:
     """Less of what the interpreter does over and over: it replaces the language's functions at every call
-    of a function by a program, though they are replaced already, and works out types of numpy and of
-    blocks for every operation."""
+    of a function by a program, though they are replaced already, works out types of numpy and of blocks
+    for every operation, takes bfloat16 apart into sign, exponent and digits, and does sums and products
+    of integers twice, once in 64 bits, to compare them for an assertion that it then leaves out."""
     if DEVICE.type == "cuda":
         yield
         return
     with pytest.MonkeyPatch.context() as patch, _patching_language_once():
         _remember_types(patch)
+        _compute_once(patch)
         yield
+
+
+def _compute_once(patch: pytest.MonkeyPatch) -> None:
+    """Operations give what they gave, by fewer of numpy's."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    broadcast, convert = TritonSemantic.broadcast_impl_value, interpreter._convert_float
+    if not builder.options.debug:
+        options = replace(builder.options, sanitize_overflow=False)
+        patch.setattr(builder, "options", options)
+
+    def splat(value: Any, block: Any) -> Any:
+        handle, shape = value.handle, block.shape.values
+        data = np.full(shape, handle.data, dtype=interpreter._get_np_dtype(handle.dtype))
+        kind = block.with_element_ty(value.type.scalar)
+        return tl.tensor(interpreter.TensorHandle(data, handle.dtype.scalar), kind)
+
+    def widened(value: Any, shape: list[int]) -> Any:
+        if value.type.shape.values == shape:
+            return value
+        handle = builder.create_broadcast(value.handle, shape)
+        return tl.tensor(handle, tl.block_type(value.type.scalar, shape))
+
+    def broadcast_values(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        kinds = left.type, right.type
+        is_block = tuple(each.is_block() for each in kinds)
+        if not all(is_block):
+            if not any(is_block):
+                return left, right
+            return (left, splat(right, kinds[0])) if is_block[0] else (splat(left, kinds[1]), right)
+        first, second = (each.shape.values for each in kinds)
+        if first == second:
+            return left, right
+        shape = [b if a == 1 else a for a, b in zip(first, second, strict=False)]
+        fits = all(b in (1, each) for b, each in zip(second, shape, strict=False))
+        if len(first) != len(second) or not fits:
+            return broadcast(self, left, right)
+        return widened(left, shape), widened(right, shape)
+
+    def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        """A bfloat16 is half a float32, but for what the interpreter makes of the smallest."""
+        if rounding is None and {source.name, target.name} == {"bf16", "fp32"}:
+            bits = data.view(np.uint16 if source.name == "bf16" else np.uint32)
+            smallest = 1 << source.fp_mantissa_width
+            size = bits & bits.dtype.type(2 ** (8 * bits.itemsize - 1) - 1)
+            if not np.any((size != 0) & (size < smallest)):
+                if source.name == "bf16":
+                    return bits.astype(np.uint32) << np.uint32(16)
+                return (bits >> np.uint32(16)).astype(np.uint16)
+        return convert(data, source, target, rounding)
+
+    patch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_values)
+    patch.setattr(interpreter, "_convert_float", convert_float)
 
 
 def _remember_types(patch: pytest.MonkeyPatch) -> None:
@@ -92,30 +151,25 @@ def _remember_types(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def _patching_language_once() -> Iterator[None]:
+    """The language's functions stay replaced from the first program until the end."""
     from triton.runtime import interpreter
 
-    plain, patched = interpreter._patch_lang, set()
+    plain, patched, scopes = interpreter._patch_lang, set[int](), list[Any]()
+    known = {id(interpreter.tl), id(interpreter.tl.core)}
+    seen = dict[Any, set[int]]()
 
     def once(function: Any) -> Any:
-        known = {id(interpreter.tl), id(interpreter.tl.core)}
-        mine = {id(each) for each in function.__globals__.values()} & known
-        if patched and mine <= patched:
-            return None
-        is_first = not patched
-        patched.update(mine)
-        scope = plain(function)
-        if is_first:
-            restore = scope.restore
-
-            def restoring() -> None:
-                patched.clear()
-                restore()
-
-            scope.restore = restoring
-        return scope
+        if function not in seen:
+            seen[function] = {id(each) for each in function.__globals__.values()} & known
+        if not patched or not seen[function] <= patched:
+            patched.update(seen[function])
+            scopes.append(plain(function))
+        return interpreter._LangPatchScope()  # of nothing
 
     interpreter._patch_lang = once
     try:
         yield
     finally:
         interpreter._patch_lang = plain
+        for scope in reversed(scopes):
+            scope.restore()

@@ -16,7 +16,7 @@ from engine.attention import triton as attention
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import build_batch
 from engine.capture.replays import DeviceGraphs, GraphSizes
-from engine.kernels.triton import row_ops
+from engine.kernels.triton import Variant, row_ops
 from engine.kernels.triton.row_ops import row_norm
 from engine.model import fused, fusing, linear
 from engine.model.fused import Fused, FusedNorm, fused_forward
@@ -43,18 +43,23 @@ from worlds.tiny_models import (
 )
 
 pytestmark = ON_CPU
-NUM_PROCESSORS = 132
+NUM_PROCESSORS = 4
+
+
+def small_tile(*_: Any) -> Variant:
+    """Layers and texts are small, and so are tiles and chunks: there are several of each."""
+    return row_ops._tile(16, 64, 32, 32, row_ops.launch_of(4, 1))
 
 
 @pytest.fixture(autouse=True)
 def on_a_device() -> Iterator[None]:
-    """A CPU passes for a device of many processors; layers are small, and so are chunks."""
+    """A CPU passes for a device of several processors."""
     with pytest.MonkeyPatch.context() as patch, patching_once():
         patch.setattr(fused, "row_norm_for", lambda *_: row_norm)
         patch.setattr(fusing, "_have_programs", lambda _: True)
         patch.setattr(linear, "pack_weight", lambda weight, bias, *_: DeviceWeight(weight, bias))
         patch.setattr(row_ops, "_enough_programs", lambda _: 2 * NUM_PROCESSORS)
-        patch.setattr(row_ops, "_CHUNK", 32)
+        patch.setattr(row_ops, "product_tile", small_tile)
         patch.setattr(attention, "num_processors", lambda _: NUM_PROCESSORS)
         patch.setattr(attention.TritonAttention, "chunk", 16)
         yield
@@ -70,6 +75,14 @@ def served(
         fuse(model)
     needs = AttentionNeeds.of(model, shapes, determinism, BLOCK_SIZE)
     return ModelRunner(model, build_attention(needs, 97, "triton"))
+
+
+def plain(model: PreTrainedModel) -> ModelRunner:
+    """By the library's products and another backend's attention, which no program has a part in."""
+    model = copy.deepcopy(model)
+    shapes = attach_attention(model)
+    needs = AttentionNeeds.of(model, shapes, "fast", BLOCK_SIZE)
+    return ModelRunner(model, build_attention(needs, 97, "sdpa"))
 
 
 def kinds(model: nn.Module) -> dict[type, int]:
@@ -108,10 +121,10 @@ def test_models_write_what_they_wrote(
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    plain = served(copy.deepcopy(model), determinism, is_fused=False)
+    wanted = written(plain(model))
     runner = served(model, determinism)
     assert tuple(kinds(model).values()) == found
-    for got, expected in zip(written(runner), written(plain), strict=True):
+    for got, expected in zip(written(runner), wanted, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -139,7 +152,6 @@ def test_a_layer_takes_few_launches(name: str, determinism: Determinism, before:
                     vars(each)["forward"] = norm
         runner = served(model, determinism, is_fused)
         text, table = random_ids(1, 40), scattered_table(0, 12)
-        run_chunks(runner, text, (39,), table)
         with counting_launches() as counted:
             runner.forward(build_batch([chunk(text, 39, 1, table)], BLOCK_SIZE))
         return len(counted)
@@ -182,23 +194,21 @@ def test_what_computes_something_else_stays_as_it_is() -> None:
 
 def test_hidden_states_between_layers_are_sums() -> None:
     model = tiny_model("llama")
-    plain = served(copy.deepcopy(model), is_fused=False)
-    runner, text = served(model), random_ids(1, 9)
+    text = random_ids(1, 9)
     batch = build_batch([chunk(text, 0, 9, range(12))], BLOCK_SIZE, (0, 1, 2))
-    for got, expected in zip(
-        runner.forward(batch).hidden, plain.forward(batch).hidden, strict=True
-    ):
+    wanted = plain(model).forward(batch).hidden
+    for got, expected in zip(served(model).forward(batch).hidden, wanted, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_graphs_repeat_steps_in_few_launches() -> None:
     model, maker = tiny_model("qwen3"), ReplayingMaker()
-    plain = served(copy.deepcopy(model), is_fused=False)
+    wanted = written(plain(model))
     runner = served(model)
     sizes = GraphSizes(8, 2, 64, 4)
     runner._replays = DeviceGraphs(runner.attention, maker, sizes, None)
     runner.prepare()
-    for got, expected in zip(written(runner), written(plain), strict=True):
+    for got, expected in zip(written(runner), wanted, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert maker.num_replays == 2
 
@@ -222,7 +232,7 @@ def test_adapters_change_the_parts_of_joint_products(determinism: Determinism) -
     rows[0].adapter = layers.pack(parts)
     got, beside = run_together(runner, rows)
     table = scattered_table(0, 12)
-    (expected,) = run_together(served(merged, is_fused=False), [chunk(text, 0, 12, table)])
+    (expected,) = run_together(plain(merged), [chunk(text, 0, 12, table)])
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     if determinism == "exact":
         assert torch.equal(beside, alone)
