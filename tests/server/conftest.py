@@ -6,13 +6,7 @@ import httpx
 import pytest
 
 from worlds.scripted_engine import ScriptedEngine
-from worlds.serving import Connect, serve
-
-
-@pytest.fixture
-def connect() -> Connect:
-    """Serves an engine for a block's length; gives an HTTP client whose ``app`` is the server."""
-    return serve
+from worlds.serving import serve
 
 
 @pytest.fixture

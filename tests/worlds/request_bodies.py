@@ -31,6 +31,19 @@ TOOLS = [
         },
     }
 ]
+ARGUMENTS = '{"city": "Köln"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    """A tool that a chat may offer."""
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+def called(arguments: str = "{}") -> dict[str, Any]:
+    """A chat's message that calls it."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
 
 
 def with_values(body: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
@@ -45,6 +58,9 @@ def with_values(body: dict[str, Any], paths: dict[str, Any]) -> dict[str, Any]:
         for inside in insides:
             inside[name] = value
     return body
+
+
+STRICT = with_values({"tools": TOOLS}, {"tools.function.strict": True})["tools"]
 
 
 class Outcome:

@@ -46,6 +46,8 @@ CHAT_TEMPLATE = (
     "{% if reasoning_effort %}effort {{ reasoning_effort }} {% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+THINKING = CHAT_TEMPLATE + "{% if false %}</think>{% endif %}"
+"""Of a model that may reason, as it seems."""
 
 
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 from llguidance import LLMatcher, LLTokenizer
-from openai import (
-    AsyncOpenAI,
-)
 
 from server.app import build_app
 from server.settings import Settings
 from worlds.scripted_engine import EOS, VOCAB_SIZE, ScriptedEngine, byte_tokenizer
-
-Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 
 @asynccontextmanager
 async def serve(
     engine: ScriptedEngine, tokenizer: Any = None, **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
+    """Serves an engine for a block's length; gives an HTTP client whose ``app`` is the server."""
     settings = {"allowed_hosts": ["test"], **settings}
     app = build_app(engine, tokenizer or byte_tokenizer(), Settings(**settings))
     async with app.router.lifespan_context(app):
@@ -40,16 +36,6 @@ async def post(
     """The answer to one request, of a server that serves nothing else."""
     async with serve(engine, tokenizer, **settings) as client:
         return await client.post(path, json=body)
-
-
-@asynccontextmanager
-async def openai_client(
-    connect: Connect, engine: ScriptedEngine, **settings: Any
-) -> AsyncIterator[AsyncOpenAI]:
-    async with connect(engine, **settings) as client:
-        yield AsyncOpenAI(
-            api_key="unused", base_url="http://test/v1", http_client=client, max_retries=0
-        )
 
 
 def events(text: str) -> list[Any]:

@@ -24,7 +24,7 @@ from worlds.request_bodies import (
     with_values,
 )
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import Connect
+from worlds.serving import serve
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +45,7 @@ IGNORED = {
     ],
 )
 async def test_the_header_names_the_hints_without_effect_and_no_others(
-    connect: Connect, path: str, stream: bool, large: bool
+    path: str, stream: bool, large: bool
 ) -> None:
     base = ENDPOINTS[path][1]
     ignored = {
@@ -57,7 +57,7 @@ async def test_the_header_names_the_hints_without_effect_and_no_others(
         effective["metadata"] = {str(number): "\u20ac" * 512 for number in range(16)}
         assert len(str(effective).encode()) > LARGE
     engine = ScriptedEngine(TEXT)
-    async with connect(engine, body_processes=1) as client:
+    async with serve(engine, body_processes=1) as client:
         body = base | effective
         plain = await client.post(path, json=body)
         assert IGNORED_HEADER not in plain.headers
@@ -86,7 +86,7 @@ def test_every_hint_is_tried_here(path: str) -> None:
     ],
 )
 async def test_a_hint_goes_to_a_template_that_reads_it_and_is_told_with_others(
-    connect: Connect, path: str, body: dict[str, Any], name: str
+    path: str, body: dict[str, Any], name: str
 ) -> None:
     variable = name.replace(".", "_").removeprefix("text_")
     # As templates that have a value of their own write it.
@@ -97,7 +97,7 @@ async def test_a_hint_goes_to_a_template_that_reads_it_and_is_told_with_others(
         ("{{ messages[0].content }}", name, b"ab"),
     ):
         engine = ScriptedEngine(TEXT)
-        async with connect(engine, byte_tokenizer(template)) as client:
+        async with serve(engine, byte_tokenizer(template)) as client:
             reply = await client.post(path, json=ENDPOINTS[path][1] | body)
         assert reply.headers.get(IGNORED_HEADER) == told
         assert bytes(engine.requests[0].prompt_token_ids) == prompt
@@ -106,7 +106,7 @@ async def test_a_hint_goes_to_a_template_that_reads_it_and_is_told_with_others(
 @pytest.mark.parametrize("said", [None, True])
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True)])
 async def test_an_effort_says_whether_to_think(
-    connect: Connect, effort: str, thinks: bool, said: bool | None
+    effort: str, thinks: bool, said: bool | None
 ) -> None:
     """Who says so in so many words has the last one, and is told that the other is without effect."""
     template = "<{{ enable_thinking }}>"
@@ -114,7 +114,7 @@ async def test_an_effort_says_whether_to_think(
         {"chat_template_kwargs": {"enable_thinking": said}} if said is not None else {}
     )
     engine = ScriptedEngine(TEXT)
-    async with connect(engine, byte_tokenizer(template)) as client:
+    async with serve(engine, byte_tokenizer(template)) as client:
         path = "/chat/completions"
         reply = await client.post(path, json=ENDPOINTS[path][1] | body)
     shown = bytes(engine.requests[0].prompt_token_ids).decode()
@@ -123,28 +123,26 @@ async def test_an_effort_says_whether_to_think(
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-async def test_a_tier_that_was_asked_for_is_answered_in_streams_too(
-    connect: Connect, path: str
-) -> None:
-    async with connect(ScriptedEngine(TEXT)) as client:
+async def test_a_tier_that_was_asked_for_is_answered_in_streams_too(path: str) -> None:
+    async with serve(ScriptedEngine(TEXT)) as client:
         body = ENDPOINTS[path][1] | {"service_tier": "flex", "stream": True}
         tier = "standard" if path == "/messages" else "default"
         assert f'"service_tier":"{tier}"' in (await client.post(path, json=body)).text
 
 
-async def test_a_response_repeats_its_hints(connect: Connect) -> None:
+async def test_a_response_repeats_its_hints() -> None:
     body = {"input": "a", "prompt_cache_key": "k", "safety_identifier": "s", "store": True}
-    async with connect(ScriptedEngine(TEXT)) as client:
+    async with serve(ScriptedEngine(TEXT)) as client:
         reply = (await client.post("/responses", json=body)).json()
     assert (reply["prompt_cache_key"], reply["safety_identifier"]) == ("k", "s")
     assert (reply["store"], reply["service_tier"]) == (True, "default")
 
 
-async def test_a_cache_key_opens_no_cache(connect: Connect, tmp_path: Path) -> None:
+async def test_a_cache_key_opens_no_cache(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("tenants: [{name: a, key: ka}, {name: b, key: kb}]")
     engine = ScriptedEngine(TEXT)
-    async with connect(engine, api_keys_file=str(keys)) as client:
+    async with serve(engine, api_keys_file=str(keys)) as client:
         for key in ("ka", "kb", "ka"):
             body = {"prompt": "a", "prompt_cache_key": "one"}
             headers = {"authorization": f"Bearer {key}"}
@@ -167,14 +165,14 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("path", LIMITS)
-async def test_a_limit_above_the_room_is_cut_and_listed(connect: Connect, path: str) -> None:
+async def test_a_limit_above_the_room_is_cut_and_listed(path: str) -> None:
     """-1 is none in every API, 8.0 an integer; and a prompt that leaves no room is refused in the words
     by which clients know it."""
     engine = ScriptedEngine(TEXT)
     body, field = LIMITS[path]
     name = next(each for each in ("messages", "prompt", "input") if each in body)
     text = [HI | {"content": "x" * 600}] if name == "messages" else "x" * 600
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         for limit, told in ((32_000, field), (-1, None), (8.0, None)):
             reply = await client.post(path, json=with_values(body, {field: limit}))
             assert reply.status_code == 200, reply.text
@@ -193,9 +191,7 @@ SHOWN = {CUT: json.dumps(CUT), None: "{}", "null": "{}", "[1]": '"[1]"', TWO: js
 
 @pytest.mark.parametrize("given", SHOWN)
 @pytest.mark.parametrize("takes_text", [True, False])
-async def test_arguments_that_are_no_object_are_text(
-    connect: Connect, given: str | None, takes_text: bool
-) -> None:
+async def test_arguments_that_are_no_object_are_text(given: str | None, takes_text: bool) -> None:
     """As those of a call that was cut off; also for templates that know objects alone."""
     loop = "" if takes_text else "{% for key in c.function.arguments.items() %}{% endfor %}"
     template = f"{loop}{{{{ c.function.arguments | tojson }}}}"
@@ -206,7 +202,7 @@ async def test_arguments_that_are_no_object_are_text(
     block = {"type": "tool_use", "id": "1", "name": "f", "input": given}
     item = {"type": "function_call", "call_id": "1", **call}
     engine = ScriptedEngine(TEXT)
-    async with connect(engine, byte_tokenizer(template)) as client:
+    async with serve(engine, byte_tokenizer(template)) as client:
         for path, name, message in (
             (CHAT, "messages", chat),
             (f"{API}/chat", "messages", chat),
@@ -269,18 +265,18 @@ MARKED = HI | MARK | {"content": [{"type": "text", "text": "ab", **MARK}]}
     ],
 )
 async def test_what_clients_add_is_accepted(
-    connect: Connect, path: str, body: dict[str, Any], told: str | None, check: Any
+    path: str, body: dict[str, Any], told: str | None, check: Any
 ) -> None:
     engine = ScriptedEngine(TEXT)
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         reply = await client.post(path, json=LIMITS[path][0] | body)
     assert (reply.status_code, reply.headers.get(IGNORED_HEADER)) == (200, told), reply.text
     assert check is None or check(engine.requests[0])
 
 
-async def test_a_name_goes_to_a_template_that_reads_it(connect: Connect) -> None:
+async def test_a_name_goes_to_a_template_that_reads_it() -> None:
     engine = ScriptedEngine(TEXT)
-    async with connect(engine, byte_tokenizer("{{ messages[0].name }}:")) as client:
+    async with serve(engine, byte_tokenizer("{{ messages[0].name }}:")) as client:
         reply = await client.post(CHAT, json={"messages": [HI | {"name": "ann"}]})
     assert (_shown(engine.requests[0]), reply.headers.get(IGNORED_HEADER)) == ("ann:", None)
 
@@ -296,7 +292,7 @@ WITHOUT_PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", [*LIMITS, *WITHOUT_PLANS, "/embeddings", f"{API}/embed"])
 @pytest.mark.parametrize("padding", ["", "x" * LARGE])
 async def test_unknown_fields_are_listed_where_the_operator_says_so(
-    connect: Connect, path: str, padding: str
+    path: str, padding: str
 ) -> None:
     body = LIMITS[path][0] if path in LIMITS else WITHOUT_PLANS.get(path, {"input": "a"})
     unknown: dict[str, Any] = {"colour": padding, "\n\u20ac, " + "x" * 5_000: 1}
@@ -306,7 +302,7 @@ async def test_unknown_fields_are_listed_where_the_operator_says_so(
         unknown["messages"] = [HI | {"content": [part], "colour": 1}]
         expected |= {"messages.colour", "messages.content.colour"}
     engine = ScriptedEngine(TEXT, info=engine_info(embeddings="mean", hidden_size=2))
-    async with connect(engine, unknown_fields="tell", body_processes=0) as client:
+    async with serve(engine, unknown_fields="tell", body_processes=0) as client:
         reply = await client.post(path, json=body | unknown)
     assert reply.status_code == 200, reply.text
     assert expected <= set(reply.headers[IGNORED_HEADER].split(", "))

@@ -18,7 +18,7 @@ from server.errors import ApiError
 from server.request.large_bodies import LARGE, BodyReader, default_body_bytes
 from worlds import deadly_bodies
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import Connect, endless, until
+from worlds.serving import endless, serve, until
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +37,7 @@ def outcome(reply: httpx.Response) -> tuple[int, Any]:
     return reply.status_code, data
 
 
-async def test_a_large_body_has_the_outcome_of_a_small_one(connect: Connect) -> None:
+async def test_a_large_body_has_the_outcome_of_a_small_one() -> None:
     bodies: list[tuple[str, bytes]] = [
         ("completions", json.dumps(COMPLETION).encode()),
         ("completions", json.dumps(COMPLETION | {"n": 3, "stop": "w", "top_k": 3}).encode()),
@@ -59,7 +59,7 @@ async def test_a_large_body_has_the_outcome_of_a_small_one(connect: Connect) -> 
         ("completions", b"[" * 100_000),
     ]
     engine = ScriptedEngine()
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         for path, body in bodies:
             for kind in ("application/json", "application/problem+json", "text/plain"):
                 headers = {"content-type": kind}
@@ -74,12 +74,12 @@ async def test_a_large_body_has_the_outcome_of_a_small_one(connect: Connect) -> 
 
 
 @pytest.mark.parametrize("body", ["hostile", "prompt"])
-async def test_other_requests_go_on_while_a_body_is_read(connect: Connect, body: str) -> None:
+async def test_other_requests_go_on_while_a_body_is_read(body: str) -> None:
     engine = endless()
     content = HOSTILE
     if body == "prompt":
         content = json.dumps({"prompt": ["a b " * 20] * 88_000}).encode()
-    async with connect(engine, max_body_bytes=8 << 20) as client:
+    async with serve(engine, max_body_bytes=8 << 20) as client:
         headers = {"content-type": "application/json"}
         # The pool is there when the time comes.
         await client.post("completions", content=json.dumps(COMPLETION) + PADDING, headers=headers)
@@ -97,8 +97,8 @@ async def test_other_requests_go_on_while_a_body_is_read(connect: Connect, body:
     assert engine.num_events >= before + 50 * finished
 
 
-async def test_a_process_that_was_killed_costs_nobody_an_error(connect: Connect) -> None:
-    async with connect(ScriptedEngine(), max_body_bytes=8 << 20) as client:
+async def test_a_process_that_was_killed_costs_nobody_an_error() -> None:
+    async with serve(ScriptedEngine(), max_body_bytes=8 << 20) as client:
         headers = {"content-type": "application/json"}
         content = json.dumps(COMPLETION) + PADDING
         assert (await client.post("completions", content=content, headers=headers)).is_success
@@ -219,20 +219,20 @@ async def test_a_server_that_ends_waits_for_no_process_that_is_still_starting(
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-async def test_without_a_pool_the_server_reads_them_itself(connect: Connect) -> None:
+async def test_without_a_pool_the_server_reads_them_itself() -> None:
     content = json.dumps(COMPLETION) + PADDING
     headers = {"content-type": "application/json"}
     tokenizer = byte_tokenizer()
-    async with connect(ScriptedEngine(), body_processes=0) as client:
+    async with serve(ScriptedEngine(), body_processes=0) as client:
         assert (await client.post("completions", content=content, headers=headers)).is_success
         assert client.app.state.models.only.bodies._pool is None  # type: ignore[attr-defined]
     tokenizer.odd = lambda: None  # type: ignore[attr-defined]  # what cannot be sent
-    async with connect(ScriptedEngine(), tokenizer=tokenizer) as client:
+    async with serve(ScriptedEngine(), tokenizer=tokenizer) as client:
         assert (await client.post("completions", content=content, headers=headers)).is_success
         assert client.app.state.models.only.bodies._pool is None  # type: ignore[attr-defined]
 
 
-async def test_the_default_limit_follows_from_the_context(connect: Connect) -> None:
+async def test_the_default_limit_follows_from_the_context() -> None:
     long = engine_info(max_model_len=100_000)
     sizes = [default_body_bytes(each, byte_tokenizer()) for each in (512, 100_000)]
     assert sizes[1] - sizes[0] == 2 * (100_000 - 512) * len("<|assistant|>")
@@ -240,7 +240,7 @@ async def test_the_default_limit_follows_from_the_context(connect: Connect) -> N
     headers = {"content-type": "application/json"}
     statuses = []
     for engine in (ScriptedEngine(), ScriptedEngine(info=long)):
-        async with connect(engine, body_processes=0) as client:
+        async with serve(engine, body_processes=0) as client:
             reply = await client.post("/completions", content=content, headers=headers)
             statuses.append(reply.status_code)
     assert statuses == [413, 200]

@@ -13,9 +13,9 @@ from server.request.chat import MAX_MESSAGES, StreamOptions
 from server.request.large_bodies import LARGE
 from server.request.messages import ChatMessage
 from server.request.parsing import parse
-from worlds.request_bodies import COMPLETION, ENDPOINTS, TEXT, TOOLS
+from worlds.request_bodies import COMPLETION, ENDPOINTS, STRICT, TEXT, TOOLS, called, function
 from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import Connect
+from worlds.serving import serve
 
 pytestmark = pytest.mark.anyio
 Row = tuple[dict[str, Any], str]
@@ -86,15 +86,6 @@ MESSAGES: list[Row] = [
 ]
 
 
-def function(**fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **fields}}
-
-
-def called(arguments: str = "{}") -> dict[str, Any]:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", "tool_calls": [call]}
-
-
 def answer(call: str, **fields: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call, "content": "x", **fields}
 
@@ -107,7 +98,6 @@ ALLOWED = "tool_choice.allowed_tools.tools"
 UNKNOWN = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function()]}}
 PARAMETERS = "tools.0.function.parameters"
 UNUSABLE = {"type": "object", "properties": {"a": {"type": "colour"}}}
-STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
 CHATS: list[Row] = [
     *(({"messages": [message]}, f"messages.0.{param}") for message, param in MESSAGES),
     ({"messages": []}, "messages"),
@@ -221,10 +211,10 @@ TOKENS: list[Row] = [
     ],
 )
 async def test_what_cannot_be_is_a_400_that_names_it(
-    connect: Connect, path: str, base: dict[str, Any], rows: list[Row]
+    path: str, base: dict[str, Any], rows: list[Row]
 ) -> None:
     engine = ScriptedEngine()
-    async with connect(engine, max_choices=4) as client:
+    async with serve(engine, max_choices=4) as client:
         for fields, param in rows:
             refused = await client.post(path, json=base | fields)
             assert refused.status_code == 400, fields
@@ -233,9 +223,9 @@ async def test_what_cannot_be_is_a_400_that_names_it(
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-async def test_a_malformed_value_is_a_400_that_names_the_field(connect: Connect, path: str) -> None:
+async def test_a_malformed_value_is_a_400_that_names_the_field(path: str) -> None:
     engine = ScriptedEngine(TEXT)
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         for name, values in MALFORMED.items():
             for value in values:
                 if (path, name, value) == ("/messages", "max_tokens", 513):
@@ -249,9 +239,9 @@ async def test_a_malformed_value_is_a_400_that_names_the_field(connect: Connect,
     assert engine.requests == []
 
 
-async def test_all_keys_of_a_bias_that_are_no_tokens_are_named(connect: Connect) -> None:
+async def test_all_keys_of_a_bias_that_are_no_tokens_are_named() -> None:
     bias = {"bad1": 1, "5": 2, "bad2": 3}
-    async with connect(ScriptedEngine()) as client:
+    async with serve(ScriptedEngine()) as client:
         for path in ("/completions", "/chat/completions"):
             refused = await client.post(path, json=ENDPOINTS[path][1] | {"logit_bias": bias})
             error = refused.json()["error"]
@@ -265,26 +255,26 @@ async def test_all_keys_of_a_bias_that_are_no_tokens_are_named(connect: Connect)
         assert len(refused.text) < 2_000
 
 
-async def test_a_malformed_prompt_is_a_400(connect: Connect) -> None:
+async def test_a_malformed_prompt_is_a_400() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = None
-    async with connect(ScriptedEngine(), tokenizer) as client:
+    async with serve(ScriptedEngine(), tokenizer) as client:
         for prompt in PROMPTS:
             refused = await client.post("/completions", json={"prompt": prompt})
             assert refused.status_code == 400, prompt
             assert refused.json()["error"]["param"] == "prompt", prompt
 
 
-async def test_an_empty_prompt_is_the_bos_token_where_there_is_one(connect: Connect) -> None:
+async def test_an_empty_prompt_is_the_bos_token_where_there_is_one() -> None:
     engine = ScriptedEngine()
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         assert (await client.post("/completions", json={"prompt": ""})).status_code == 200
     assert engine.requests[0].prompt_token_ids == (BOS,)
 
 
-async def test_several_errors_are_listed_and_long_input_is_not_echoed(connect: Connect) -> None:
+async def test_several_errors_are_listed_and_long_input_is_not_echoed() -> None:
     body = {f"field_{number}": "x" * 10_000 for number in range(30)}
-    async with connect(ScriptedEngine()) as client:
+    async with serve(ScriptedEngine()) as client:
         refused = await client.post("/completions", json=body | {"prompt": "a"})
     message = refused.json()["error"]["message"]
     assert message.count("this server knows no such field") == 10
@@ -310,8 +300,8 @@ def test_too_many_items_are_one_finding(path: str, field: str, items: list[Any])
     assert f"{field}.0" not in refused.value.message
 
 
-async def test_a_prompt_too_long_is_not_looked_into(connect: Connect) -> None:
-    async with connect(ScriptedEngine()) as client:
+async def test_a_prompt_too_long_is_not_looked_into() -> None:
+    async with serve(ScriptedEngine()) as client:
         for prompt, part in (
             ([-1] * 512, "512 tokens"),
             ([[-1]] * 129, "129 choices"),
@@ -333,12 +323,12 @@ async def test_a_prompt_too_long_is_not_looked_into(connect: Connect) -> None:
     ],
 )
 async def test_a_part_that_is_no_text_is_refused_with_what_of_the_model_it_lacks(
-    connect: Connect, part: str, unserved: tuple[str, ...], reason: str
+    part: str, unserved: tuple[str, ...], reason: str
 ) -> None:
     """In small bodies and in those that other processes read: images are long."""
     engine = ScriptedEngine(info=engine_info(unserved=unserved))
     name = part if part.startswith("input_") else f"input_{part.removesuffix('_url')}"
-    async with connect(engine, body_processes=1) as client:
+    async with serve(engine, body_processes=1) as client:
         (card,) = (await client.get("/models")).json()["data"]
         assert (card["modalities"], card["unserved"]) == (["text"], list(unserved))
         for kind, path, field in (
@@ -357,8 +347,8 @@ async def test_a_part_that_is_no_text_is_refused_with_what_of_the_model_it_lacks
     assert engine.requests == []
 
 
-async def test_an_output_of_a_call_is_no_image(connect: Connect) -> None:
+async def test_an_output_of_a_call_is_no_image() -> None:
     output = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}
-    async with connect(ScriptedEngine()) as client:
+    async with serve(ScriptedEngine()) as client:
         refused = await client.post("/responses", json={"input": [output]})
     assert refused.json()["error"]["param"] == "input.0.output.0"

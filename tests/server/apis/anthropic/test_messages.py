@@ -13,10 +13,12 @@ from anthropic.types import Message
 from engine.request.errors import EngineDeadError
 from engine.request.params import GenerationRequest
 from worlds.official_clients import anthropic_client
+from worlds.request_bodies import CALL
 from worlds.scripted_engine import (
     ASSISTANT,
     CHAT_TEMPLATE,
     EOS,
+    THINKING,
     USER,
     ScriptedEngine,
     byte_tokenizer,
@@ -27,8 +29,6 @@ from worlds.serving import serve
 TEXT = "hello wörld"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Any = {"name": "get_weather", "description": "The weather.", "input_schema": SCHEMA}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-THINKING = CHAT_TEMPLATE + "{% if false %}</think>{% endif %}"
 SWITCHED = (
     THINKING + "{% if enable_thinking is defined %}thinks {{ enable_thinking }} {% endif %}"
     "{% if thinking_budget %}budget {{ thinking_budget }} {% endif %}"

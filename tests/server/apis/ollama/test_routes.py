@@ -13,11 +13,11 @@ from server.apis.ollama.catalogue import OLLAMA_VERSION
 from server.request.large_bodies import LARGE
 from worlds.client_servers import slipstream
 from worlds.official_clients import ollama_client
-from worlds.request_bodies import TOOLS
+from worlds.request_bodies import CALL, TOOLS
 from worlds.scripted_engine import (
     ASSISTANT,
     BOS,
-    CHAT_TEMPLATE,
+    THINKING,
     USER,
     ScriptedEngine,
     byte_tokenizer,
@@ -27,8 +27,6 @@ from worlds.serving import post, serve
 
 TEXT = "hello wörld"
 MESSAGES = [{"role": "user", "content": "hi"}]
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-THINKING = CHAT_TEMPLATE + "{% if false %}</think>{% endif %}"
 SWITCHED = THINKING + "{% if enable_thinking is defined and not enable_thinking %}QUIET{% endif %}"
 OF_A_REQUEST = ("created_at", "total_duration", "load_duration", "seed")
 
@@ -389,20 +387,23 @@ async def test_adapters_are_listed_and_known_by_their_names() -> None:
             await client.chat("mine:2", MESSAGES)
 
 
-async def test_a_name_with_a_tag_is_listed_as_it_is() -> None:
-    async with ollama_client(ScriptedEngine(TEXT), served_model_name="qwen:0.6b") as client:
-        assert [each.model for each in (await client.list()).models] == ["qwen:0.6b"]
-        assert (await client.chat("qwen:0.6b", MESSAGES)).message.content == TEXT
-        with pytest.raises(ollama.ResponseError):
-            await client.chat("qwen", MESSAGES)
-
-
-async def test_a_model_of_the_hub_is_meant_with_the_hubs_host_as_well() -> None:
-    async with ollama_client(ScriptedEngine(TEXT), served_model_name="org/a:Q8_0") as client:
-        for name in ("org/a:Q8_0", "hf.co/org/a:Q8_0"):
+@pytest.mark.parametrize(
+    ("served", "known", "other"),
+    [
+        ("qwen:0.6b", ["qwen:0.6b"], "qwen"),
+        # A model of the hub is meant with the hub's host as well.
+        ("org/a:Q8_0", ["org/a:Q8_0", "hf.co/org/a:Q8_0"], "hf.co/org/a"),
+    ],
+)
+async def test_a_name_with_a_tag_is_listed_as_it_is(
+    served: str, known: list[str], other: str
+) -> None:
+    async with ollama_client(ScriptedEngine(TEXT), served_model_name=served) as client:
+        assert [each.model for each in (await client.list()).models] == [served]
+        for name in known:
             assert (await client.chat(name, MESSAGES)).message.content == TEXT
         with pytest.raises(ollama.ResponseError):
-            await client.chat("hf.co/org/a", MESSAGES)
+            await client.chat(other, MESSAGES)
 
 
 async def test_what_would_change_the_model_is_refused() -> None:

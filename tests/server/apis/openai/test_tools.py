@@ -8,24 +8,23 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from worlds.request_bodies import TOOLS
+from worlds.official_clients import openai_client
+from worlds.request_bodies import ARGUMENTS, CALL, STRICT, TOOLS, called, function
 from worlds.scripted_engine import (
     CHAT_TEMPLATE,
     EOS,
+    THINKING,
     VOCAB_SIZE,
     ScriptedEngine,
     byte_tokenizer,
     engine_info,
 )
-from worlds.serving import Connect, allows, events, openai_client
+from worlds.serving import allows, events, serve
 
 pytestmark = pytest.mark.anyio
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
-ARGUMENTS = '{"city": "Köln"}'
-CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 TEXT = f"I look.\n{CALL}\n{CALL}"
-THINKING = CHAT_TEMPLATE + "{% if false %}</think>{% endif %}"
 
 
 def prompt_text(engine: ScriptedEngine, index: int = 0) -> str:
@@ -35,11 +34,11 @@ def prompt_text(engine: ScriptedEngine, index: int = 0) -> str:
 
 @pytest.mark.parametrize("group_sizes", [(1,), (7, 2, 11), (500,)])
 async def test_the_openai_client_gets_calls_whole_and_streamed(
-    connect: Connect, group_sizes: tuple[int, ...]
+    group_sizes: tuple[int, ...],
 ) -> None:
     engine = ScriptedEngine(TEXT, group_sizes=group_sizes)
     asked: dict[str, Any] = {"model": "test/scripted", "messages": MESSAGES, "tools": TOOLS}
-    async with openai_client(connect, engine) as client:
+    async with openai_client(engine) as client:
         whole = await client.chat.completions.create(**asked)
         async with client.chat.completions.stream(**asked) as stream:
             async for _ in stream:
@@ -58,9 +57,9 @@ async def test_the_openai_client_gets_calls_whole_and_streamed(
     assert engine.requests[0].sampling.grammar == ""
 
 
-async def test_chunks_of_calls_have_openai_shape(connect: Connect) -> None:
+async def test_chunks_of_calls_have_openai_shape() -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, "stream": True}
-    async with connect(ScriptedEngine(CALL, group_sizes=(9,))) as client:
+    async with serve(ScriptedEngine(CALL, group_sizes=(9,))) as client:
         *chunks, done = events((await client.post("/chat/completions", json=body)).text)
     assert done == "[DONE]"
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -74,9 +73,9 @@ async def test_chunks_of_calls_have_openai_shape(connect: Connect) -> None:
     assert all(not delta.get("content") for delta in deltas)
 
 
-async def test_a_conversation_with_calls_goes_back_through_the_template(connect: Connect) -> None:
+async def test_a_conversation_with_calls_goes_back_through_the_template() -> None:
     engine = ScriptedEngine(CALL)
-    async with openai_client(connect, engine) as client:
+    async with openai_client(engine) as client:
         reply = await client.chat.completions.create(
             model="test/scripted", messages=MESSAGES, tools=TOOLS
         )
@@ -115,7 +114,7 @@ PARTIAL = '{"city": "Kö'
     ],
 )
 async def test_the_reason_of_the_end_says_whether_there_is_a_call_to_run(
-    connect: Connect, text: str, asked: Any, reasons: str, arguments: str | None
+    text: str, asked: Any, reasons: str, arguments: str | None
 ) -> None:
     of_chat, of_message, of_ollama = reasons.split()
     limit, stops = asked.get("max_tokens", 400), [asked["stop"]] if "stop" in asked else []
@@ -130,7 +129,7 @@ async def test_the_reason_of_the_end_says_whether_there_is_a_call_to_run(
     }
     bodies["/messages"]["tools"] = [tool]
     bodies["/responses"]["tools"] = [{"type": "function", **function}]
-    async with connect(ScriptedEngine(text)) as client:
+    async with serve(ScriptedEngine(text)) as client:
         wholes, streams = [], []
         for path, body in bodies.items():
             wholes.append((await client.post(path, json=body | {"stream": False})).json())
@@ -165,14 +164,14 @@ async def test_the_reason_of_the_end_says_whether_there_is_a_call_to_run(
         assert f"event: response.{response['status']}\n" in streams[3]
 
 
-async def test_markers_are_seen_though_special_tokens_are_left_out(connect: Connect) -> None:
+async def test_markers_are_seen_though_special_tokens_are_left_out() -> None:
     tokenizer = byte_tokenizer(CHAT_TEMPLATE + "{# [TOOL_CALLS] #}".replace("<tool_call>", ""))
     tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "[TOOL_CALLS]")
     tokenizer.add_tokens([AddedToken("[TOOL_CALLS]", special=True)])
     (marker,) = tokenizer.encode("[TOOL_CALLS]", add_special_tokens=False)
     script = [258, *b"Hm.", marker, *b'[{"name": "get_weather", "arguments": {}}]', EOS]
     engine = ScriptedEngine(script=lambda _: script, info=engine_info(vocab_size=VOCAB_SIZE + 1))
-    async with connect(engine, tokenizer) as client:
+    async with serve(engine, tokenizer) as client:
         body = {"messages": MESSAGES, "tools": TOOLS}
         message = (await client.post("/chat/completions", json=body)).json()["choices"][0][
             "message"
@@ -186,9 +185,9 @@ async def test_markers_are_seen_though_special_tokens_are_left_out(connect: Conn
     assert text == 'Hm.[{"name": "get_weather", "arguments": {}}]'
 
 
-async def test_without_calls_nothing_is_told_and_nothing_parsed(connect: Connect) -> None:
+async def test_without_calls_nothing_is_told_and_nothing_parsed() -> None:
     engine = ScriptedEngine(CALL)
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}
         reply = (await client.post("/chat/completions", json=body)).json()
     assert reply["choices"][0]["message"] == {"role": "assistant", "content": CALL}
@@ -198,7 +197,6 @@ async def test_without_calls_nothing_is_told_and_nothing_parsed(connect: Connect
 # --- what the model is held to ---
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
 OTHER = {"type": "function", "function": {"name": "other"}}
 
 
@@ -238,10 +236,10 @@ OTHER_CALL = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'
     ],
 )
 async def test_calls_are_valid_by_construction(
-    connect: Connect, fields: dict[str, Any], allowed: list[str], refused: list[str]
+    fields: dict[str, Any], allowed: list[str], refused: list[str]
 ) -> None:
     engine = ScriptedEngine(CALL)
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         reply = await client.post("/chat/completions", json={"messages": MESSAGES, **fields})
     assert reply.status_code == 200, reply.text
     grammar = engine.requests[0].sampling.grammar
@@ -249,10 +247,10 @@ async def test_calls_are_valid_by_construction(
     assert [text for text in refused if allows(grammar, text)] == []
 
 
-async def test_a_required_call_comes_after_the_reasoning(connect: Connect) -> None:
+async def test_a_required_call_comes_after_the_reasoning() -> None:
     engine = ScriptedEngine(CALL)
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
-    async with connect(engine, byte_tokenizer(THINKING)) as client:
+    async with serve(engine, byte_tokenizer(THINKING)) as client:
         await client.post("/chat/completions", json=body)
     grammar = engine.requests[0].sampling.grammar
     assert allows(grammar, CALL)
@@ -261,15 +259,6 @@ async def test_a_required_call_comes_after_the_reasoning(connect: Connect) -> No
 
 
 # --- refusals ---
-
-
-def function(**fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **fields}}
-
-
-def called(arguments: str = "{}") -> dict[str, Any]:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"role": "assistant", "tool_calls": [call]}
 
 
 @pytest.mark.parametrize(
@@ -282,11 +271,9 @@ def called(arguments: str = "{}") -> dict[str, Any]:
         (CHAT_TEMPLATE, {"tool_call_parser": "none", "tool_choice": "required"}),
     ],
 )
-async def test_a_model_without_tools_says_so(
-    connect: Connect, template: str, settings: dict[str, Any]
-) -> None:
+async def test_a_model_without_tools_says_so(template: str, settings: dict[str, Any]) -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": settings.pop("tool_choice", None)}
-    async with connect(ScriptedEngine(), byte_tokenizer(template), **settings) as client:
+    async with serve(ScriptedEngine(), byte_tokenizer(template), **settings) as client:
         refused = await client.post("/chat/completions", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "tools"
@@ -297,11 +284,11 @@ async def test_a_model_without_tools_says_so(
 )
 @pytest.mark.parametrize("choice", ["required", NAMED])
 async def test_a_call_that_must_come_needs_no_format_of_the_models(
-    connect: Connect, template: str, choice: Any
+    template: str, choice: Any
 ) -> None:
     engine = ScriptedEngine(f"[{PLAIN}]")
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
-    async with connect(engine, byte_tokenizer(template)) as client:
+    async with serve(engine, byte_tokenizer(template)) as client:
         whole = (await client.post("/chat/completions", json=body)).json()["choices"][0]
         reply = await client.post("/chat/completions", json=body | {"stream": True})
     (call,) = whole["message"]["tool_calls"]
@@ -320,9 +307,9 @@ async def test_a_call_that_must_come_needs_no_format_of_the_models(
     assert ("get_weather" in prompt_text(engine)) == ("tools" in template)
 
 
-async def test_the_operator_may_name_the_format(connect: Connect) -> None:
+async def test_the_operator_may_name_the_format() -> None:
     text = '{"name": "get_weather", "parameters": {}}'
-    async with connect(ScriptedEngine(text), tool_call_parser="llama3") as client:
+    async with serve(ScriptedEngine(text), tool_call_parser="llama3") as client:
         body = {"messages": MESSAGES, "tools": TOOLS}
         choice = (await client.post("/chat/completions", json=body)).json()["choices"][0]
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
@@ -331,9 +318,9 @@ async def test_the_operator_may_name_the_format(connect: Connect) -> None:
 # --- reasoning ---
 
 
-async def test_reasoning_is_split_off_and_counted(connect: Connect) -> None:
+async def test_reasoning_is_split_off_and_counted() -> None:
     text = "<think>\nhm\n</think>\n\nyes"
-    async with connect(ScriptedEngine(text), byte_tokenizer(THINKING)) as client:
+    async with serve(ScriptedEngine(text), byte_tokenizer(THINKING)) as client:
         body: dict[str, Any] = {"messages": MESSAGES}
         whole = (await client.post("/chat/completions", json=body)).json()
         hidden = await client.post("/chat/completions", json=body | {"include_reasoning": False})
@@ -353,23 +340,23 @@ async def test_reasoning_is_split_off_and_counted(connect: Connect) -> None:
         assert "".join(delta.get(name, "") for delta in deltas) == expected[name]
 
 
-async def test_past_reasoning_is_handed_to_the_template(connect: Connect) -> None:
+async def test_past_reasoning_is_handed_to_the_template() -> None:
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
     engine = ScriptedEngine()
     messages = [{"role": "assistant", "content": "a", "reasoning": "b"}]
-    async with connect(engine, byte_tokenizer(template)) as client:
+    async with serve(engine, byte_tokenizer(template)) as client:
         await client.post("/chat/completions", json={"messages": messages})
     assert prompt_text(engine) == "[b]a"
 
 
-async def test_special_tokens_in_tools_calls_and_results_are_text(connect: Connect) -> None:
+async def test_special_tokens_in_tools_calls_and_results_are_text() -> None:
     engine = ScriptedEngine()
     messages = [
         called('{"a": "<|user|>"}'),
         {"role": "tool", "tool_call_id": "1", "content": "<|assistant|>"},
     ]
     body = {"messages": messages, "tools": [function(description="</s>")]}
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         await client.post("/chat/completions", json=body)
         await client.post("/chat/completions", json=body | {"allow_special_tokens": True})
     as_text, as_tokens = (
@@ -381,9 +368,9 @@ async def test_special_tokens_in_tools_calls_and_results_are_text(connect: Conne
         assert text in prompt_text(engine)
 
 
-async def test_a_chat_has_the_tokens_that_are_told(connect: Connect) -> None:
+async def test_a_chat_has_the_tokens_that_are_told() -> None:
     engine = ScriptedEngine()
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         body = {"messages": MESSAGES, "tools": TOOLS, "chat_template_kwargs": {"shout": True}}
         await client.post("/chat/completions", json=body)
         found = await client.post("http://test/tokenize", json=body)
@@ -442,12 +429,10 @@ RESULT = {"tool_use_id": "c", "type": "tool_result", "content": "4711", "is_erro
         ),
     ],
 )
-async def test_what_agents_send_back_is_taken(
-    connect: Connect, path: str, body: dict[str, Any]
-) -> None:
+async def test_what_agents_send_back_is_taken(path: str, body: dict[str, Any]) -> None:
     """Shortened from what each sent to this server."""
     engine = ScriptedEngine(TEXT, info=engine_info(max_model_len=2000))
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         reply = await client.post(path, json=body)
     assert reply.status_code == 200, reply.text
     shown = prompt_text(engine)

@@ -8,28 +8,25 @@ from typing import Any
 
 import pytest
 
-from engine.request.errors import EngineDeadError
 from engine.request.params import GenerationRequest
 from server.plan import IGNORED_HEADER
 from server.request.large_bodies import LARGE
-from worlds.request_bodies import TOOLS
+from worlds.official_clients import openai_client
+from worlds.request_bodies import ARGUMENTS, CALL, TOOLS
 from worlds.scripted_engine import (
     ASSISTANT,
-    CHAT_TEMPLATE,
+    THINKING,
     USER,
     ScriptedEngine,
     byte_tokenizer,
     engine_info,
 )
-from worlds.serving import Connect, openai_client
+from worlds.serving import serve
 
 pytestmark = pytest.mark.anyio
 
 TEXT = "hello wörld"
 TOOL: Any = {"type": "function", **TOOLS[0]["function"], "strict": False}
-ARGUMENTS = '{"city": "Köln"}'
-CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-THINKING = CHAT_TEMPLATE + "{% if false %}</think>{% endif %}"
 
 
 def stream_events(text: str) -> list[dict[str, Any]]:
@@ -42,9 +39,9 @@ def stream_events(text: str) -> list[dict[str, Any]]:
     return found
 
 
-async def test_the_openai_client_gets_a_response(connect: Connect) -> None:
+async def test_the_openai_client_gets_a_response() -> None:
     engine = ScriptedEngine(TEXT)
-    async with openai_client(connect, engine) as client:
+    async with openai_client(engine) as client:
         response = await client.responses.create(
             model="test/scripted",
             instructions="be brief",
@@ -68,9 +65,9 @@ async def test_the_openai_client_gets_a_response(connect: Connect) -> None:
     assert list(request.prompt_token_ids) == expected
 
 
-async def test_the_openai_client_streams_a_response(connect: Connect) -> None:
+async def test_the_openai_client_streams_a_response() -> None:
     text = f"<think>hm</think>Look.\n{CALL}\n{CALL}"
-    async with connect(ScriptedEngine(text), byte_tokenizer(THINKING)) as http:
+    async with serve(ScriptedEngine(text), byte_tokenizer(THINKING)) as http:
         body = {"input": "hi", "tools": [TOOL], "seed": 1}
         whole = (await http.post("/responses", json=body)).json()
         streamed = await http.post("/responses", json=body | {"stream": True})
@@ -117,9 +114,9 @@ async def test_the_openai_client_streams_a_response(connect: Connect) -> None:
     assert whole["output"] == response["output"]
 
 
-async def test_the_openai_clients_stream_helper_accumulates(connect: Connect) -> None:
+async def test_the_openai_clients_stream_helper_accumulates() -> None:
     async with (
-        openai_client(connect, ScriptedEngine(f"Look. {CALL}")) as client,
+        openai_client(ScriptedEngine(f"Look. {CALL}")) as client,
         client.responses.stream(model="test/scripted", input="hi", tools=[TOOL]) as stream,
     ):
         snapshots = [
@@ -134,28 +131,17 @@ async def test_the_openai_clients_stream_helper_accumulates(connect: Connect) ->
     assert final.output[1].arguments == ARGUMENTS
 
 
-async def test_a_response_without_a_text_has_an_empty_one(connect: Connect) -> None:
-    async with connect(ScriptedEngine("")) as client:
+async def test_a_response_without_a_text_has_an_empty_one() -> None:
+    async with serve(ScriptedEngine("")) as client:
         empty = (await client.post("/responses", json={"input": "hi"})).json()
     assert empty["output"][0]["content"][0]["text"] == ""
 
 
-async def test_a_stream_that_breaks_ends_with_a_failed_response(connect: Connect) -> None:
-    engine = ScriptedEngine(TEXT)
-    engine.break_after, engine.error = 2, EngineDeadError("gone")
-    async with connect(engine) as client:
-        streamed = await client.post("/responses", json={"input": "hi", "stream": True})
-    last = stream_events(streamed.text)[-1]
-    assert last["type"] == "response.failed"
-    assert last["response"]["status"] == "failed"
-    assert last["response"]["error"]["code"] == "server_error"
-
-
-async def test_formats_tools_and_effort_are_those_of_chats(connect: Connect) -> None:
+async def test_formats_tools_and_effort_are_those_of_chats() -> None:
     schema = {"type": "object", "properties": {"zulu": {"type": "string"}}}
     text = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
     engine = ScriptedEngine(TEXT)
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         for fields in (
             {"text": text},
             {"tools": [TOOL], "tool_choice": {"type": "function", "name": "get_weather"}},
@@ -205,7 +191,7 @@ CODEX: dict[str, Any] = {
 PATCH = '*** Begin Patch\n+"w\u00f6rld" \\d\n'
 
 
-async def test_codex_gets_calls_in_its_own_terms_and_sends_them_back(connect: Connect) -> None:
+async def test_codex_gets_calls_in_its_own_terms_and_sends_them_back() -> None:
     calls = [("multi_agent_v1__close_agent", {"target": "a"}), ("apply_patch", {"input": PATCH})]
     texts = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
     text = "<think>hm</think>I do.\n" + "\n".join(
@@ -214,7 +200,7 @@ async def test_codex_gets_calls_in_its_own_terms_and_sends_them_back(connect: Co
     engine = ScriptedEngine(text, info=engine_info(max_model_len=2000))
     own = {"extra_body": {"client_metadata": {"turn_id": "01a2191e"}}}
     template = THINKING.replace("{{ message['role'] }}", "[{{ message.reasoning_content }}]")
-    async with openai_client(connect, engine, tokenizer=byte_tokenizer(template)) as client:
+    async with openai_client(engine, tokenizer=byte_tokenizer(template)) as client:
         events = [each async for each in await client.responses.create(**CODEX, **own)]
         response: Any = events[-1].response
         _, _, close, patch = response.output
@@ -303,10 +289,10 @@ def ascii_of(text: str) -> str:
 )
 @pytest.mark.parametrize("unknown_fields", ["reject", "tell"])
 async def test_items_of_other_servers_are_shown_or_told(
-    connect: Connect, items: list[Any], shown: str, told: str | None, unknown_fields: str
+    items: list[Any], shown: str, told: str | None, unknown_fields: str
 ) -> None:
     engine = ScriptedEngine(TEXT)
-    async with connect(engine, unknown_fields=unknown_fields) as client:
+    async with serve(engine, unknown_fields=unknown_fields) as client:
         body = {"input": [*items, {"role": "user", "content": "go on"}]}
         reply = await client.post("/responses", json=body)
     assert reply.status_code == 200, reply.text
@@ -314,15 +300,13 @@ async def test_items_of_other_servers_are_shown_or_told(
     assert prompt_of(engine.requests[0]) == f"{shown}|user: go on\n|"
 
 
-async def test_a_custom_tool_is_held_to_its_expression_and_allowed_ones_alone_are_shown(
-    connect: Connect,
-) -> None:
+async def test_a_custom_tool_is_held_to_its_expression_and_allowed_ones_alone_are_shown() -> None:
     form = {"type": "grammar", "syntax": "regex", "definition": "[a-z]{2}zulu"}
     tool = {"type": "custom", "name": "pick", "format": form}
     named = {"type": "custom", "name": "pick"}
     text = '<tool_call>{"name": "pick", "arguments": {"input": "abzul'
     engine = ScriptedEngine(text, info=engine_info(max_model_len=2000))
-    async with connect(engine) as client:
+    async with serve(engine) as client:
         for choice in (named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
             body = {"input": "hi", "tools": [TOOL, tool], "tool_choice": choice}
             reply = (await client.post("/responses", json=body)).json()
@@ -333,14 +317,12 @@ async def test_a_custom_tool_is_held_to_its_expression_and_allowed_ones_alone_ar
     assert ["get_weather" in prompt_of(each) for each in engine.requests] == [True, False]
 
 
-async def test_a_conversation_goes_on_from_a_response_of_ones_own(
-    connect: Connect, tmp_path: Path
-) -> None:
+async def test_a_conversation_goes_on_from_a_response_of_ones_own(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("tenants: [{name: a, key: ka}, {name: b, key: kb}]")
     engine = ScriptedEngine(TEXT, info=engine_info(max_model_len=60_000))
     settings = {"api_keys_file": str(keys), "stored_response_bytes": 120_000}
-    async with connect(engine, **settings) as client:
+    async with serve(engine, **settings) as client:
 
         async def ask(key: str, path: str = "", method: str = "POST", **body: Any) -> Any:
             headers = {"authorization": f"Bearer {key}"}
