@@ -3,6 +3,7 @@ in-process and over HTTP."""
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,14 @@ from typing import Any
 
 from bench.cells.figures import AUTO, HTTP, PLAIN
 from bench.cells.options import IN_PROCESS, OVER_HTTP, Options
-from bench.contenders import Contender, Job, Run, SteppedContender, parse_drafter
+from bench.contenders import (
+    Contender,
+    EngineContender,
+    Job,
+    Run,
+    SteppedContender,
+    parse_drafter,
+)
 from bench.models import BUNDLED, OWN, SCALED, BenchModel, load_bench_model
 from bench.peers.model_files import model_files
 from bench.peers.place import DEFAULT, Arm, WorkerPlan
@@ -19,7 +27,9 @@ from bench.peers.slipstream_engine import served_plan
 from bench.peers.worker import PeerContender, Worker
 from engine.build import with_fastest_weights
 from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.drafting.drafts import check_names, with_bundled_drafts
+from engine.hub.memory import available_bytes
 from engine.names import locate
 from engine.request.info import EngineInfo
 from engine.request.params import PLAIN as PLAIN_DECODING
@@ -72,14 +82,13 @@ def load_core(options: Options) -> BenchModel:
 
 @contextmanager
 def started_contenders(options: Options, model: BenchModel) -> Iterator[list[Contender]]:
-    """In-process ones first, each with a core of its own, the first with that of ``model``; plain
-    decoding first of each way. Exits with a message for a drafter that the engine does not have. Raises
-    ContenderFailedError where the server does not start."""
+    """In-process ones first, the first with the core of ``model``; plain decoding first of each way.
+    Exits with a message for a drafter that the engine does not have. Raises ContenderFailedError where
+    the server does not start."""
     ways = ways_of(options, model.info)
     contenders: list[Contender] = []
     if IN_PROCESS in options.ways:
-        cores = [model.core, *(load_core(options).core for _ in range(len(ways) - 1))]
-        contenders += map(SteppedContender, ways, cores, ways.values())
+        contenders += in_process(options, model.core, ways)
     if OVER_HTTP not in options.ways:
         yield contenders
         return
@@ -89,6 +98,16 @@ def started_contenders(options: Options, model: BenchModel) -> Iterator[list[Con
         yield [*contenders, *(_RestedContender(worker, arm) for arm in worker.plan.arms)]
     finally:
         worker.close()
+
+
+def in_process(options: Options, first: EngineCore, ways: Ways) -> list[Contender]:
+    """Each with a core of its own, where there is room for so many on this machine."""
+    largest = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # with one loaded
+    if options.device != "cpu" or (len(ways) - 1) * largest > available_bytes():
+        print("one core for all in-process: they take turns run by run", flush=True)
+        return [EngineContender(name, first, speculative) for name, speculative in ways.items()]
+    cores = [first, *(load_core(options).core for _ in range(len(ways) - 1))]
+    return [*map(SteppedContender, ways, cores, ways.values())]
 
 
 def check_drafters(options: Options) -> None:

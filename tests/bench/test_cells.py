@@ -6,13 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.cells import contenders
 from bench.cells.__main__ import main
-from bench.cells.contenders import http_plan, ways_of
+from bench.cells.contenders import http_plan, in_process, ways_of
 from bench.cells.figures import (
     AUTO,
     BEST,
@@ -30,9 +32,10 @@ from bench.cells.picture import draw_all
 from bench.cells.plan import CellPlan, Pace, make_plans, measure_pace, missing_rounds
 from bench.cells.records import CellKey, Results, RoundRecord, RunRecord, record_run
 from bench.cells.report import different_texts, report
-from bench.contenders import Account, Job, Run, parse_drafter
+from bench.contenders import Account, EngineContender, Job, Run, SteppedContender, parse_drafter
 from bench.runner import Cell, make_jobs
 from bench.workloads import Prompt, PromptSource
+from engine.core import EngineCore
 from engine.names import BUNDLED
 from engine.request.params import PLAIN as PLAIN_DECODING
 from worlds.scripted_engine import engine_info
@@ -371,6 +374,31 @@ def test_questions_of_other_ids_are_other_cells_and_drafts_are_given_to_the_serv
     assert {key.num_prompts for key in keys if key.workload != "code"} == {3}
     command = " ".join(http_plan(options, {PLAIN: PLAIN_DECODING}).load["command"])
     assert f"second={BUNDLED / 'medusa'}" in command
+
+
+@pytest.mark.parametrize(
+    ("device", "room", "kind"),
+    [
+        ("cpu", 1 << 62, SteppedContender),
+        ("cpu", 0, EngineContender),
+        ("cuda", 1 << 62, EngineContender),
+    ],
+)
+def test_each_has_a_core_of_its_own_where_memory_allows_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, room: int, kind: type[EngineContender]
+) -> None:
+    loaded: list[object] = []
+
+    def load(_: object) -> SimpleNamespace:
+        loaded.append(object())
+        return SimpleNamespace(core=loaded[-1])
+
+    monkeypatch.setattr(contenders, "load_core", load)
+    monkeypatch.setattr(contenders, "available_bytes", lambda: room)
+    ways = {PLAIN: PLAIN_DECODING, "ngram": parse_drafter("ngram", ["ngram"])[1]}
+    made = in_process(parse_options(["--device", device], ""), EngineCore.__new__(EngineCore), ways)
+    assert [(type(each), each.name) for each in made] == [(kind, PLAIN), (kind, "ngram")]
+    assert len(loaded) == (kind is SteppedContender)
 
 
 # --- the whole command ---
