@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.base import DraftRequest, DraftSampling, DraftShape
+from drafters.base import DraftRequest, DraftSampling, DraftShape, Observation
 from drafters.model.growth import NUM_LEVELS, NUM_RANKS, DraftGrowth, feature_of
 from drafters.model.model_drafter import Calibration
 from drafters.model.protocol import Candidates
@@ -147,6 +147,15 @@ def test_a_round_has_to_bring_more_than_the_engine_writes_meanwhile(
     assert lengths[0] == 8
     assert 8 >= lengths[1] >= lengths[2] >= lengths[3] == 1
     assert lengths[1] > 1
+
+
+def test_calibration_learns_nothing_of_steps_that_were_missed() -> None:
+    calibration = Calibration()
+    before = calibration.mean, calibration.acceptance(0, 0.9)
+    seen = Observation.of_missed("r", [1, 2, 3, 4], 3)
+    calibration.learn(seen.tree, seen.path)
+    assert list(seen.tree.token_ids) == [2, 3]
+    assert (calibration.mean, calibration.acceptance(0, 0.9)) == before
 
 
 def test_calibration_follows_what_was_accepted() -> None:
