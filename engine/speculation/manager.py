@@ -407,8 +407,9 @@ class Speculation:
             for each, _ in told:
                 each.draft_seconds = seconds / len(told)
             if asked[name]:
+                # By its own clock, which need not be this one.
                 weighed = self.drafters[name].weighed_seconds
-                self._ledgers.took(name, asked[name], seconds - weighed)
+                self._ledgers.took(name, asked[name], max(0.0, seconds - weighed))
 
     def observe_hidden(
         self, requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]
