@@ -101,13 +101,21 @@ def started_contenders(options: Options, model: BenchModel) -> Iterator[list[Con
 
 
 def in_process(options: Options, first: EngineCore, ways: Ways) -> list[Contender]:
-    """Each with a core of its own, where there is room for so many on this machine."""
-    largest = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # with one loaded
-    if options.device != "cpu" or (len(ways) - 1) * largest > available_bytes():
-        print("one core for all in-process: they take turns run by run", flush=True)
+    """Each with a core of its own, where there is room for so many on this machine and they are to be
+    measured."""
+    if options.predict_only or not _have_room(options, len(ways)):
         return [EngineContender(name, first, speculative) for name, speculative in ways.items()]
     cores = [first, *(load_core(options).core for _ in range(len(ways) - 1))]
     return [*map(SteppedContender, ways, cores, ways.values())]
+
+
+def _have_room(options: Options, num_cores: int) -> bool:
+    """Whether so many cores fit beside each other, by what this process took with one of them loaded."""
+    largest = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if options.device == "cpu" and (num_cores - 1) * largest <= available_bytes():
+        return True
+    print("one core for all in-process: they take turns run by run", flush=True)
+    return False
 
 
 def check_drafters(options: Options) -> None:

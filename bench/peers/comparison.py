@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,6 +32,7 @@ from bench.peers.report import (
 from bench.peers.worker import PeerContender, Worker
 from bench.progress import progress_bar
 from bench.runner import Cell, contenders_for, measure_cell
+from engine.hub.memory import available_bytes
 
 _LEAST_FREE_BYTES = 2 << 30
 
@@ -153,7 +154,7 @@ def _is_wanted(arm: Arm, options: Options) -> bool:
 
 
 def _load(plan: WorkerPlan, place: Place, run_seconds: float, workers: list[Worker]) -> Worker:
-    if (free := _free_bytes()) is not None and free < _LEAST_FREE_BYTES:
+    if (free := available_bytes()) < _LEAST_FREE_BYTES:
         raise ContenderFailedError(f"only {free / 1e9:.1f} GB of memory are free")
     print(f"{plan.name}: loading ..", flush=True)
     log = place.cache / "logs" / (plan.name.replace(" ", "-") + ".log")
@@ -214,13 +215,3 @@ def _commit() -> str:
         return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
-
-
-def _free_bytes() -> int | None:
-    """None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    fields: Mapping[str, str] = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -407,7 +407,7 @@ class Speculation:
             for each, _ in told:
                 each.draft_seconds = seconds / len(told)
             if asked[name]:
-                # By its own clock, which need not be this one.
+                # A drafter may time itself by another clock than the engine's.
                 weighed = self.drafters[name].weighed_seconds
                 self._ledgers.took(name, asked[name], max(0.0, seconds - weighed))
 

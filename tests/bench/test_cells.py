@@ -377,15 +377,16 @@ def test_questions_of_other_ids_are_other_cells_and_drafts_are_given_to_the_serv
 
 
 @pytest.mark.parametrize(
-    ("device", "room", "kind"),
+    ("arguments", "room", "kind"),
     [
-        ("cpu", 1 << 62, SteppedContender),
-        ("cpu", 0, EngineContender),
-        ("cuda", 1 << 62, EngineContender),
+        (["--device", "cpu"], 1 << 62, SteppedContender),
+        (["--device", "cpu"], 0, EngineContender),
+        (["--device", "cuda"], 1 << 62, EngineContender),
+        (["--predict"], 1 << 62, EngineContender),
     ],
 )
 def test_each_has_a_core_of_its_own_where_memory_allows_it(
-    monkeypatch: pytest.MonkeyPatch, device: str, room: int, kind: type[EngineContender]
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], room: int, kind: type[EngineContender]
 ) -> None:
     loaded: list[object] = []
 
@@ -396,7 +397,7 @@ def test_each_has_a_core_of_its_own_where_memory_allows_it(
     monkeypatch.setattr(contenders, "load_core", load)
     monkeypatch.setattr(contenders, "available_bytes", lambda: room)
     ways = {PLAIN: PLAIN_DECODING, "ngram": parse_drafter("ngram", ["ngram"])[1]}
-    made = in_process(parse_options(["--device", device], ""), EngineCore.__new__(EngineCore), ways)
+    made = in_process(parse_options(arguments, ""), EngineCore.__new__(EngineCore), ways)
     assert [(type(each), each.name) for each in made] == [(kind, PLAIN), (kind, "ngram")]
     assert len(loaded) == (kind is SteppedContender)
 
