@@ -43,8 +43,8 @@ class EngineConfig:
     )
     quantize_activations: bool = described(
         True,
-        "On CPUs: round inputs of quantized layers to 8 bits, in groups of 32; without it they "
-        "keep their type, which is slower.",
+        "On CPUs: round inputs of quantized layers to 8 bits; else they keep their type, which is "
+        "slower.",
     )
     tensor_parallel_size: int = described(
         1,
@@ -58,8 +58,7 @@ class EngineConfig:
     kv_memory_fraction: float = described(0.5, "Share of free memory for KV blocks.", gt=0, le=1)
     kv_cache_dtype: Literal["auto", "fp8"] = described(
         "auto",
-        "Type of keys and values; auto: the model's. fp8 (e4m3) halves them: twice the tokens in "
-        "memory, at a small loss of quality.",
+        "Type of keys and values; auto: the model's. fp8 (e4m3) halves them, at a small loss of quality.",
     )
     max_num_seqs: int = described(64, "Most requests in a batch.", ge=1)
     max_num_batched_tokens: int = described(
@@ -85,8 +84,8 @@ class EngineConfig:
     )
     attention_backend: str | None = described(
         None,
-        "triton (GPUs), paged (CPUs), sdpa (torch's operations, any device), or a further one; "
-        "default: the best for the machine and determinism.",
+        "triton (GPUs), paged (CPUs), sdpa (any device), or a further one; default: the best for the "
+        "machine and determinism.",
     )
     cuda_graph_rows: int | None = described(
         None,
@@ -96,27 +95,25 @@ class EngineConfig:
     )
     embeddings: Pooling = described(
         "none",
-        "What /v1/embeddings makes of the hidden states of a text's tokens: their mean, or the last "
-        "one; none: there are no embeddings.",
+        "What /v1/embeddings makes of a text's hidden states: their mean, or the last one; none: "
+        "there are no embeddings.",
     )
     max_num_nodes: int = described(64, "Most draft tokens per request and step.", ge=0)
     enable_prefix_cache: bool = described(True, "Reuse the KV of prompts that begin alike.")
     state_snapshot_tokens: int = described(
         512,
-        "For models with states: tokens of a prompt between two snapshots, more for very long "
-        "prompts; whole blocks.",
+        "For models with states: tokens of a prompt between two snapshots.",
         ge=1,
     )
     kv_offload_bytes: int | None = described(
         None,
         "Keep evicted blocks of the prefix cache in so many bytes (4GiB), of host memory or of "
-        "kv_offload_file. Default: none are kept.",
+        "kv_offload_file.",
         ge=1,
     )
     kv_offload_file: str | None = described(
         None,
-        "File for kv_offload_bytes, warm after a restart with the same model. One server uses it"
-        " at a time.",
+        "File for kv_offload_bytes, for one server, warm after a restart with the same model.",
     )
     kv_events_endpoint: str | None = described(
         None,

@@ -218,7 +218,7 @@ class Settings(BaseSettings):
     allow_open: bool = False
     """Serve other machines without an API key."""
     allow_pull: bool = False
-    """Let clients have this machine fetch models of the hub into its cache, by Ollama's /api/pull."""
+    """Let clients fetch models of the hub onto this machine, by Ollama's /api/pull."""
     allowed_hosts: Names = None
     """Without an API key: further names in requests' Host header that are answered; *: any. Others
     get a 421."""
@@ -247,8 +247,7 @@ class Settings(BaseSettings):
     """Write requests' user, safety_identifier, prompt_cache_key and metadata on their log lines. They may
     name people."""
     request_log: str | None = None
-    """File for finished requests, as token ids, for slipstream warm and replay. Only its owner may
-    read it; at 256 MiB another is begun, and one is kept."""
+    """File for finished requests, as token ids, for slipstream warm and replay."""
     otlp_endpoint: str | None = None
     """URL of an OpenTelemetry collector (OTLP over HTTP); needs the extra otel. Default:
     OTEL_EXPORTER_OTLP_ENDPOINT."""
@@ -262,8 +261,7 @@ class Settings(BaseSettings):
     below 0: forever. It is loaded on first use. Default: 5m for each of several models; a single one
     is loaded at start, and stays."""
     max_loaded_models: int | None = Field(default=None, ge=1)
-    """Most models loaded at a time; the least recently used one makes room. Default: as many as
-    memory allows, on CPUs; set it on GPUs."""
+    """Most models loaded at a time. Default: as many as memory allows, on CPUs; set it on GPUs."""
     load_timeout: float = Field(default=600.0, gt=0)
     """Seconds that a model may take to load on demand; then its requests get a 503."""
     drain_seconds: float = Field(default=30.0, ge=0)
@@ -282,11 +280,9 @@ class Settings(BaseSettings):
     restart_engine: bool = False
     """Relaunch the engine's process when it has died. Default: /health says so."""
     step_timeout: float = Field(default=120.0, gt=0)
-    """Seconds without progress after which /health says that the engine hangs, and restart_engine
-    relaunches it."""
+    """Seconds without progress after which the engine counts as hung."""
     preload: bool = True
-    """On CPUs: preload Intel's OpenMP (extra cpu) and a thread-caching malloc where they are
-    installed."""
+    """On CPUs: preload Intel's OpenMP and a thread-caching malloc where installed."""
     max_header_bytes: int = Field(default=64 << 10, ge=1024)
     """Most bytes of a request's URL, headers and trailers; more is a 431, or a 414 for a long URL."""
     max_headers: int = Field(default=100, ge=1)
@@ -315,8 +311,7 @@ class Settings(BaseSettings):
     target, as folder, GGUF file or name on the hub; mtp: the one in the target's own checkpoint. NAME
     is its drafter's; default: its method."""
     lora: Paths = None
-    """NAME=PATH of LoRA adapters, any number: PEFT folders, or names on the hub. Requests choose one
-    as their model; /admin/lora changes them."""
+    """NAME=PATH of LoRA adapters, any number: PEFT folders, or names on the hub."""
     drafter_plugins: Names = None
     """Drafters that other installed packages may bring; default: all, []: none."""
     drafter: DrafterSettings = DrafterSettings()

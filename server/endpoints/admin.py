@@ -39,7 +39,7 @@ async def change_speculation(body: SpeculativeChange, request: Request, served: 
 async def replace_speculation(
     body: SpeculativeChange, request: Request, served: Served
 ) -> Response:
-    """The same from the built-in values: what is not given is as if it had never been set."""
+    """The same, from the built-in values."""
     return await _change(body, request, served, from_built_in=True)
 
 

@@ -40,13 +40,13 @@ async def list_adapters(served: Served) -> dict[str, Any]:
 
 @router.post(_PATH, responses=_CHANGED)
 async def load_adapter(body: AdapterToLoad, request: Request, served: Served) -> Response:
-    """Load an adapter under a name that is free; requests may name it from now on."""
+    """Load an adapter under a name that is free."""
     return await _load(body, request, served, may_replace=False)
 
 
 @router.put(_PATH, responses=_CHANGED)
 async def replace_adapter(body: AdapterToLoad, request: Request, served: Served) -> Response:
-    """The same, also in the place of one of that name, which requests that run keep."""
+    """The same, also in the place of one of that name."""
     return await _load(body, request, served, may_replace=True)
 
 

@@ -24,8 +24,7 @@ _ANTHROPIC = "anthropic-version"
 
 @router.get("/v1/models", responses=errors(401))
 async def list_models(request: Request, models: Table) -> dict[str, Any]:
-    """What is served: the models, and the adapters that are loaded, which have one as their parent. Of a
-    model that is not loaded little is known."""
+    """The models served, and the adapters that are loaded."""
     cards = [card for each in models.all for card in _cards(models, each, request)]
     if _ANTHROPIC in request.headers:
         ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}

@@ -52,7 +52,7 @@ async def ollama_version() -> dict[str, str]:
 @router.get("/api/tags", responses=_REFUSED)
 @router.head("/api/tags", include_in_schema=False)
 async def ollama_tags(request: Request, models: Table) -> dict[str, Any]:
-    """Ollama's: the models served, and their adapters. Of a model that is not loaded little is known."""
+    """Ollama's: the models served, and their adapters."""
     when = {"modified_at": timestamp(models.created)}
     cards = (card for each in models.all for card in _cards(each, request))
     return {"models": [each | when for each in cards]}
@@ -60,8 +60,7 @@ async def ollama_tags(request: Request, models: Table) -> dict[str, Any]:
 
 @router.get("/api/ps", responses=_REFUSED)
 async def ollama_ps(request: Request, models: Table) -> dict[str, Any]:
-    """Ollama's: the models that are loaded, and their adapters, with the time when each goes if nothing
-    uses it meanwhile."""
+    """Ollama's: the models that are loaded, and when each goes if nothing uses it."""
     found = []
     for model in models.all:
         if (served := model.ready) is None:

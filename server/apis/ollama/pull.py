@@ -32,7 +32,7 @@ Line = dict[str, Any]
 
 @router.post("/api/pull", responses=errors(*REFUSED_BODY, 403, 429, 500, 503, shape=OllamaError))
 async def ollama_pull(body: OllamaPullRequest, request: Request, models: Table) -> Response:
-    """Ollama's: fetch a model of the hub into this machine's cache, where `--allow-pull` is set."""
+    """Ollama's: fetch a model of the hub, where `--allow-pull` is set."""
     wanted: Any = body.parse() if isinstance(body, LargeBody) else body
     headers = ignored_header(wanted.ignored())
     if models.pulls is None:

@@ -42,7 +42,7 @@ _OF_ONE = errors(401, 404, 500, 503)
 
 @router.post(_PATH, responses=_ANSWERS)
 async def create_response(body: ResponsesRequest, request: Request, served: Served) -> Response:
-    """A response to a conversation, sent whole or going on from a response that is kept."""
+    """A response, also going on from one that is kept."""
     given, known = await _with_known(body, request, served)
     kind = partial(ResponsesWriter, keep=partial(served.ask_store, "keep", tenant_of(request)))
     return await served.answer(kind, given, request, partial(plan_response, known=known))
