@@ -88,7 +88,7 @@ class Connection:
         with _in_words(self.url):
             async with self._post(path, wanted) as response:
                 complete = False
-                async for line in response.aiter_lines():
+                async for line in _lines(response):
                     if not line.startswith(_DATA):
                         continue
                     data = line.removeprefix(_DATA).strip()
@@ -145,6 +145,17 @@ def base_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ClientError(f"{url!r} is not an address: it should look like http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1")
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Yields the lines of events: they end at line feeds, and not at what else httpx takes for a line's
+    end, which JSON may hold as it is."""
+    rest = ""
+    async for text in response.aiter_text():
+        *whole, rest = (rest + text).split("\n")
+        for line in whole:
+            yield line
+    yield rest
 
 
 @contextmanager

@@ -92,6 +92,15 @@ def test_a_prompt_comes_through_a_pipe(
     assert engine.requests[0].sampling.temperature == 0.2
 
 
+def test_breaks_that_json_leaves_as_they_are_end_no_event(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "one\u2028two\u2029three\x85four"
+    with slipstream(ScriptedEngine(text, group_sizes=(400,))) as url:
+        assert main(["complete", "say", "--url", url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == text
+
+
 def test_what_the_model_or_the_operator_says_of_sampling_is_left_as_it_is() -> None:
     engine = ScriptedEngine(info=engine_info(sampling_defaults={"top_k": 20}))
     with slipstream(engine) as url:
