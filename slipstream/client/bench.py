@@ -101,7 +101,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     naming the line."""
     prompts = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeError) as error:
         raise FlagError(f"cannot read {path}: {error}") from error
     for number, line in enumerate(lines, 1):

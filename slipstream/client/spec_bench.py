@@ -56,7 +56,7 @@ class Questions:
     def _read(self) -> list[dict[str, Any]]:
         """Raises OSError, ValueError and KeyError for what cannot be read, or is no such file."""
         text = self.file.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        lines = [json.loads(line) for line in text.split("\n") if line.strip()]
         for number, line in enumerate(lines, 1):
             is_one = (
                 isinstance(line, dict) and isinstance(line.get("turns"), list) and line["turns"]

@@ -48,7 +48,7 @@ def read_log(path: Path) -> list[LoggedText]:
     Raises OSError, and ValueError naming line and field.
     """
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
+from slipstream.client.bench import read_prompts
 from slipstream.client.bench_report import UNSTEADY
+from slipstream.client.spec_bench import Questions
 from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
 from worlds.scripted_engine import engine_info
 
@@ -299,6 +301,19 @@ def test_a_bench_compares_with_plain_decoding(
         assert set(arm["latency"]) == {"p50", "p90", "p99"}
         assert arm["acceptance_rate"] == pytest.approx(0.7)
     assert document["arms"][0]["speedup"] == pytest.approx(1.0)
+
+
+def test_lines_of_files_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    text = "one\u2028two\x85three"
+    file = tmp_path / "lines.jsonl"
+    question = {"question_id": 1, "category": "qa", "turns": [text]}
+    lines = [{"prompt": text}, question]
+    for line in lines:
+        file.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
+        if "prompt" in line:
+            assert [each.fields for each in read_prompts(file)] == [line]
+        else:
+            assert Questions(file).of("qa") == [line]
 
 
 @pytest.mark.usefixtures("url")

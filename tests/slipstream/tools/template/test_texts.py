@@ -32,6 +32,13 @@ def test_lines_are_completions_and_how_they_were_drawn(tmp_path: Path) -> None:
     assert second.sampling.noise(5, [1, 2]) == gumbel_list(request_key(3, 0), 5, [1, 2])
 
 
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    line = {"prompt": "a\u2028b", "completion": "c\x85d"}
+    log.write_text(json.dumps(line, ensure_ascii=False), encoding="utf-8")
+    assert read_log(log) == [LoggedText("a\u2028b", "c\x85d", GREEDY)]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
