@@ -210,10 +210,10 @@ async def _measure(arguments: Namespace, load: Load) -> tuple[Mapping[str, Any] 
     """The served model's card, and the arms with all their replies, ``none`` first."""
     async with connect(arguments) as connection:
         service = await discover(connection, arguments.model)
-        card = await model_card(connection) if service.tells_drafts else None
+        card = await model_card(connection, service.model) if service.tells_drafts else None
         arms = _arms(arguments, service)
         await _run_arms(Sender(connection, service, load), arms, arguments.rounds)
-        if card is not None and await model_card(connection) != card:
+        if card is not None and await model_card(connection, service.model) != card:
             raise ClientError(
                 "the server was restarted during the bench: its figures do not compare"
             )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
 from slipstream.client.connection import Connection
 from slipstream.client.display import Screen, showing
@@ -22,6 +23,7 @@ from slipstream.client.stream import Reply
 # Statuses that say nothing about which paths a server has.
 _NO_ANSWER = (401, 429)
 _SERVER_FAULT = 500
+_NOT_LISTED = (RefusedError, KeyError, IndexError, TypeError)
 _WHOLE = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0}
 _FOCUSED = {"temperature": 0.2}
 """The default instead of full temperature, at which small models write noise."""
@@ -82,16 +84,19 @@ NOT_SLIPSTREAM = "this server is not Slipstream"
 
 async def discover(connection: Connection, model: str | None) -> Service:
     """Ask the server what it is. ``model`` None: the one that Slipstream serves, or the first that
-    another server lists. Raises ClientError."""
-    catalogue = await _catalogue(connection)
+    is listed. Raises ClientError."""
+    catalogue = await _catalogue(connection, model)
     if model is None and catalogue is None:
         model = await _first_model(connection)
+        # Slipstream too, where it serves several, says nothing of a model that is not named.
+        catalogue = await _catalogue(connection, model)
     return Service(model, catalogue)
 
 
-async def _catalogue(connection: Connection) -> Mapping[str, Any] | None:
+async def _catalogue(connection: Connection, model: str | None) -> Mapping[str, Any] | None:
+    named = "" if model is None else f"?model={quote(model, safe='')}"
     try:
-        found = await connection.get("/v1/drafters")
+        found = await connection.get(f"/v1/drafters{named}")
     except RefusedError as error:
         if error.status in _NO_ANSWER or error.status >= _SERVER_FAULT:
             raise
@@ -100,13 +105,13 @@ async def _catalogue(connection: Connection) -> Mapping[str, Any] | None:
     return found if is_catalogue else None
 
 
-async def _usual_sampling(connection: Connection) -> Mapping[str, Any]:
+async def _usual_sampling(connection: Connection, model: str | None) -> Mapping[str, Any]:
     """Returns what to ask for where neither the server's operator nor its model has defaults. Another
     server's are its own business."""
     try:
-        said = (await connection.get("/v1/models"))["data"][0]["default_sampling_params"]
+        said = (await _listed(connection, model))["default_sampling_params"]
         is_whole = all(said[name] == value for name, value in _WHOLE.items())
-    except (RefusedError, KeyError, IndexError, TypeError):
+    except _NOT_LISTED:
         return {}
     return _FOCUSED if is_whole else {}
 
@@ -119,12 +124,17 @@ async def model_card(connection: Connection, model: str | None = None) -> Mappin
     """The card of that model, or of the first that is listed; Slipstream's say by ``created`` when the
     server started. Raises ClientError."""
     try:
-        cards = (await connection.get("/v1/models"))["data"]
-        found: Mapping[str, Any] = next((each for each in cards if each["id"] == model), cards[0])
-    except (RefusedError, KeyError, IndexError, TypeError) as error:
+        return await _listed(connection, model)
+    except _NOT_LISTED as error:
         raise ClientError(
             f"{connection.url} does not list its models: name one by --model, or check --url"
         ) from error
+
+
+async def _listed(connection: Connection, model: str | None) -> Mapping[str, Any]:
+    """The same. Raises ``_NOT_LISTED``, and ClientError."""
+    cards = (await connection.get("/v1/models"))["data"]
+    found: Mapping[str, Any] = next((each for each in cards if each["id"] == model), cards[0])
     return found
 
 
@@ -139,7 +149,7 @@ def find_service(arguments: Namespace) -> Service:
     async def ask() -> Service:
         async with connect(arguments) as connection:
             service = await discover(connection, arguments.model)
-            return replace(service, usual=await _usual_sampling(connection))
+            return replace(service, usual=await _usual_sampling(connection, service.model))
 
     return asyncio.run(ask())
 

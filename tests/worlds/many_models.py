@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
 from engine.process.streams import EventStreams
 from engine.request.errors import EngineError
@@ -110,11 +111,10 @@ class Several:
         return next(each.state for each in self.table.all if each.name == name)
 
 
-@asynccontextmanager
-async def several(
-    *names: str, keep_alive: float = 1e6, free: Callable[[], int] = lambda: 1 << 62, **settings: Any
-) -> AsyncIterator[Several]:
-    """Serves models of these names for a block's length."""
+def built(
+    names: Sequence[str], keep_alive: float, free: Callable[[], int], **settings: Any
+) -> tuple[FastAPI, Models, Mapping[str, FakeLauncher], list[str]]:
+    """The application of models of these names, and what it is made of."""
     metrics = SeveralMetrics(
         names,
         lambda: (each.name for each in table.all if each.ready),
@@ -129,10 +129,19 @@ async def several(
     chosen = Settings(**({"allowed_hosts": ["test"], "drain_seconds": 1} | settings))
     table = Models(models, chosen, metrics, ask_store, free)
     app = application(table, chosen, ("none", "ngram"), BODY_BYTES)
+    return app, table, launchers, events
+
+
+@asynccontextmanager
+async def several(
+    *names: str, keep_alive: float = 1e6, free: Callable[[], int] = lambda: 1 << 62, **settings: Any
+) -> AsyncIterator[Several]:
+    """Serves models of these names for a block's length."""
+    app, table, launchers, events = built(names, keep_alive, free, **settings)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             client.app = app  # type: ignore[attr-defined]
             yield Several(client, table, launchers, events)
-    assert {each.state for each in models} == {"not loaded"}
+    assert {each.state for each in table.all} == {"not loaded"}
     assert all(each.engine is None for each in launchers.values())

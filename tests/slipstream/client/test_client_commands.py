@@ -15,6 +15,7 @@ from slipstream.client.bench import read_prompts
 from slipstream.client.bench_report import UNSTEADY
 from slipstream.client.spec_bench import Questions
 from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
+from worlds.many_models import built
 from worlds.scripted_engine import engine_info
 
 pytestmark = pytest.mark.slow
@@ -346,6 +347,25 @@ def test_a_bench_asks_all_turns_of_spec_benchs_questions(
     arms = json.loads(json_path.read_text())["arms"]
     assert arms[1]["by_group"]["mt_bench"]["num_requests"] == 2
     assert [each["group"] for each in arms[1]["requests"]] == ["mt_bench", "mt_bench", "qa"]
+
+
+@pytest.mark.parametrize("model", ["one", "two"])
+def test_a_server_of_several_models_is_slipstream_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
+) -> None:
+    """The first model is the one that is asked where none is named."""
+    named = [] if model == "one" else ["--model", model]
+    file = tmp_path / "out.json"
+    app, _, launchers, _ = built(["one", "two"], 1e6, lambda: 1 << 62)
+    with listening(app) as url:
+        assert main(["complete", "a", "--url", url, "--drafter", "ngram", *named]) == 0
+        assert capsys.readouterr().out.startswith(model)
+        engine = launchers[model].engine
+        assert engine is not None
+        assert engine.requests[-1].speculative.draft_strategy == "ngram"
+        flags = f"--url {url} --requests 1 --rounds 1 --drafters ngram --json {file}"
+        assert main(["bench", *flags.split(), *named]) == 0
+    assert json.loads(file.read_text())["model"]["id"] == model
 
 
 def test_another_server_is_measured_as_it_is(
