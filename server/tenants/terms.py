@@ -31,7 +31,8 @@ class Terms:
                 field = "n" if plan.n > 1 else "prompt"
                 raise refused(field, f": this API key may have {most} choices at a time")
             choices = [replace(each, request=self._request(each.request)) for each in plan.choices]
-        return replace(plan, choices=tuple(choices))
+        limits = [each for each in (plan.limit, self.max_tokens) if each is not None]
+        return replace(plan, choices=tuple(choices), limit=min(limits, default=None))
 
     def _request(self, request: GenerationRequest) -> GenerationRequest:
         if request.priority < 0:

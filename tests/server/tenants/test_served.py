@@ -88,6 +88,26 @@ async def test_terms_go_with_the_request_and_no_two_tenants_share_caches(keys: s
     assert len({each.cache_salt for each in (late, *rest)}) == 4
 
 
+@pytest.mark.parametrize(
+    ("asked", "max_model_len", "reason"),
+    [
+        (400, 512, "max_tokens"),
+        (-1, 512, "max_tokens"),
+        (3, 512, "max_tokens"),
+        (400, 14, "model_context_window_exceeded"),
+    ],
+)
+async def test_a_text_that_its_terms_end_has_not_filled_the_context(
+    keys: str, asked: int, max_model_len: int, reason: str
+) -> None:
+    engine = ScriptedEngine(info=engine_info(max_model_len=max_model_len))
+    async with serve(engine, api_keys_file=keys) as client:
+        body = {**CHAT, "max_tokens": asked}
+        reply = (await client.post("/messages", json=body, headers=by("short"))).json()
+    assert reply["stop_reason"] == reason
+    assert reply["usage"]["output_tokens"] == engine.requests[0].sampling.max_tokens <= 5
+
+
 async def test_nobody_may_go_before_its_priority(keys: str) -> None:
     async with serve(ScriptedEngine(), api_keys_file=keys) as client:
         reply = await ask(client, "free", priority=-1)
