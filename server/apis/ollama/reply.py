@@ -15,7 +15,7 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict
 
 from server.errors import SHAPES, ApiError
-from server.formats.parts import CallArguments, CallStart, Part, reasoning_of
+from server.formats.parts import CallArguments, CallStart, Content, Part, reasoning_of
 from server.plan import RequestPlan
 from server.reply.deltas import ChoiceDelta, ChoiceEnd
 from server.reply.token_texts import TokenTexts
@@ -99,7 +99,7 @@ class CallsUnderWay:
         self._arguments = ""
 
     def add(self, parts: Sequence[Part], is_end: bool) -> tuple[list[OllamaCall], str]:
-        """Returns the calls that have ended, and what were none."""
+        """Returns the calls that have ended, and the text: what is no call's, and what were none."""
         calls: list[OllamaCall] = []
         texts: list[str] = []
         for part in parts:
@@ -108,6 +108,8 @@ class CallsUnderWay:
                 continue
             self._close(calls, texts)
             self._open = part if isinstance(part, CallStart) else None
+            if isinstance(part, Content):
+                texts.append(part.text)
         if is_end:
             self._close(calls, texts)
         return calls, "".join(texts)
@@ -163,7 +165,7 @@ class OllamaWriter(Writer):
         """Returns the content, the thoughts and the calls that a delta adds."""
         self._end = delta.end or self._end
         calls, text = self._calls.add(delta.parts, delta.end is not None)
-        return delta.text + text, reasoning_of(delta.parts), calls
+        return text if delta.parts else delta.text + text, reasoning_of(delta.parts), calls
 
     def _piece(self, text: str, thinking: str, calls: list[OllamaCall]) -> dict[str, Any]:
         """The fields of an object that hold what was written."""

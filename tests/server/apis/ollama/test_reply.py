@@ -30,16 +30,16 @@ def calls_of(*steps: list[Part]) -> tuple[list[Any], str]:
 
 
 @pytest.mark.parametrize(
-    "steps",
+    ("steps", "text"),
     [
-        [[START, CallArguments(0, '{"a": [1, 2]}')]],
-        [[START], [CallArguments(0, '{"a": [1')], [CallArguments(0, ", 2]}")], []],
-        [[START, CallArguments(0, '{"a": [1, 2]}'), Content("x")], []],
+        ([[START, CallArguments(0, '{"a": [1, 2]}')]], ""),
+        ([[START], [CallArguments(0, '{"a": [1')], [CallArguments(0, ", 2]}")], []], ""),
+        ([[START, CallArguments(0, '{"a": [1, 2]}'), Content("x")], []], "x"),
     ],
 )
-def test_a_call_comes_whole_however_it_was_cut(steps: list[list[Part]]) -> None:
+def test_a_call_comes_whole_however_it_was_cut(steps: list[list[Part]], text: str) -> None:
     function = {"index": 0, "name": "f", "arguments": {"a": [1, 2]}}
-    assert calls_of(*steps) == ([{"id": "call-1", "function": function}], "")
+    assert calls_of(*steps) == ([{"id": "call-1", "function": function}], text)
 
 
 def test_calls_follow_each_other_in_order() -> None:
@@ -48,7 +48,20 @@ def test_calls_follow_each_other_in_order() -> None:
         [START, CallArguments(0, "{}"), second], [CallArguments(1, "{}"), Content("x")], []
     )
     assert [each["function"]["name"] for each in calls] == ["f", "g"]
-    assert text == ""
+    assert text == "x"
+
+
+@pytest.mark.parametrize("group_sizes", [(1,), (400,)])
+async def test_what_is_no_call_stands_where_it_was_written(group_sizes: tuple[int, ...]) -> None:
+    no_call = '{"name": "f", "arguments": {"a": nope}'
+    engine = ScriptedEngine(f"One.<tool_call>{no_call}}}</tool_call> Two.", group_sizes=group_sizes)
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    async with serve(engine, tool_call_parser="hermes") as client:
+        for stream in (True, False):
+            reply = await client.post("http://test/api/chat", json=asked | {"stream": stream})
+            said = (json.loads(line)["message"]["content"] for line in reply.text.splitlines())
+            assert "".join(said) == f"One.{no_call} Two."
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", ""])
