@@ -4,7 +4,6 @@ models were chosen at start, so what would change them is refused."""
 from __future__ import annotations
 
 import hashlib
-import math
 from datetime import timedelta
 from time import time
 from typing import Any
@@ -65,10 +64,8 @@ async def ollama_ps(request: Request, models: Table) -> dict[str, Any]:
     for model in models.all:
         if (served := model.ready) is None:
             continue
-        info, seconds = served.engine.info, model.expires_in
-        ends = (
-            time() + seconds if seconds < math.inf else models.created + _FOR_EVER.total_seconds()
-        )
+        info, for_ever = served.engine.info, models.created + _FOR_EVER.total_seconds()
+        ends = min(time() + model.expires_in, for_ever)
         running = {
             "expires_at": timestamp(ends),
             "size_vram": 0 if info.device == "cpu" else _num_bytes(info),
