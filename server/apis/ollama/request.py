@@ -325,8 +325,20 @@ def _as_called(
     plan: RequestPlan, body: _OllamaRequest | _EmbedFields, translator: Translator
 ) -> RequestPlan:
     """The plan with the client's name of the model, and the hints that nothing comes of."""
-    hints = (each for each in body.ignored() if each != "keep_alive" or not translator.may_go)
+    hints = told_hints(body, translator.may_go)
     return replace(plan.ignoring(hints), model=body.model or translator.model_name)
+
+
+def told_hints(body: _OllamaRequest | _EmbedFields, may_go: bool) -> Iterator[str]:
+    """Yields the hints that nothing comes of. ``may_go``: the model comes and goes."""
+    return (each for each in body.ignored() if each != "keep_alive" or not may_go)
+
+
+def check_load(translator: Translator, body: _OllamaRequest) -> list[str]:
+    """Returns the hints that nothing comes of where a model is loaded or ended and nothing is answered.
+    Raises ApiError 404."""
+    translator.check_model(known_name(body.model, translator.served_names))
+    return [*told_hints(body, translator.may_go)]
 
 
 def thinking_fields(think: bool | str | None, translator: Translator) -> dict[str, Any]:

@@ -24,14 +24,16 @@ from server.apis.ollama.request import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    check_load,
     plan_ollama,
     plan_ollama_embeddings,
+    told_hints,
 )
 from server.endpoints import Served
 from server.http.openapi import REFUSED_BODY, errors, written_in_lines
 from server.models.services import Services
+from server.plan import ignored_header
 from server.request.large_bodies import AnyTypeRoute, LargeBody
-from server.request.wish import known_name
 
 router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
 
@@ -40,7 +42,8 @@ router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
 async def ollama_chat(body: OllamaChatRequest, request: Request, served: Served) -> Response:
     """Ollama's: an answer to messages, by default as lines of JSON."""
     if not isinstance(body, LargeBody) and body.is_empty:
-        return _loaded(body, served, message={"role": "assistant", "content": ""})
+        message = {"role": "assistant", "content": ""}
+        return await _loaded(body, request, served, message=message)
     return await served.answer(OllamaWriter, body, request, plan_ollama)
 
 
@@ -50,7 +53,7 @@ async def ollama_generate(
 ) -> Response:
     """Ollama's: an answer to a prompt, or with `raw` the text after it."""
     if not isinstance(body, LargeBody) and body.is_empty:
-        return _loaded(body, served, response="")
+        return await _loaded(body, request, served, response="")
     return await served.answer(GenerateWriter, body, request, plan_ollama)
 
 
@@ -71,14 +74,18 @@ async def ollama_old_embed(
     return await served.answer(OldEmbeddingsWriter, body, request, plan_ollama_embeddings)
 
 
-def _loaded(
-    body: OllamaChatRequest | OllamaGenerateRequest, served: Services | None, **piece: Any
+async def _loaded(
+    body: OllamaChatRequest | OllamaGenerateRequest,
+    request: Request,
+    served: Services | None,
+    **piece: Any,
 ) -> JSONResponse:
     """The answer to nothing, by which Ollama's clients load a model ahead, or unload it; ``served`` is
     None where one is not loaded that is to be unloaded. Raises ApiError 404."""
-    if served is not None:
-        translator = served.bodies.translator
-        translator.check_model(known_name(body.model, translator.served_names))
+    if served is None:
+        hints = [*told_hints(body, may_go=True)]
+    else:
+        hints = await served.read(body, request, check_load)
     reply = {
         "model": body.model or (served.model_name if served else ""),
         "created_at": timestamp(),
@@ -86,4 +93,4 @@ def _loaded(
         "done": True,
         "done_reason": "unload" if body.only_unloads else "load",
     }
-    return JSONResponse(reply)
+    return JSONResponse(reply, headers=ignored_header(hints))

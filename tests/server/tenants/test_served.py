@@ -319,6 +319,8 @@ async def test_a_tenant_sees_and_has_the_adapters_of_its_list_and_no_others(keys
                         assert status == 200 or "theirs" not in reply.text.replace(
                             f"'{name}'", "", 1
                         )
+                loaded = await client.post("http://test/api/generate", json={"model": name})
+                assert loaded.status_code == status
                 assert (await client.get(f"/models/{name}")).status_code == status
             assert (await client.get(f"/models/{base}")).status_code == 200
 

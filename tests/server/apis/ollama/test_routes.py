@@ -265,6 +265,14 @@ async def test_nothing_to_answer_is_a_load() -> None:
     assert not engine.requests
 
 
+@pytest.mark.parametrize("path", ["chat", "generate"])
+async def test_a_load_tells_what_has_no_effect(path: str) -> None:
+    asked = {"model": "test/scripted", "options": {"num_ctx": 8192}, "keep_alive": 60}
+    reply = await post(f"http://test/api/{path}", asked, ScriptedEngine(TEXT))
+    assert reply.json()["done_reason"] == "load"
+    assert reply.headers["x-slipstream-ignored"] == "options.num_ctx, keep_alive"
+
+
 async def test_formats_hold_the_text() -> None:
     schema = {"type": "object", "properties": {"zulu": {"type": "string"}}}
     engine = ScriptedEngine(TEXT)
