@@ -151,6 +151,7 @@ def _without_nulls(value: Any) -> Any:
 
 _NAMES = {
     "stop": "stop_sequences",
+    "continue_final_message": "messages",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",

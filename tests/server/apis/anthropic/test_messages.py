@@ -242,6 +242,17 @@ async def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
     assert said(message)[0]["text"] == TEXT
 
 
+async def test_a_last_message_that_the_template_changes_is_refused_by_its_own_name() -> None:
+    shouting = byte_tokenizer("{% for each in messages %}{{ each.content | upper }}{% endfor %}")
+    last = {"messages": [*HI, {"role": "assistant", "content": "The answer"}]}
+    async with serve(ScriptedEngine(TEXT), shouting) as client:
+        for path in ("/messages", "/messages/count_tokens"):
+            more = {"max_tokens": 5} if path == "/messages" else {}
+            reply = await client.post(path, json=last | more)
+            assert reply.status_code == 400
+            assert reply.json()["error"]["param"] == "messages"
+
+
 async def test_the_count_is_that_of_the_message() -> None:
     engine = ScriptedEngine(TEXT)
     asked: Any = {"model": "test/scripted", "messages": CONVERSATION, "system": SYSTEM}
