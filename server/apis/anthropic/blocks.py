@@ -206,7 +206,7 @@ def turns(messages: Sequence[InputMessage]) -> list[Turn]:
 
 def _append(turn: dict[str, Any], more: dict[str, Any]) -> None:
     """One side goes on."""
-    for name in more.keys() - {"role"}:
+    for name in (each for each in more.keys() - {"role"} if more[each]):
         between = [] if name == "tool_calls" else "\n"
         turn[name] = turn[name] + between + more[name] if turn.get(name) else more[name]
 

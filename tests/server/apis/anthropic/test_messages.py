@@ -233,6 +233,22 @@ async def test_blocks_become_the_messages_of_a_chat() -> None:
     ]
 
 
+async def test_a_turn_reads_alike_whole_and_with_a_message_for_each_block() -> None:
+    used = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {}}
+    blocks = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Look."}, used]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "warm"}
+    after = {"role": "user", "content": [result]}
+    engine = ScriptedEngine(TEXT)
+    async with serve(engine) as client:
+        for turn in ([blocks], [[each] for each in blocks]):
+            said = [{"role": "assistant", "content": each} for each in turn]
+            body = ASKED | {"messages": [*HI, *said, after]}
+            assert (await client.post("/messages", json=body)).status_code == 200
+    whole, apart = map(prompt_of, engine.requests)
+    assert whole == apart
+    assert "Look.<tool_call>" in whole
+
+
 async def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
     engine = ScriptedEngine(TEXT)
     messages = [*HI, {"role": "assistant", "content": "The answer is ("}]
