@@ -11,15 +11,17 @@ from starlette.types import Message, Scope, Send
 import server.apis.anthropic.reply
 import server.apis.ollama.reply  # noqa: F401
 from deploy.ray.exchange import ReplicaLostError
+from engine.request.errors import EngineDeadError
 from server.apis.openai.reply import DONE
-from server.errors import ApiError
+from server.errors import ApiError, shutting_down, to_api_error
 from server.reply.writers import as_json, event
 
-# By these a replica says that another one has to do it: its engine has died, or it ends.
-_ELSEWHERE = ("engine_dead", "shutting_down")
+# By these, in whatever shape, a replica says that another one has to do it: its engine has died, or it
+# ends.
+_ELSEWHERE = (to_api_error(EngineDeadError("")).message, shutting_down().message)
 _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 _COMMENT = b":"
-_ERROR_EVENT = b'data: {"error":'
+_ERRORS = (b'data: {"error":', b"event: error\n", b"event: response.failed\n", b'{"error":')
 
 
 class Answer:
@@ -113,10 +115,11 @@ def _is_stream(head: Message) -> bool:
 
 
 def _says_elsewhere(status: int, body: bytes) -> bool:
-    if status != 503 and not body.startswith(_ERROR_EVENT):
+    if status != 503 and not body.startswith(_ERRORS):
         return False
     try:
-        error = from_json(body.removeprefix(b"data: ").partition(b"\n\n")[0])["error"]
-        return error["code"] in _ELSEWHERE
-    except (ValueError, KeyError, TypeError):
+        found = from_json(body[body.find(b"{") :].partition(b"\n")[0])
+        error = found.get("response", found)["error"]
+        return (error if isinstance(error, str) else error["message"]) in _ELSEWHERE
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False

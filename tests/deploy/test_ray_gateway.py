@@ -189,6 +189,37 @@ async def test_a_replica_whose_engine_has_died_is_passed_over(found: Fleet, stre
     assert (await found.client.get("/health")).json() == {"status": "dead"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_it_is_passed_over_in_ollamas_shape_too(found: Fleet, stream: bool) -> None:
+    asked = {"prompt": "x", "stream": stream}
+    await found.client.post("/api/generate", json=asked)
+    dead = found.engines[found.replicas.asked[0]]
+    dead.break_after, dead.error = 0, EngineDeadError("the engine died")
+    reply = await found.client.post("/api/generate", json=asked)
+    assert reply.status_code == 200
+    said = "".join(json.loads(line)["response"] for line in reply.text.splitlines())
+    assert said == "hello world"
+    assert (await own_figures(found))["requests_redone_total"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 64}),
+        ("/api/generate", {"prompt": "x"}),
+    ],
+)
+async def test_a_stream_that_its_replica_ends_is_counted_in_every_shape(
+    found: Fleet, path: str, asked: dict[str, Any]
+) -> None:
+    for engine in found.engines.values():
+        engine.break_after, engine.error = 2, EngineDeadError("the engine died")
+    reply = await found.client.post(path, json=asked | {"stream": True})
+    assert "The engine has stopped" in reply.text
+    assert (await own_figures(found))["streams_lost_total"] == 1
+
+
 async def test_a_stream_that_waited_hears_of_the_next_replicas_refusal(found: Fleet) -> None:
     name = await first_asked(found)
     (other,) = {"a", "b"} - {name}
