@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.config import JsonDict
+from pydantic_core import from_json
 
 from server.errors import refused
 from server.request.body import (
@@ -383,8 +384,8 @@ def template_call(call: MessageToolCall, takes_text: bool) -> dict[str, Any]:
     text = call.function.arguments
     try:
         # Clients write no arguments as no text, or null.
-        arguments = {} if text.strip() in ("", "null") else json.loads(text)
-    except (ValueError, RecursionError):
+        arguments = {} if text.strip() in ("", "null") else from_json(text)
+    except ValueError:
         arguments = text
     if not isinstance(arguments, dict):
         # A model that was cut off sees what it wrote; a template for objects alone would break on that.

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, NotRequired
 
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from server.errors import SHAPES, ApiError
@@ -120,8 +121,8 @@ class CallsUnderWay:
         if call is None:
             return
         try:
-            arguments = json.loads(text)
-        except (ValueError, RecursionError):
+            arguments = from_json(text)
+        except ValueError:
             arguments = None
         if isinstance(arguments, dict):
             function = OllamaCalledFunction(index=call.index, name=call.name, arguments=arguments)

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+from pydantic_core import from_json
 from regex import compile
 
 from server.formats.format import (
@@ -189,9 +190,9 @@ class CallParser(Scanner[Part]):
 def _calls_in(text: str) -> list[tuple[str, str]] | None:
     """(name, arguments as JSON text) of the calls that a JSON value holds; None where it holds others."""
     try:
-        value = json.loads(text)
+        value = from_json(text)
         calls = [_read_call(each) for each in (value if isinstance(value, list) else [value])]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
     return calls or None
 
@@ -205,7 +206,7 @@ def _read_call(value: dict[str, object]) -> tuple[str, str]:
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
         # Some models write their arguments as JSON in JSON.
-        arguments = json.loads(arguments)
+        arguments = from_json(arguments)
     if not isinstance(arguments, dict):
         raise TypeError("no arguments")
     return call["name"], json.dumps(arguments, ensure_ascii=False)

@@ -136,7 +136,8 @@ def _meant(escape: str) -> str:
         return escape
     if digits:
         code = int(digits, 16)
-        return escaped(chr(code)) if code < 0x110000 else escaped(escape)
+        is_whole = code < 0xD800 or 0xDFFF < code < 0x110000
+        return escaped(chr(code)) if is_whole else escaped(escape)
     return escaped(_MEANT.get(kind, escape))
 
 

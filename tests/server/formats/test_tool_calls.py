@@ -58,6 +58,20 @@ def told(form: str, text: str) -> str:
     return text
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>'),
+        ("hermes", r'<tool_call>{"arguments": {"a": "\ud83d"}, "name": "f"}</tool_call>'),
+        ("hermes", r'<tool_call>{"arguments": "{\"a\": \"\\ud83d\"}", "name": "f"}</tool_call>'),
+        ("pythonic", r'[get_weather(city="\U0000d83d\ud83d")]'),
+    ],
+)
+def test_half_a_character_that_is_escaped_does_not_become_one(form: str, text: str) -> None:
+    for part in parse(form, text):
+        assert isinstance(part, CallStart) or part.text.encode()
+
+
 CASES = {
     "hermes": (
         '<tool_call>\n{"name": "get_weather", "arguments": $weather}\n</tool_call>',

@@ -64,7 +64,7 @@ async def test_what_is_no_call_stands_where_it_was_written(group_sizes: tuple[in
             assert "".join(said) == f"One.{no_call} Two."
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", ""])
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "", r'{"a": "\ud83d"}'])
 def test_what_is_no_object_is_text(arguments: str) -> None:
     calls, text = calls_of([START], [CallArguments(0, arguments)] if arguments else [])
     assert calls == []
