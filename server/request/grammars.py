@@ -204,6 +204,8 @@ def _schema(given: Any, field: str) -> Any:
         schema = json.loads(given, parse_float=read_float) if isinstance(given, str) else given
     except ValueError as error:
         raise refused(field, f"is not JSON: {error}") from error
+    except RecursionError as error:
+        raise refused(field, "is nested too deeply") from error
     if not isinstance(schema, dict | bool):
         raise refused(field, "is no schema: one is an object or a boolean")
     return schema

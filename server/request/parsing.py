@@ -23,6 +23,7 @@ Model = TypeVar("Model", bound=BaseModel)
 # In text that is UTF-8 itself, only an escape can say half a character.
 _HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF = re.compile("[\ud800-\udfff]")
+_MOST_DEPTH = 200
 _Path = tuple[str, ...]
 
 
@@ -72,11 +73,13 @@ def _read_json(content: bytes) -> dict[str, Any]:
         reason = error.msg[:1].lower() + error.msg[1:].removesuffix(" at")
         raise _unreadable(f"The body is not valid JSON: {place}: {reason}.") from error
     except RecursionError as error:
-        raise _unreadable("The body is nested too deeply.") from error
+        raise _too_deep() from error
     except ValueError as error:  # Python bounds the digits of integers
         raise _unreadable("The body has a number of too many digits.") from error
     if not isinstance(data, dict):
         raise _unreadable(f"The body must be a JSON object, not {_JSON_NAMES[type(data)]}.")
+    if _is_too_deep(data):
+        raise _too_deep()
     if _HALF_ESCAPE.search(text):
         _refuse_half_characters(data)
     return data
@@ -101,6 +104,21 @@ _JSON_NAMES: dict[type, str] = {
 
 def _unreadable(message: str) -> ApiError:
     return bad_request(None, message, code="unreadable_body")
+
+
+def _too_deep() -> ApiError:
+    return _unreadable("The body is nested too deeply.")
+
+
+def _is_too_deep(data: Any) -> bool:
+    """Whether more is within each other than can be checked, and be sent back where it is repeated."""
+    level = [data]
+    for _ in range(_MOST_DEPTH):
+        within = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for values in within for each in values if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_half_characters(data: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from server.apis.openai.request import ChatRequest, CompletionRequest
 from server.apis.openai.tokens import TokenizeRequest
+from server.apis.responses.request import ResponsesRequest
 from server.errors import ApiError
 from server.request.parsing import check_content_type, parse
 
@@ -38,6 +39,15 @@ def test_what_does_not_parse_says_why_and_where(content: bytes, message: str) ->
         parse(CompletionRequest, content)
     assert (refused.value.status, refused.value.code) == (400, "unreadable_body")
     assert message in refused.value.message
+
+
+@pytest.mark.parametrize("field", ["prompt", "max_tokens", "input", "tools", "nothing"])
+@pytest.mark.parametrize("depth", [200, 300, 600, 900])
+def test_what_json_can_nest_and_a_field_cannot_is_refused(field: str, depth: int) -> None:
+    nested = '[{"type": "web_search", "a": ' * (depth // 2) + "1" + "}]" * (depth // 2)
+    for kind in (CompletionRequest, ResponsesRequest):
+        with pytest.raises(ApiError, match="nested too deeply"):
+            parse(kind, f'{{"{field}": {nested}}}'.encode())
 
 
 @pytest.mark.parametrize(
