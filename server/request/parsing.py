@@ -23,6 +23,7 @@ Model = TypeVar("Model", bound=BaseModel)
 # In text that is UTF-8 itself, only an escape can say half a character.
 _HALF_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF = re.compile("[\ud800-\udfff]")
+_KIND = re.compile(r"bool|int|float|str|list|dict|none|constrained-\w+|function-.*|[\w-]+\[.*")
 _MOST_DEPTH = 200
 _Path = tuple[str, ...]
 
@@ -53,7 +54,22 @@ def check(kind: type[Model], data: dict[str, Any], names: OwnNames = SAME) -> Mo
         try:
             return kind.model_validate(data)
         except ValidationError as error:
-            raise from_validation(error.errors(include_url=False, include_input=False)) from error
+            found = error.errors(include_url=False, include_input=False)
+            findings = [{**each, "loc": _way(data, each["loc"])} for each in found]
+            raise from_validation(findings) from error
+
+
+def _way(data: Any, place: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The way to what is at fault, without pydantic's names of the types that a field may have."""
+    way: list[int | str] = []
+    for step in place:
+        try:
+            data = data[step]
+        except (LookupError, TypeError):
+            if _KIND.fullmatch(str(step)):
+                continue
+        way.append(step)
+    return tuple(way)
 
 
 def _read_json(content: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from server.apis.ollama.request import OllamaChatRequest, OllamaEmbedRequest
 from server.apis.openai.request import ChatRequest, CompletionRequest
 from server.apis.openai.tokens import TokenizeRequest
 from server.apis.responses.request import ResponsesRequest
@@ -48,6 +49,44 @@ def test_what_json_can_nest_and_a_field_cannot_is_refused(field: str, depth: int
     for kind in (CompletionRequest, ResponsesRequest):
         with pytest.raises(ApiError, match="nested too deeply"):
             parse(kind, f'{{"{field}": {nested}}}'.encode())
+
+
+CHAT = '"messages": [{"role": "user", "content": "a"}]'
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "param"),
+    [
+        (OllamaChatRequest, '{"keep_alive": []}', "keep_alive"),
+        (OllamaChatRequest, '{"think": 5}', "think"),
+        (OllamaEmbedRequest, '{"input": [1]}', "input"),
+        (
+            ChatRequest,
+            f'{{{CHAT}, "chat_template_kwargs": {{"a": [NaN]}}}}',
+            "chat_template_kwargs.a.0",
+        ),
+        (
+            ChatRequest,
+            f'{{{CHAT}, "response_format": {{"type": "json_schema", "json_schema": '
+            '{"name": "a", "schema": "b"}}}',
+            "response_format.json_schema.schema",
+        ),
+        (ChatRequest, f'{{{CHAT}, "metadata": {{"float": 5}}}}', "metadata.float"),
+        (ChatRequest, f'{{{CHAT}, "think": [NaN]}}', "thinking.0"),
+        (
+            ChatRequest,
+            '{"messages": [{"role": "assistant", "reasoning": 5}]}',
+            "messages.0.reasoning_content",
+        ),
+    ],
+)
+def test_a_field_that_may_have_several_types_has_one_name(
+    kind: type[Any], content: str, param: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse(kind, content.encode())
+    assert refused.value.param == param
+    assert "[" not in refused.value.message.partition(": ")[0]
 
 
 @pytest.mark.parametrize(
