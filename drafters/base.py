@@ -25,6 +25,9 @@ OptionValue: TypeAlias = bool | int | float | str
 Options: TypeAlias = Mapping[str, OptionValue]
 
 
+_BEYOND = 1e308
+
+
 class OptionError(ValueError):
     """A value that an option cannot have. ``names``: of the options at fault."""
 
@@ -48,7 +51,9 @@ class DrafterOption:
         """Returns the value, an int as a float where that is the option's type. Raises OptionError if it
         does not fit."""
         kind = type(self.default)
-        if kind is float and type(value) is int:
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if not abs(value) < _BEYOND:
+                raise self._fault("be a finite number")
             value = float(value)
         if type(value) is not kind:
             raise self._fault(f"be {kind.__name__}, not {type(value).__name__}")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -170,6 +171,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"options": {"max_match": "4"}}, "options.max_match"),
     ({"options": {"max_match": True}}, "options.max_match"),
     ({"draft_strategy": "nasd", "options": {"max_match": 4}}, "options.max_match"),
+    *(
+        ({"draft_strategy": "nasd", "options": {"decay": beyond}}, "options.decay")
+        for beyond in (math.nan, math.inf, 10**400)
+    ),
 ]
 
 
