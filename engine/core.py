@@ -362,7 +362,10 @@ class EngineCore:
         told, self._result.events = self._result.events, []
         if self.runs_ahead and self._launched is None:  # the device works while this one is told
             self.listen()
-            self._launched = self._begin(self.scheduler.plan(), StepClock())
+            coming = StepClock()
+            with coming.measure("draft"):
+                self.speculation.settle()
+            self._launched = self._begin(self.scheduler.plan(), coming)
             self._tell_cache()
         later, self._result.events = self._result.events, told
         self._report(plan, sampled, batch, clock)

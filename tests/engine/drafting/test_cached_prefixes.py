@@ -77,6 +77,14 @@ class World(Driver):
         return [*each.prompt_token_ids, *self.token_ids[each.request_id]]
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_who_takes_a_seat_finds_the_rows_of_who_has_left_it(runs_ahead: bool) -> None:
+    """They are run when it leaves: before the next one is admitted, in whichever step that is."""
+    world = World(Setup(max_num_seqs=1, runs_ahead=runs_ahead))
+    world.run(ask("leaves", PROMPT, drafting("head", num_tokens=0)), ask("takes", PROMPT))
+    assert world.hits["takes"] == [20]
+
+
 @KINDS
 def test_a_hit_without_rows_is_computed_again_and_the_next_one_is_whole(
     first_row: int, keeps_anchor: bool
