@@ -306,6 +306,11 @@ class Plan:
     """Spent on drafting, by drafter."""
     speculation_seconds: float = 0.0
     """Spent on asking drafters, granting and learning from it, beside what they took themselves."""
+    row_tokens: float = 0.0
+    """Tokens that are not written while the step verifies one draft node."""
+    waiting_tokens: float = 0.0
+    """Tokens of each who was asked that are not written while the device waits for the host, where there
+    is no node to charge them to."""
 
     @property
     def num_sampling(self) -> int:

@@ -53,12 +53,9 @@ class Ledgers:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._ledgers: dict[str, Ledger] = {}
-        self._plain_seconds = self.prompt_seconds = self._rate = self._row_tokens = 0.0
-        """Seconds of the step without drafts, those of its prompts among them, tokens per second without
-        either, and the tokens that are not written while the step verifies one row more."""
-        self._waiting_tokens = 0.0
-        """The tokens of each who was asked that are not written while the device waits for the host,
-        where there is no row to charge them to."""
+        self._plain_seconds = self.prompt_seconds = self._rate = 0.0
+        """Seconds of the step without drafts, those of its prompts among them, and tokens per second
+        without either."""
 
     def gain(self, drafter: str, is_whole: bool, request: Request) -> Gain:
         """Returns the account of a new request. ``is_whole``: its drafts are granted whole or not at
@@ -86,7 +83,7 @@ class Ledgers:
     def begin_step(self, plan: Plan) -> float:
         """Returns what the step would write per second without drafts and prompts: while these
         are read little is written, but a token that is written meanwhile saves no more than others do."""
-        self._plain_seconds, self._row_tokens = self._seconds(plan, 0), 0.0
+        self._plain_seconds = self._seconds(plan, 0)
         context, number = plan.num_context_tokens, len(plan.scheduled)
         seconds = self._cost.step_seconds(plan.num_sampling, context, number)
         self.prompt_seconds = max(0.0, self._plain_seconds - seconds)
@@ -133,17 +130,21 @@ class Ledgers:
     def granted(self, plan: Plan) -> None:
         """The drafts of the step are those that it verifies."""
         num_drafts = sum(len(each.draft) for each in plan.scheduled)
-        self._waiting_tokens = 0.0
         if num_drafts:
-            self._row_tokens = self._tokens(plan, num_drafts) / num_drafts
+            plan.row_tokens = self._tokens(plan, num_drafts) / num_drafts
         elif (waiting := self._cost.waiting_seconds) and not plan.is_ahead:
             num_asked = sum(each.num_asked > 0 for each in plan.scheduled)
-            self._waiting_tokens = self._rate * waiting / max(1, num_asked)
+            plan.waiting_tokens = self._rate * waiting / max(1, num_asked)
 
     def learn(
-        self, each: ScheduledRequest, drafting: Drafting, num_verified: int, num_accepted: int
+        self,
+        each: ScheduledRequest,
+        drafting: Drafting,
+        plan: Plan,
+        num_verified: int,
+        num_accepted: int,
     ) -> None:
-        """A request's part of the step was verified."""
+        """A request's part of the step was verified. The next one may be planned already."""
         assert each.outcome is not None
         self._ledgers[drafting.name].wrote(len(each.outcome.emitted_token_ids))
         if each.num_asked <= 0:
@@ -153,5 +154,5 @@ class Ledgers:
             if num_verified:
                 drafting.gain.observe(num_accepted)
             return
-        drafting.row_tokens = num_verified * self._row_tokens
-        drafting.gain.observe(num_accepted - drafting.row_tokens - self._waiting_tokens)
+        drafting.row_tokens = num_verified * plan.row_tokens
+        drafting.gain.observe(num_accepted - drafting.row_tokens - plan.waiting_tokens)

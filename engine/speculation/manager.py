@@ -361,7 +361,7 @@ class Speculation:
             for each in requests:
                 drafting = drafting_if_any(each.request)
                 if drafting is not None and drafting.is_asked:
-                    seen = self._learn(each, drafting)
+                    seen = self._learn(each, drafting, plan)
                     if seen is not None:
                         by_drafter.setdefault(drafting.name, []).append((each, seen))
             for name, told in by_drafter.items():
@@ -371,7 +371,7 @@ class Speculation:
                     guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
         self._account(plan, by_drafter)
 
-    def _learn(self, each: ScheduledRequest, drafting: Drafting) -> Observation | None:
+    def _learn(self, each: ScheduledRequest, drafting: Drafting, plan: Plan) -> Observation | None:
         """Policy, ledger and estimates learn from a request's step. Returns what its drafter is to hear
         of it at once, if anything."""
         request, outcome = each.request, each.outcome
@@ -379,7 +379,7 @@ class Speculation:
         drafting.see(each)
         num_verified, num_accepted = counts(each)
         drafting.policy.observe(request.request_id, num_verified, num_accepted)
-        self._ledgers.learn(each, drafting, num_verified, num_accepted)
+        self._ledgers.learn(each, drafting, plan, num_verified, num_accepted)
         drafting.has_verified |= num_verified > 0
         drafting.has_rested |= each.num_asked <= 0
         is_told = drafting.is_told(each.num_asked)

@@ -13,7 +13,7 @@ from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import DraftTree, chain
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
-from engine.schedule.request import Plan, Request
+from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.cost import CostModel
 from engine.speculation.ledgers import Ledgers, Traffic
 from worlds.engine_harness import DictatedCost
@@ -220,6 +220,22 @@ def test_the_rows_of_a_draft_are_taken_off_what_it_brings() -> None:
     world = dear(0.0, 0.1)
     request = world.open("r", GOODPUT, max_tokens=10_000)
     story_of(world, [request], 300, accepted=3)
+    gain = world.speculation._drafting["r"].gain
+    assert gain.expect() == pytest.approx(3 - 4 * 0.1, abs=0.15)
+
+
+def test_rows_are_charged_what_they_take_in_their_own_step() -> None:
+    """Not in the next one, without drafts, that is planned before they are read."""
+    world = dear(0.0, 0.1)
+    drafter = world.speculation.drafters["fake"]
+    drafter.copies = lambda *_: (1, 1)  # type: ignore[method-assign]
+    request = world.open("r", replace(GOODPUT, tree_strategy="linear"), max_tokens=10_000)
+    request.sampling.is_greedy = True
+    for _ in range(300):
+        scheduled = world.draft(request)
+        later = Plan([ScheduledRequest(request, 1)], num_rows=1, is_ahead=True)
+        assert not world.speculation.draft_ahead(later)
+        world.observe(*scheduled, num_accepted=3)
     gain = world.speculation._drafting["r"].gain
     assert gain.expect() == pytest.approx(3 - 4 * 0.1, abs=0.15)
 
