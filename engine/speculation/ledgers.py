@@ -99,7 +99,8 @@ class Ledgers:
 
     def _tokens(self, plan: Plan, num_drafts: int) -> float:
         """Returns the tokens that are not written while so many drafts are verified."""
-        return self._rate * (self._seconds(plan, num_drafts) - self._plain_seconds)
+        # Steps with drafts may be believed to be the faster ones.
+        return self._rate * max(0.0, self._seconds(plan, num_drafts) - self._plain_seconds)
 
     def rest(self, drafting: Iterable[Drafting], num_sampling: int) -> set[str]:
         """Returns the drafters that nobody is asked for in this step. ``drafting``: of all requests that

@@ -240,6 +240,20 @@ def test_rows_are_charged_what_they_take_in_their_own_step() -> None:
     assert gain.expect() == pytest.approx(3 - 4 * 0.1, abs=0.15)
 
 
+def test_rows_never_cost_less_than_nothing() -> None:
+    """Where steps with drafts went by faster than others: a draft that brings nothing gains nothing."""
+    cost = CostModel([(1, 0, 1.0), (64, 0, 1.0)])
+    for _ in range(40):
+        cost.observe(4, 0, 4, 1.0)
+        cost.observe(20, 0, 4, 0.8, has_drafts=True)
+    ledgers = Ledgers(cost)
+    scheduled: list[Any] = [SimpleNamespace(samples=True, base=0, draft=[0] * 4)] * 4
+    plan = Plan(scheduled, num_rows=4)
+    ledgers.begin_step(plan)
+    ledgers.granted(plan)
+    assert plan.row_tokens == 0.0
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_rows_that_a_device_drafts_by_itself_are_not_charged_its_waiting(is_ahead: bool) -> None:
     cost = CostModel([(1, 0, 1.0), (2, 0, 1.5)], overhead_seconds=0.5)
