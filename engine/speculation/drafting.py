@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from drafters.base import Drafter, DraftRequest, DraftShape
+from drafters.containment import guarded
 from drafters.part import Part
 from drafters.tree import EMPTY, DraftTree
 from engine.request.params import SpeculativeParams, VerificationName
@@ -50,7 +51,8 @@ class Drafting(Part):
         """Whether a device can make its draft, and there was one before."""
         if not self.is_asked:
             return True
-        each.copies = self.drafter.copies(each.request.request_id, each.base + 1)
+        copies = self.drafter.copies
+        each.copies = guarded([self], copies, each.request.request_id, each.base + 1)
         is_alike = self.shape.width == 1 and each.sampling.is_greedy
         return is_alike and bool(self.seen) and each.copies is not None
 
@@ -62,12 +64,17 @@ class Drafting(Part):
     def see(self, each: ScheduledRequest) -> None:
         """A step was read."""
         if each.copies is not None and each.num_asked > 0:
-            copied = partial(self.drafter.copied, match_length=each.num_matched)
-            each.proposal = each.draft = copied(each.draft.token_ids)
-            self.seen = copied([0] * each.num_asked) if each.draft else EMPTY
+            each.proposal, self.seen = each.draft, EMPTY
+            if each.draft:
+                guarded([self], self._see_copied, each)
             each.reason = each.reason if each.draft else "no_match"
         elif each.num_asked > 0:
             self.seen = each.proposal
+
+    def _see_copied(self, each: ScheduledRequest) -> None:
+        copied = partial(self.drafter.copied, match_length=each.num_matched)
+        each.proposal = each.draft = copied(each.draft.token_ids)
+        self.seen = copied([0] * each.num_asked)
 
 
 def drafting_if_any(request: Request) -> Drafting | None:

@@ -285,6 +285,23 @@ def test_a_draft_that_the_device_makes_is_accounted_as_the_hosts(target: TinyTar
     assert found == expected
 
 
+@pytest.mark.parametrize("method", ["copies", "copied"])
+def test_a_drafter_that_fails_while_the_device_drafts_costs_drafts_alone(
+    target: TinyTarget, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(f"{method} was told to fail")
+
+    drafters = build_drafters(["ngram"])
+    monkeypatch.setattr(drafters["ngram"], method, fail)
+    core, runner = watched(target, AHEAD.but(drafters=drafters))
+    long = replace(USUAL, max_tokens=80)
+    driver = run(core, asked(1, long, drafting("ngram", "fixed", 4)), asked(2, long))
+    assert texts(driver) == texts(run(target.core(Setup()), asked(1, long), asked(2, long)))
+    assert driver.finishes["r1"].speculative.num_failed_drafts > 0
+    assert any(runner.are_ahead)
+
+
 @ON_CPU
 def test_a_device_is_waited_for_once_a_step_though_it_drafts(
     monkeypatch: pytest.MonkeyPatch,
