@@ -42,10 +42,10 @@ class Proposing:
         fetched, once. ``rate``: the tokens per second that the step would write without drafts."""
         begun, waiting = [], []
         for name, group in asked.items():
-            for each in group:
-                drafting_of(each).catch_up(each.request.request_id, each.request.token_ids)
             num_before = readback.num_added
             with timed(plan, name):
+                for each in group:
+                    drafting_of(each).catch_up(each.request.request_id, each.request.token_ids)
                 asks = [self._ask(each, rate) for each in group]
                 finish = guarded(_blamed(group), self._drafters[name].begin, asks, readback)
             begun.append((name, group, asks, finish))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from drafters.base import DrafterNeeds, DraftRequest
+from drafters.base import DrafterNeeds, DraftRequest, Observation
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
@@ -176,6 +177,30 @@ def test_the_price_of_a_call_is_learned_from_those_who_did_not_rest() -> None:
         numbers.append(len(cost.draft_calls))
     assert numbers == [0, 1, 1, 1, 2]
     assert [seconds for _, _, seconds in cost.draft_calls] == [0.0, 0.0], "never less than nothing"
+
+
+def test_who_takes_in_what_it_missed_pays_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr("engine.speculation.drafting.time", clock)
+
+    def takes_long(_: Sequence[Observation]) -> None:
+        nonlocal now
+        now += 1.0
+
+    slow, other = fake("slow"), fake("other")
+    slow.observe = takes_long  # type: ignore[method-assign]
+    cost = TimedCost()
+    world = World(slow, other, cost=cost)
+    requests = [world.open(name, replace(FIXED, draft_strategy=name)) for name in ("slow", "other")]
+    world.observe(*world.draft(*requests))
+    world.speculation.max_num_nodes = 0
+    written(world, requests[0], 7, 8)
+    world.speculation.max_num_nodes = 64
+    world.observe(*world.draft(*requests))
+    assert world.plan.draft_seconds == {"slow": 2.0, "other": 0.0}
+    assert world.plan.speculation_seconds == 0.0
+    assert cost.draft_calls == [("other", 1, 0.0)]
 
 
 @pytest.mark.parametrize(("rate", "is_verified"), [(None, True), (0.5, False)])
