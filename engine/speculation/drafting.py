@@ -42,10 +42,10 @@ class Drafting(Part):
         """Whether drafts are granted whole or not at all."""
         return self.drafter.info.needs.all_or_nothing
 
-    def is_told(self, num_asked: int) -> bool:
+    def is_told(self, each: ScheduledRequest) -> bool:
         """Returns whether the drafter hears of this step at once, not when it is asked again: it was
-        asked, or keeps a window of its own that moves with every step."""
-        return num_asked > 0 or self.is_whole
+        asked, and has missed none before, or keeps a window of its own that moves with every step."""
+        return (each.num_asked > 0 and not self.num_missed) or self.is_whole
 
     def is_copied(self, each: ScheduledRequest) -> bool:
         """Whether a device can make its draft, and there was one before."""

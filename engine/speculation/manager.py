@@ -319,7 +319,7 @@ class Speculation:
         needs = drafting.drafter.info.needs
         if needs.hidden_rows:
             each.hidden_layers = tuple(drafting.drafter.hidden_layers)
-        if not drafting.is_told(each.num_asked):
+        if not drafting.is_told(each):
             return
         each.wants_top_probs = needs.top_probs
         if each.samples:
@@ -382,7 +382,7 @@ class Speculation:
         self._ledgers.learn(each, drafting, plan, num_verified, num_accepted)
         drafting.has_verified |= num_verified > 0
         drafting.has_rested |= each.num_asked <= 0
-        is_told = drafting.is_told(each.num_asked)
+        is_told = drafting.is_told(each)
         if not is_told:
             drafting.num_missed += len(outcome.emitted_token_ids)
             if not each.proposal.token_ids and not drafting.acceptance.is_waiting:

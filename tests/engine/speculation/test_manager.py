@@ -288,6 +288,27 @@ def test_who_is_not_asked_hears_of_it_when_asked_again() -> None:
     assert len(drafter.observed) == 1
 
 
+def test_who_missed_steps_is_told_of_all_in_order_where_the_device_drafts() -> None:
+    drafter = fake()
+    drafter.copies = lambda *_: (1, 1)  # type: ignore[method-assign]
+    drafter.copied = lambda token_ids, **_: chain(token_ids)  # type: ignore[method-assign]
+    world = World(drafter)
+    request = world.open("r", replace(FIXED, tree_strategy="linear"))
+    request.sampling.is_greedy = True
+    world.observe(*world.draft(request))
+    world.speculation.max_num_nodes = 0
+    written(world, request, 7, 8)
+    world.speculation.max_num_nodes = 4
+    ahead = ScheduledRequest(request, 1)
+    plan = Plan([ahead], num_rows=1, spare_rows=100, is_ahead=True)
+    assert world.speculation.draft_ahead(plan)
+    request.commit(1, [9])
+    ahead.outcome = Outcome((9,) * 5, (0,), (9,), 0)
+    world.speculation.observe(plan, [ahead])
+    world.draft(request)
+    assert [list(seen.emitted_token_ids) for (seen,) in drafter.observed] == [[0], [7, 8, 9]]
+
+
 @pytest.mark.parametrize("fails", ["", "observe"])
 def test_who_is_never_asked_hears_of_it_at_the_end(fails: str) -> None:
     drafter = FakeDrafter(propose=zeros, fails=fails)
