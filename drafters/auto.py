@@ -263,6 +263,7 @@ class AutoDrafter(Drafter):
             self.fetch_hidden()
         for ask, guest in chosen:
             guest.catch_up(ask.request_id, ask.token_ids)
+            guest.was_asked = True
         blamed = guests if len(guests) == 1 else ()
         begun = guarded(blamed, begin, drafter, asks)
         spent = self._clock() - started

@@ -5,7 +5,9 @@ Owned by ``auto``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from drafters.base import Observation
 from drafters.containment import guarded
@@ -14,14 +16,18 @@ from drafters.ledger import Ledger
 from drafters.part import Part
 from drafters.tree import EMPTY, DraftTree
 
+_Number = TypeVar("_Number", int, float)
+
 
 @dataclass(slots=True, eq=False)
 class Guest(Part):
     """One guest's part in one request. ``ledger``: chooses the requests that it is asked for.
-    ``num_free``: the tokens that the draft of ``auto`` was expected to bring in this step."""
+    ``was_asked``, ``tree``: in this step, and what it has drafted. ``num_free``: the tokens that the
+    draft of ``auto`` was expected to bring."""
 
     ledger: Ledger
     acceptance: RequestAcceptance
+    was_asked: bool = False
     tree: DraftTree = EMPTY
     num_free: float = 0.0
 
@@ -33,17 +39,17 @@ class Guest(Part):
         """Learns from a step, for which ``auto`` itself had drafted ``core``. Drafts that the guest could
         not make say nothing of those that it can."""
         emitted = seen.emitted_token_ids
-        was_asked = bool(self.tree.token_ids)
-        self.has_rested = not was_asked
-        if was_asked:
+        has_drafted = bool(self.tree.token_ids)
+        self.has_rested = not has_drafted
+        if has_drafted:
             self.gain.observe(self._brought(seen, core), self.num_free)
-        if was_asked or self.acceptance.is_waiting:
+        if has_drafted or self.acceptance.is_waiting:
             self.acceptance.label_against(self.tree, emitted)
-        if not was_asked:
+        if not self.was_asked:
             self.num_missed += len(emitted)
         elif self.is_asked:
             guarded((self,), self.drafter.observe, [self._view(seen)])
-        self.tree = EMPTY
+        self.was_asked, self.tree = False, EMPTY
 
     def _brought(self, seen: Observation, core: DraftTree) -> float:
         """Returns the accepted tokens that only the guest had drafted, less those that were not written
@@ -55,7 +61,7 @@ class Guest(Part):
 
     def _view(self, seen: Observation) -> Observation:
         """Returns the part of its own draft that the text has reached, as if that had been verified: the
-        guest learns by features of its own."""
+        guest learns by features of its own. There are no top tokens of nodes that were not."""
         emitted = seen.emitted_token_ids
         depths = self.tree.depths()
         tree = self.tree.subtree([at for at, depth in enumerate(depths) if depth <= len(emitted)])
@@ -63,4 +69,22 @@ class Guest(Part):
         said = [-1] * (len(tree) + 1)
         for row, token_id in zip(path, emitted, strict=False):
             said[row] = token_id
-        return Observation(seen.request_id, seen.token_ids, tree, said, path, emitted)
+        rows = {each: row for row, each in enumerate(seen.tree.paths())}
+        places = [rows.get(each, -1) for each in tree.paths()]
+        return Observation(
+            seen.request_id,
+            seen.token_ids,
+            tree,
+            said,
+            path,
+            emitted,
+            _picked(seen.top_token_ids, places),
+            _picked(seen.top_probs, places),
+            _picked(seen.top_logits, places),
+        )
+
+
+def _picked(
+    rows: Sequence[Sequence[_Number]] | None, places: Sequence[int]
+) -> list[Sequence[_Number]] | None:
+    return None if rows is None else [rows[place] if place >= 0 else () for place in places]

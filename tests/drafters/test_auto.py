@@ -241,3 +241,23 @@ def test_a_guest_that_proposes_no_token_costs_its_own_draft_alone() -> None:
     tree = ask(auto, [1, 2, 3, 1, 2], 4, DraftShape(width=2))
     assert 3 in tree.token_ids
     assert max(tree.token_ids) < 50
+
+
+def test_a_guest_learns_from_top_tokens_of_the_steps_for_which_it_was_asked() -> None:
+    """Before it has drafted anything, too: else it never would."""
+    guest = build_drafters(["recycling"])["recycling"]
+    auto = AutoDrafter({"recycling": guest})
+    text = [1]
+    auto.open("r", text, {}, "")
+    table = guest._states["r"]
+    for token_id, tops in ((2, [2, 9]), (1, [1, 8])):
+        ask(auto, text)
+        text.append(token_id)
+        tell(auto, text, tops=[tops])
+        assert table.successors(text[-2]) == tuple(tops)
+    tree = ask(auto, text).subtree([0])
+    assert list(tree.token_ids) == [2]
+    text += [2, 5]
+    tops = [[2, 7], [5, 6]]
+    auto.observe([Observation("r", text, tree, [2, 5], [0, 1], [2, 5], tops)])
+    assert (table.successors(1), table.successors(2)) == ((2, 7), (5, 6))
