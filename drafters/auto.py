@@ -68,12 +68,14 @@ class AutoSettings:
 
 @dataclass(slots=True)
 class AutoState(RequestState):
-    """One request. ``tree``: what its core has drafted in this step."""
+    """One request. ``tree``: what its core has drafted in this step. ``is_read``: all have read the
+    prompt."""
 
     token_ids: Sequence[int]
     core: MergedText
     guests: list[Guest]
     tree: DraftTree = EMPTY
+    is_read: bool = True
 
 
 @drafter
@@ -196,6 +198,7 @@ class AutoDrafter(Drafter):
             if guest.is_asked and (num_read < num_tokens or not num_tokens):
                 left, read = num_tokens - num_read, guest.drafter.read_prompt
                 num_read += counted((guest,), left, read, request_id, left)
+        state.is_read = num_read < num_tokens
         return num_read
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -350,7 +353,7 @@ class AutoDrafter(Drafter):
                 state.core.observe(seen)
             if state.guests:
                 for guest in state.guests:
-                    guest.hear(seen, state.tree)
+                    guest.hear(seen, state.tree, state.is_read)
                 for ledger in {guest.ledger for guest in state.guests}:
                     ledger.wrote(len(seen.emitted_token_ids))
             state.tree = EMPTY

@@ -35,9 +35,10 @@ class Guest(Part):
     def has_drafted(self) -> bool:
         return bool(self.gain.own)
 
-    def hear(self, seen: Observation, core: DraftTree) -> None:
+    def hear(self, seen: Observation, core: DraftTree, is_read: bool) -> None:
         """Learns from a step, for which ``auto`` itself had drafted ``core``. Drafts that the guest could
-        not make say nothing of those that it can."""
+        not make say nothing of those that it can. Until the prompt ``is_read`` by all, nothing waits:
+        who reads it reads what is written meanwhile, too."""
         emitted = seen.emitted_token_ids
         has_drafted = bool(self.tree.token_ids)
         self.has_rested = not has_drafted
@@ -47,6 +48,8 @@ class Guest(Part):
             self.acceptance.label_against(self.tree, emitted)
         if not self.was_asked:
             self.num_missed += len(emitted)
+            if not is_read:
+                self.catch_up(seen.request_id, seen.token_ids)
         elif self.is_asked:
             guarded((self,), self.drafter.observe, [self._view(seen)])
         self.was_asked, self.tree = False, EMPTY

@@ -382,7 +382,8 @@ class Speculation:
         self._ledgers.learn(each, drafting, plan, num_verified, num_accepted)
         drafting.has_verified |= num_verified > 0
         drafting.has_rested |= each.num_asked <= 0
-        is_told = drafting.is_told(each)
+        # Who reads the prompt reads what is written meanwhile, too.
+        is_told = drafting.is_told(each) or request.request_id in self._unread
         if not is_told:
             drafting.num_missed += len(outcome.emitted_token_ids)
             if not each.proposal.token_ids and not drafting.acceptance.is_waiting:

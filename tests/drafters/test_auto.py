@@ -21,6 +21,7 @@ from drafters.base import (
 from drafters.copying.ngram import NgramDrafter
 from drafters.registry import build_drafters
 from drafters.tree import EMPTY, DraftTree, chain
+from worlds.fake_drafters import TakingDrafter
 from worlds.simulated_target import ask, decode, node_paths, tell
 
 Guess = Callable[[Sequence[int]], list[int]]
@@ -241,6 +242,22 @@ def test_a_guest_that_proposes_no_token_costs_its_own_draft_alone() -> None:
     tree = ask(auto, [1, 2, 3, 1, 2], 4, DraftShape(width=2))
     assert 3 in tree.token_ids
     assert max(tree.token_ids) < 50
+
+
+def test_a_guest_is_not_told_again_of_what_it_has_read_with_the_prompt() -> None:
+    guest = TakingDrafter()
+    drafter = AutoDrafter({"taking": guest})
+    text = [1, 2, 3] * 100
+    drafter.open("r", text, {}, "")
+    assert drafter.read_prompt("r", 0) == 0
+    assert drafter.read_prompt("r", 400) == 400
+    text.append(4)
+    tell(drafter, text)
+    assert drafter.read_prompt("r", 400) < 400
+    text.append(5)
+    tell(drafter, text)
+    drafter.close("r")
+    assert guest.made["r"].taken == text
 
 
 def test_a_guest_learns_from_top_tokens_of_the_steps_for_which_it_was_asked() -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from drafters.base import Drafter, DrafterInfo, DrafterNeeds, DraftRequest, Observation, OptionValue
+from drafters.base import (
+    Drafter,
+    DrafterInfo,
+    DrafterNeeds,
+    DraftRequest,
+    NewRequest,
+    Observation,
+    OptionValue,
+    TextReader,
+)
 from drafters.tree import EMPTY, DraftTree, chain
 
 NO_NEEDS = DrafterNeeds()
@@ -82,3 +91,28 @@ def foreseeing(text: Sequence[int], num_right: int = 100) -> Propose:
         return chain([t if i < num_right else t ^ 1 for i, t in enumerate(coming)])
 
     return propose
+
+
+class TakenText(TextReader):
+    """All that it was given of a text, in that order."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        super().__init__(token_ids)
+        self.taken: list[int] = []
+
+    def _read(self, start: int, end: int) -> None:
+        self.taken += self._token_ids[start:end]
+
+    def observe(self, observation: Observation) -> None:
+        self.taken += observation.emitted_token_ids
+
+
+class TakingDrafter(Drafter):
+    info = DrafterInfo("taking", "Takes in texts.")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, TakenText] = {}
+
+    def start(self, request: NewRequest) -> TakenText:
+        return self.made.setdefault(request.request_id, TakenText(request.token_ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drafters.base import DraftRequest
+from drafters.base import Drafter, DraftRequest
 from drafters.tree import DraftTree, chain
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
@@ -40,7 +40,7 @@ class World:
 
     def __init__(
         self,
-        *drafters: FakeDrafter,
+        *drafters: Drafter,
         cost: CostModel | None = None,
         max_num_nodes: int = 64,
         shed: ShedSpeculation = "never",

@@ -18,7 +18,7 @@ from engine.request.params import SpeculativeParams
 from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.transfer import Readback
 from worlds.engine_harness import DictatedCost
-from worlds.fake_drafters import FakeDrafter
+from worlds.fake_drafters import FakeDrafter, TakingDrafter
 from worlds.speculation_world import FIXED, TimedCost, World, fake, zeros
 
 
@@ -286,6 +286,25 @@ def test_who_is_not_asked_hears_of_it_when_asked_again() -> None:
     assert list(seen.tree.token_ids) == [7, 8]
     world.draft(request)
     assert len(drafter.observed) == 1
+
+
+def test_what_is_read_with_the_prompt_is_not_told_again() -> None:
+    """Who reads takes the text as it is by then, though it was not asked meanwhile."""
+    slow, taking, other = SlowReader(1500), TakingDrafter(), fake("other")
+    world = World(slow, taking, other, max_num_nodes=0)
+    names = ("fake", "taking", "other")
+    requests = [world.open(name, replace(FIXED, draft_strategy=name)) for name in names]
+    for token_id in (7, 8, 9):
+        scheduled = world.draft(*requests)
+        for each in scheduled:
+            each.request.commit(1, [token_id])
+            each.outcome = Outcome((token_id,), (0,), (token_id,), 0)
+        world.speculation.observe(world.plan, scheduled)
+    world.speculation.max_num_nodes = 4
+    world.draft(*requests)
+    assert taking.made["taking"].taken == [1, 2, 3, 7, 8, 9]
+    told = [token_id for (seen,) in other.observed for token_id in seen.emitted_token_ids]
+    assert told == [7, 8, 9]
 
 
 def test_who_missed_steps_is_told_of_all_in_order_where_the_device_drafts() -> None:
