@@ -52,11 +52,6 @@ class BlockHead(HeadModel):
         self.num_parallel = 1 if self.is_sequential else num_positions
         self.most_depth = num_positions
         self._buffers = InputBuffers(attention.store.device, limits.max_catch_up_rows)
-        self._blocks: dict[str, _Block] = {}
-
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self._blocks.pop(request_id, None)
 
     def _rows_of(self, rows: DraftRows) -> RequestRows:
         """The block of a request that drafts; none of one that only catches up. Later levels of a
@@ -122,7 +117,7 @@ class BlockHead(HeadModel):
             count = self._num_results(each)
             if not count:
                 continue
-            block = self._blocks[each.ask.request_id]
+            block: _Block = self._drafted[each.ask.request_id]
             parts.append(block.logits[_depths(each) if self.is_sequential else slice(count)])
         if not parts:
             return torch.empty(0)
@@ -134,7 +129,7 @@ class BlockHead(HeadModel):
         """Returns the head's own word on the first candidate of each scored row; None: it has none."""
         hidden = torch.cat(
             [
-                self._blocks[each.ask.request_id].hidden[_depths(each)]
+                self._drafted[each.ask.request_id].hidden[_depths(each)]
                 for each in rows
                 if self._num_results(each)
             ]
@@ -182,7 +177,7 @@ class BlockHead(HeadModel):
         ]
         logits = self._network.logits(torch.cat(picked)).split([len(each) for each in picked])
         for (each, _), own, said in zip(drafting, picked, logits, strict=True):
-            self._blocks[each.ask.request_id] = _Block(own, said)
+            self._drafted[each.ask.request_id] = _Block(own, said)
 
 
 def _depths(rows: DraftRows) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,6 +53,9 @@ class HeadModel(LevelModel):
         self._texts: dict[str, TextStates] = {}
         self._memory_of_states = StateMemory()
         self._ends: BlockEnds | None = None
+        self._drafted: dict[str, Any] = {}
+        """What later levels of a request's draft read of its first. It is part of all that the batch has
+        made, so it is kept while drafts are made, and no longer."""
 
     def read_layers(self, layers: tuple[int, ...]) -> None:
         """From now on it reads these, one of ``candidate_layers``."""
@@ -60,7 +63,9 @@ class HeadModel(LevelModel):
 
     @torch.inference_mode()
     def take_hidden(self, rows: Sequence[HiddenRows]) -> None:
-        """Copies the target's states of newly committed tokens, of all requests in one go."""
+        """Copies the target's states of newly committed tokens, of all requests in one go. All drafts
+        are over by then."""
+        self._drafted.clear()
         by_layer = [torch.cat(parts) for parts in zip(*(each.hidden for each in rows), strict=True)]
         states = by_layer[0] if len(by_layer) == 1 else torch.cat(by_layer, dim=-1)
         places = self._memory_of_states.add(states)
@@ -92,6 +97,7 @@ class HeadModel(LevelModel):
         text = self._texts.pop(request_id, None)
         if text is not None:
             text.clear()
+        self._drafted.pop(request_id, None)
 
     def _kept_ends(self, states: Tensor) -> BlockEnds:
         """Made when the first states come, whose width and type are the target's."""
@@ -137,8 +143,6 @@ class ChainHead(HeadModel):
         self._buffers = InputBuffers(attention.store.device, limits.max_catch_up_rows)
         self._replays = make_replays(attention, graphs)
         self._memories: list[Tensor] = []
-        self._drafted: dict[str, list[Tensor]] = {}
-        """The features of the anchor and of this step's drafted rows, by request, in order of slots."""
         self.num_parallel = network.num_parallel
         self.num_slots = network.num_parallel - 1
         if graphs is not None:
@@ -151,10 +155,6 @@ class ChainHead(HeadModel):
             lambda batch: partial(self._run, *self._plan(batch), self._memory(batch.num_rows)),
             _FEATURES,
         )
-
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self._drafted.pop(request_id, None)
 
     @property
     def _masked(self) -> MaskedNetwork:
@@ -209,12 +209,13 @@ class ChainHead(HeadModel):
 
     def _own(self, rows: DraftRows) -> Tensor:
         """Returns what the head made of the rows' parents."""
-        drafted = self._drafted[rows.ask.request_id]
+        drafted: list[Tensor] = self._drafted[rows.ask.request_id]
         if rows.parents:
             return torch.stack([drafted[at - ROOT] for at in rows.parents[rows.num_stored :]])
         return drafted[rows.base - len(rows.ask.token_ids)][None]
 
     def _keep(self, rows: DraftRows, made: Tensor) -> None:
+        """Keeps the features of the anchor and of drafted rows, in order of slots."""
         request_id = rows.ask.request_id
         if not self._is_known(rows):
             self._drafted[request_id] += made.unbind(0)

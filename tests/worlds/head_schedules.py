@@ -104,6 +104,18 @@ class HeadSchedules:
         )
         assert sum(stats.num_preemptions for stats in world.stats) > 0
 
+    def test_nothing_that_a_draft_was_made_of_outlives_its_step(self, make_few: Make) -> None:
+        """It is a part of what the whole batch has made."""
+        world = make_few(rests=lambda name, known: name == "rests" and known > 26)
+        world.submit(
+            *(world.ask(name, self.prompt(1), max_tokens=20) for name in ("rests", "other"))
+        )
+        while world.core.has_work:
+            world.step()
+            made = {name for name, each in world.drafts.items() if each.said}
+            assert world.model._drafted.keys() <= made
+        assert world.num_drafts["rests"] < world.num_drafts["other"]
+
     @pytest.mark.parametrize("most", [1, 2, 3])
     def test_fewer_tokens_than_a_pass_drafts(self, make_few: Make, most: int) -> None:
         """A pass has more rows than tokens are asked for; those of a block see each other."""
