@@ -33,7 +33,7 @@ class Drafting(Part):
     num_whole: int = 0
     """The rows of the last draft, where such are granted whole or not at all."""
     seen: DraftTree = EMPTY
-    """The last proposal; its tokens may be stand-ins."""
+    """The last proposal of a greedy request, which has no distributions; its tokens may be stand-ins."""
     has_verified: bool = False
     """A draft of the request was verified."""
 
@@ -68,7 +68,7 @@ class Drafting(Part):
             if each.draft:
                 guarded([self], self._see_copied, each)
             each.reason = each.reason if each.draft else "no_match"
-        elif each.num_asked > 0:
+        elif each.num_asked > 0 and each.sampling.is_greedy:
             self.seen = each.proposal
 
     def _see_copied(self, each: ScheduledRequest) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -233,6 +235,28 @@ def test_closing_forgets_and_tells_the_failures() -> None:
     assert world.speculation.close(request) == 0
     assert drafter.closed == ["r"]
     assert world.draft(request)[0].draft == EMPTY
+
+
+class Drawn(dict[int, float]):
+    """A distribution that can be referred to weakly, as tensors can."""
+
+
+def test_no_distribution_of_a_draft_outlives_its_step() -> None:
+    made: list[weakref.ref[Drawn]] = []
+
+    def draw(_: DraftRequest) -> DraftTree:
+        probs = Drawn({5: 0.5, 6: 0.5})
+        made.append(weakref.ref(probs))
+        return replace(chain([5]), draft_probs={-1: probs})
+
+    drafter = fake(propose=draw)
+    world = World(drafter)
+    request = world.open("r", replace(FIXED, verification="rejection"))
+    world.observe(*world.draft(request))
+    drafter.observed.clear()
+    del world.plan
+    gc.collect()
+    assert [each() for each in made] == [None]
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
