@@ -182,7 +182,9 @@ def settle(batch: InputBatch, block_size: int) -> InputBatch:
         own = token_ids[rows.first_row : rows.first_row + rows.num_rows]
         base = rows.base - moved[rows.first_row]
         requests.append(replace(rows, token_ids=own, base=base))
-    return build_batch(requests, block_size, batch.hidden_layers)
+    settled = build_batch(requests, block_size, batch.hidden_layers)
+    settled.choices = batch.choices
+    return settled
 
 
 def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:

@@ -134,3 +134,18 @@ def test_texts_are_those_of_tokens_chosen_outside(ways: list[str], runs_ahead: b
         found = Driver(target.core(setup)).run(*requests)
     assert target.maker.num_replays > 10
     assert found.token_ids == usual.token_ids
+
+
+def test_a_step_that_waits_to_know_where_its_rows_lie_chooses_their_tokens_all_the_same() -> None:
+    """On attention that cannot take rows of which only the device knows where they lie."""
+    copied = drafting("ngram", num_tokens=4, ngram_min=1)
+    requests = [
+        request("copies", circle_prompt(1), GREEDY, copied),
+        request("other", circle_prompt(2), SAMPLED),
+    ]
+    usual = Driver(TinyTarget().core(Setup())).run(*requests)
+    with no_host(), patching_once():
+        core = GraphedTarget(chooses=True).core(Setup(runs_ahead=True))
+        found = Driver(core).run(*requests)
+    assert found.token_ids == usual.token_ids
+    assert found.finishes["copies"].speculative.num_accepted_tokens > 0
