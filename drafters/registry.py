@@ -43,6 +43,7 @@ GROUP = "slipstream.drafters"
 
 # Names go into requests, flags and labels of metrics; requests take 64 characters.
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_DECORATED = re.compile(r"^@(?:[\w.]+\.)?drafter\b", re.MULTILINE)
 Factory: TypeAlias = Callable[[DrafterContext], Drafter]
 
 
@@ -62,7 +63,7 @@ def _place(name: str) -> tuple[bool, int, str]:
 def _registers(module: str) -> bool:
     """Whether a file here registers a drafter: what these compile loops with takes a while to load."""
     loader: Any = getattr(find_spec(module), "loader", None)
-    return "\n@drafter\n" in (loader.get_source(module) or "")
+    return _DECORATED.search(loader.get_source(module) or "") is not None
 
 
 for _module in filter(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from drafters import registry
 from drafters.auto import AutoDrafter
 from drafters.base import (
     REGISTERED,
@@ -53,6 +54,24 @@ def test_builds_every_drafter_under_its_own_name():
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'sufix'; known: none, .*suffix"):
         build_drafters(["sufix"])
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("@drafter", True),
+        ("@drafter  # of the core", True),
+        ("@base.drafter", True),
+        ("@drafters.base.drafter", True),
+        ("@drafters_of", False),
+        ("    @drafter", False),
+        ("# @drafter", False),
+    ],
+)
+def test_files_are_found_however_the_decorator_is_written(line, is_found, monkeypatch, tmp_path):
+    (tmp_path / "some_drafter.py").write_text(f"import base\n{line}\nclass Some: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registry._registers("some_drafter") is is_found
 
 
 @pytest.mark.parametrize("name", FREE)
