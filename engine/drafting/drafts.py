@@ -113,7 +113,10 @@ def find_drafts(config: EngineConfig) -> dict[str, Draft]:
     plugins = find_plugins(config.drafter_plugins)
     for draft in found:
         if draft.method not in draft_methods():
-            raise ValueError(f"draft {draft.name}: there is no drafter for {draft.method} here")
+            raise ValueError(
+                f"draft {draft.name}: there is no drafter for {draft.method} here, as which "
+                f"{draft.path} was recognised; there are: {', '.join(draft_methods())}"
+            )
         is_taken = draft.name in drafter_names() and draft.name != draft.method
         if is_taken or draft.name in plugins:
             raise ValueError(
