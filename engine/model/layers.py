@@ -88,10 +88,18 @@ class PackedWeight(Protocol):
 
 
 class PackedLinear(nn.Module):
-    """A layer in ``nn.Linear``'s place, whose weight is ``packed``."""
+    """A layer in ``nn.Linear``'s place, whose weight is ``packed``, and ``bias`` with it, which is kept
+    for models that read it."""
 
-    def __init__(self, in_features: int, out_features: int, packed: PackedWeight) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        packed: PackedWeight,
+        bias: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
+        self.bias = None if bias is None else bias.detach()  # no parameter: it is packed as well
         self.in_features, self.out_features = in_features, out_features
         self.packed: Any = packed
         self._weight: torch.Tensor | None = None

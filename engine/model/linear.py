@@ -218,7 +218,7 @@ def pack_linears(model: nn.Module, most_rows: int, exact: bool) -> set[str]:
         if is_plain(module) and module.weight.dtype in KINDS:
             linear = as_linear(module)
             packed = pack_weight(linear.weight.detach(), linear.bias, most_rows, exact)
-            layer = PackedLinear(linear.in_features, linear.out_features, packed)
+            layer = PackedLinear(linear.in_features, linear.out_features, packed, linear.bias)
             model.set_submodule(name, layer)
     failures: set[str] = set()
     if exact:

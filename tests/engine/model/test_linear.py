@@ -291,12 +291,16 @@ def test_packing_replaces_every_linear_and_leaves_the_tied_embedding() -> None:
     ids = torch.arange(10)
     expected = toy(ids).float()
     embedding = toy.embedding.weight.clone()
+    biases = [layer.bias for layer in toy.layers]
     assert pack_linears(toy, 64, exact=True) == set()
     kinds = [type(module) for module in toy.modules()]
     assert kinds.count(PackedLinear) == 3
     assert nn.Linear not in kinds
     assert nn.Bilinear in kinds
     assert torch.equal(toy.embedding.weight, embedding)
+    # Mamba's mixer multiplies with a layer's weight and adds its bias later.
+    assert toy.layers[0].bias is biases[0] is None
+    assert torch.equal(toy.layers[1].bias, biases[1])
     torch.testing.assert_close(toy(ids).float(), expected, rtol=0.02, atol=0.02)
 
 
