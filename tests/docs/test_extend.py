@@ -266,6 +266,12 @@ def test_help_and_the_generated_tables_name_them_all(project: Path) -> None:
     assert "--drafter.echo.most" in settings
 
 
+def test_its_files_are_in_the_style_that_a_change_needs(project: Path) -> None:
+    for command in (["check"], ["format", "--check"]):
+        result = run(project, "-m", "ruff", *command, "--no-cache", *page_files())
+        assert result.returncode == 0, result.stdout
+
+
 def test_its_tests_pass(project: Path) -> None:
     names = [name for name in page_files() if name.startswith("tests/")]
     result = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names)
