@@ -110,6 +110,7 @@ def test_every_kind_has_its_file_and_pages_name_folders_that_exist() -> None:
         "server/endpoints",
         "engine/weights/formats",
         "engine/drafting/published",
+        "engine/weights/gguf/architectures",
         "server/apis/cohere",
     }
 
@@ -219,6 +220,20 @@ for size in (8, 9):
     except DraftRefusedError as error:
         print(error)
 """
+XVERSE = """
+import sys; sys.path.append("tests")
+from pathlib import Path
+import torch
+from engine.model.loader import load_model
+from worlds.gguf_files import tiny_llama, values_of, write_gguf
+
+model, path = tiny_llama(), Path(sys.argv[1]) / "tiny.gguf"
+own = {key.replace("llama.", "xverse."): each for key, each in values_of(model).items()}
+write_gguf(path, model=model, values={**own, "general.architecture": "xverse"})
+ids = torch.arange(12)[None]
+with torch.inference_mode():
+    print(torch.equal(load_model(str(path), torch.device("cpu"))(ids).logits, model(ids).logits))
+"""
 
 
 @pytest.mark.parametrize(
@@ -226,9 +241,10 @@ for size in (8, 9):
     [
         (PACKED, "True\n"),
         (HEADS, "3 True\nPATH: target.hidden_size is 9, and this model has 8\n"),
+        (XVERSE, "True\n"),
     ],
 )
-def test_published_formats_are_found_and_read(
+def test_what_folders_and_files_hold_is_found_and_read(
     code: str, said: str, project: Path, tmp_path: Path
 ) -> None:
     result = run(project, "-c", code, str(tmp_path))

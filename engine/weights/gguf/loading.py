@@ -24,7 +24,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from engine.request.errors import UnsupportedModelError
 from engine.weights.checkpoint import load_weights, not_finite
 from engine.weights.experts import GgufExperts, expert_sizes
-from engine.weights.gguf.architectures import ARCHITECTURES, Architecture
+from engine.weights.gguf.architecture import Architecture
+from engine.weights.gguf.architectures import ARCHITECTURES
 from engine.weights.gguf.blocks import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.weights.gguf.configuration import Said, described, rope
 from engine.weights.gguf.conversion import DECAY, SOURCES, Array, Undo
@@ -60,7 +61,13 @@ def read_config(path: Path) -> tuple[GgufHeader, Any]:
     architecture = _architecture(header)
     said = Said(header, lambda name: _read_floats(header, name).tolist())
     says = {**architecture.says(said)}
-    kind: Any = CONFIG_MAPPING[says.pop("model_type", architecture.model_type)]
+    model_type = says.pop("model_type", architecture.model_type)
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"architecture {header.architecture!r} is of the type {model_type!r}, which transformers "
+            "does not have"
+        )
+    kind: Any = CONFIG_MAPPING[model_type]
     more = says.pop("rope_parameters", {})
     values = described(said, kind, says)
     usual = kind()
@@ -189,8 +196,13 @@ class _Names:
             # The one of the package takes over the rows of whatever architecture is asked for.
             block_mappings_cfg = dict(TensorNameMap.block_mappings_cfg)
 
-        (number,) = (each for each, name in MODEL_ARCH_NAMES.items() if name == header.architecture)
-        self._table = Table(number, num_layers)
+        numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+        if header.architecture not in numbers:
+            raise UnsupportedModelError(
+                "the installed package gguf has no names of tensors for architecture "
+                f"{header.architecture!r}"
+            )
+        self._table = Table(numbers[header.architecture], num_layers)
         self._tensors = header.tensors
 
     def of(self, name: str) -> tuple[tuple[StoredTensor, ...], int | None] | None:

@@ -17,10 +17,12 @@ from bench.census import asked
 from engine.model.loader import load_model
 from engine.request.errors import UnsupportedModelError
 from engine.weights.experts import GgufExperts
+from engine.weights.gguf.architecture import Architecture
 from engine.weights.gguf.architectures import ARCHITECTURES
 from engine.weights.gguf.blocks import GgufEmbedding, GgufWeight
 from engine.weights.gguf.loading import load_gguf, read_config
 from worlds.gguf_conversion import random_model, write_converted
+from worlds.gguf_files import tiny_llama, values_of, write_gguf
 
 IDS = torch.tensor([[5, 20, 31, 77, 14, 9, 9, 60, 3, 88, 41, 7]])
 
@@ -311,6 +313,23 @@ def test_other_architectures_are_named(tmp_path: Path) -> None:
     length = struct.pack("<Q", 5)
     path.write_bytes(path.read_bytes().replace(length + b"qwen2", length + b"plamo", 1))
     with pytest.raises(UnsupportedModelError, match="architecture 'plamo' are not read"):
+        load_model(str(path), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "part"),
+    [
+        ("xverse", "xverse", "'xverse' is of the type 'xverse', which transformers does not have"),
+        ("abacus", "llama", "gguf has no names of tensors for architecture 'abacus'"),
+    ],
+)
+def test_entries_that_nothing_is_known_of_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, model_type: str, part: str
+) -> None:
+    monkeypatch.setitem(ARCHITECTURES, name, Architecture(model_type))
+    own = {key.replace("llama.", f"{name}."): each for key, each in values_of(tiny_llama()).items()}
+    path = write_gguf(tmp_path / "tiny.gguf", values={**own, "general.architecture": name})
+    with pytest.raises(UnsupportedModelError, match=part):
         load_model(str(path), torch.device("cpu"))
 
 

@@ -1,15 +1,12 @@
-"""GGUF's architectures as models of transformers: one entry for each.
-
-Names of tensors are ``gguf``'s, keys are in ``configuration.py``. An entry has what is left: the type of
-model, what the conversion did to values and orders, and what llama.cpp knows without being told.
-"""
+"""llama.cpp's architectures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.request.errors import UnsupportedModelError
+from engine.weights.gguf.architecture import Architecture
 from engine.weights.gguf.configuration import Said, kinds_by_heads, latent, sparsity
 from engine.weights.gguf.conversion import (
     GATES_IN_TURN,
@@ -19,18 +16,8 @@ from engine.weights.gguf.conversion import (
     PERMUTED,
     TILED_VALUES,
     TRANSPOSED,
-    Undo,
     less_one,
 )
-
-
-class Architecture(NamedTuple):
-    """``model_type``: transformers' word for it. ``undo``: what the conversion did. ``says``: returns
-    more of the configuration, the type of another model among it."""
-
-    model_type: str
-    undo: tuple[Undo, ...] = ()
-    says: Callable[[Said], Mapping[str, Any]] = lambda _: {}
 
 
 def _always(**values: Any) -> Callable[[Said], Mapping[str, Any]]:
@@ -279,4 +266,3 @@ ARCHITECTURES = {
     "stablelm": Architecture("stablelm"),
     "starcoder2": Architecture("starcoder2"),
 }
-"""Architectures by the value of a file's general.architecture."""
