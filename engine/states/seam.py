@@ -2,8 +2,8 @@
 
 transformers writes layers with a state against a few functions of their modeling files, which it
 exchanges itself for those of other packages. Here their names lead to functions that ask the plan of
-the step, while one is running, and else to what they led to before. Which layer calls says the layer
-itself, before it runs.
+the step (``operators``), while one is running, and else to what they led to before. Which layer calls
+says the layer itself, before it runs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from functools import wraps
 from types import CodeType
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
 from engine.request.errors import UnsupportedModelError
-from engine.states.plan import Convolution, Recurrence, StatePlan, StateProbe
+from engine.states import operators  # noqa: F401  # they register themselves
+from engine.states.operator import NEVER_CALLED, OPERATORS, Operator
+from engine.states.plan import StatePlan, StateProbe
 from kvpool.state_store import StateShape
 
 # It says that functions are slow that the engine takes the place of.
@@ -53,90 +53,11 @@ def answering(plan: StatePlan | None) -> Iterator[None]:
         _running.plan = before
 
 
-# --- the functions, as transformers calls them ---
-
-
-def _convolution(
-    plan: StatePlan,
-    op: int,
-    hidden_states: Tensor,  # [1, channels, num_rows]
-    weight: Tensor,  # [channels, width]
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **_: Any,
-) -> Tensor:
-    silu = activation in ("silu", "swish")
-    rows = hidden_states[0].transpose(0, 1)
-    output = plan.convolve(op, Convolution(rows, weight, bias, silu)).transpose(0, 1)[None]
-    return output if silu or activation is None else ACT2FN[activation](output)
-
-
-def _delta_rule(
-    plan: StatePlan,
-    op: int,
-    query: Tensor,  # [1, num_rows, key_heads, key_dim]
-    key: Tensor,
-    value: Tensor,  # [1, num_rows, heads, value_dim]
-    g: Tensor,  # [1, num_rows, heads], or for each of a key's dimensions
-    beta: Tensor,  # [1, num_rows, heads]
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    rows = query[0], key[0], value[0], g[0], beta[0]
-    scale = query.shape[-1] ** -0.5
-    output = plan.recur(op, Recurrence(*rows, use_qk_l2norm_in_kernel, scale))
-    return output[None], None
-
-
-def _selective_scan(
-    plan: StatePlan,
-    op: int,
-    hidden_states: Tensor,  # [1, num_rows, heads, head_dim]
-    dt: Tensor,  # [1, num_rows, heads]
-    A: Tensor,  # noqa: N803  # [heads]
-    B: Tensor,  # noqa: N803  # [1, num_rows, groups, state_size]
-    C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803  # [heads]
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **_: Any,
-) -> Tensor | tuple[Tensor, None]:
-    rows, dt = hidden_states[0].float(), dt[0]
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    if dt_softplus:
-        dt = F.softplus(dt)
-    dt = dt.clamp(*dt_limit).float()
-    asked = Recurrence(C[0], B[0], rows * dt[..., None], A.float() * dt)
-    output = plan.recur(op, asked)
-    if D is not None:
-        output = output + D[:, None] * rows
-    return (output[None], None) if return_final_states else output[None]
-
-
-_SERVED: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _selective_scan,
-}
-_WITH_CACHE_ALONE = frozenset(
-    {
-        "causal_conv1d_update",
-        "torch_recurrent_gated_delta_rule",
-        "recurrent_kimi_delta_attention",
-        "mamba2_selective_state_update",
-        "mamba2_split_conv1d_scan_combined",
-    }
-)
-"""Functions that layers call with a cache of transformers' own, or in training: never here."""
 _KERNELS = ("conv1d", "delta", "scan", "mamba_inner", "selective_state", "lightning", "linear_attn")
 """Parts of the names of functions that carry a state."""
 
 
-def _served(function: Callable[..., Any], serve: Callable[..., Any]) -> Callable[..., Any]:
+def _served(function: Callable[..., Any], serve: Operator) -> Callable[..., Any]:
     @wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
         if _running.plan is None:
@@ -156,17 +77,17 @@ def attach_states(model: PreTrainedModel) -> None:
     """Leads the operations with a state of a model's layers here; once for a model. Raises
     UnsupportedModelError, naming layer and function, where there is one that is not known."""
     for name, module, called in _stateful(model):
-        unknown = sorted(called - _SERVED.keys() - _WITH_CACHE_ALONE)
+        unknown = sorted(called - OPERATORS.keys() - NEVER_CALLED)
         if unknown:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: the layer {name} keeps a state by {', '.join(unknown)}, "
                 "which is not served"
             )
         modeling = vars(sys.modules[type(module).__module__])
-        for function in called & _SERVED.keys():
+        for function in called & OPERATORS.keys():
             if not hasattr(modeling[function], "serves_states"):
-                modeling[function] = _served(modeling[function], _SERVED[function])
-        if called & _SERVED.keys() and _FIRST not in vars(module):
+                modeling[function] = _served(modeling[function], OPERATORS[function])
+        if called & OPERATORS.keys() and _FIRST not in vars(module):
             module.register_forward_pre_hook(_begin)
 
 
@@ -222,7 +143,8 @@ def _state_functions(kind: type) -> set[str]:
     return {
         name
         for name in named
-        if callable(modeling.get(name)) and any(part in name for part in _KERNELS)
+        if callable(modeling.get(name))
+        and (name in OPERATORS or any(part in name for part in _KERNELS))
     }
 
 

@@ -111,6 +111,7 @@ def test_every_kind_has_its_file_and_pages_name_folders_that_exist() -> None:
         "engine/weights/formats",
         "engine/drafting/published",
         "engine/weights/gguf/architectures",
+        "engine/states/operators",
         "server/apis/cohere",
     }
 
@@ -234,6 +235,19 @@ ids = torch.arange(12)[None]
 with torch.inference_mode():
     print(torch.equal(load_model(str(path), torch.device("cpu"))(ids).logits, model(ids).logits))
 """
+MAMBA = """
+import sys; sys.path.append("tests")
+import transformers as hf
+from engine.model.selfcheck import check_logits, reference_logits
+from worlds.tiny_models import enlarge, make_runner
+
+sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+model = hf.AutoModelForCausalLM.from_config(hf.MambaConfig(**sizes)).eval()
+enlarge(model)
+reference = reference_logits(model)
+check_logits(make_runner(model, exact=True), reference)
+print(float(reference.std()) > 0.01)
+"""
 
 
 @pytest.mark.parametrize(
@@ -242,6 +256,7 @@ with torch.inference_mode():
         (PACKED, "True\n"),
         (HEADS, "3 True\nPATH: target.hidden_size is 9, and this model has 8\n"),
         (XVERSE, "True\n"),
+        (MAMBA, "True\n"),
     ],
 )
 def test_what_folders_and_files_hold_is_found_and_read(
