@@ -6,7 +6,8 @@ The engine is the real one; in place of the model stands a function from each ro
 *Repeating* texts go round in circles of 48 tokens, and drafts are always chains of four, which drafters
 that copy get right; of the others no text says the same twice, so that drafters come to rest. Shown are
 the microseconds of a step, medians, less what the stand-in took, and a request's tokens in it. Choosing
-among all of the vocabulary is among them: on a GPU that is the device's.
+among all of the vocabulary is among them, and reading so many logits takes longer than all the rest with
+many requests: with ``--chosen`` the stand-in does it, as the graphs of a GPU do.
 
 ``--device-ms 1.5``: the stand-in is a device that takes so long and on which the next forward may be
 launched meanwhile; shown is also how long it was idle between two forwards, with the engine running ahead
@@ -55,9 +56,10 @@ class FreeRunner:
         repeats: bool,
         max_rows: int,
         device_seconds: float = 0.0,
+        chooses: bool = False,
     ) -> None:
         """``device_seconds``: a device takes so long for a forward, while the host goes on, and tells
-        nothing of it before."""
+        nothing of it before. ``chooses``: it also says which token is the likeliest of each row."""
         self._vocab_size, self._repeats = vocab_size, repeats
         generator = torch.Generator().manual_seed(1)
         self._logits = torch.randn(max_rows, vocab_size, generator=generator)
@@ -65,6 +67,7 @@ class FreeRunner:
         self._set: tuple[list[int], list[int]] = ([], [])
         self.seconds = 0.0
         self._device_seconds, self._ready = device_seconds, 0.0
+        self._chooses = chooses
         self.idle: list[float] = []
         """Seconds that the device waited before each forward."""
 
@@ -84,13 +87,14 @@ class FreeRunner:
         if count:
             self._logits[self._set] = 30.0
         hidden = tuple(self._hidden[: batch.num_rows] for _ in batch.hidden_layers)
+        chosen = torch.tensor(tokens) if self._chooses and count else None
         ended = time.perf_counter()
         self.seconds += ended - began
         if not self._device_seconds:
-            return ForwardOutput(self._logits[:count], hidden)
+            return ForwardOutput(self._logits[:count], hidden, tokens=chosen)
         self.idle.append(max(0.0, began - self._ready))
         self._ready = ready = max(began, self._ready) + self._device_seconds
-        return ForwardOutput(self._logits[:count], hidden, lambda: self._wait(ready))
+        return ForwardOutput(self._logits[:count], hidden, lambda: self._wait(ready), tokens=chosen)
 
     def _wait(self, ready: float) -> float:
         while (left := ready - time.perf_counter()) > 0:
@@ -119,9 +123,11 @@ def measure(
     repeats: bool,
     num_tokens: int,
     device_seconds: float = 0.0,
+    chooses: bool = False,
 ) -> Found:
     """Steps ``batch`` requests until each has written ``num_tokens`` more than it takes to settle."""
-    runner = FreeRunner(core.limits.vocab_size, hidden_size, repeats, 512, device_seconds)
+    vocab_size = core.limits.vocab_size
+    runner = FreeRunner(vocab_size, hidden_size, repeats, 512, device_seconds, chooses)
     core.runner = runner
     wanted = PLAIN
     if drafter != "none":
@@ -169,7 +175,7 @@ def measure_all(
     found: dict[Any, list[Found]] = {cell: [] for cell in cells}
     for _ in range(args.rounds):
         for repeats, drafter, batch in cells:
-            given = drafter, batch, repeats, args.tokens, device_seconds
+            given = drafter, batch, repeats, args.tokens, device_seconds, args.chosen
             found[repeats, drafter, batch].append(measure(core, hidden_size, *given))
     head = "us of a step / tokens" + (" / us of them idle" if device_seconds else "")
     for repeats in (False, True):
@@ -199,6 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draft", action="append", default=[], help="as `slipstream serve`")
     parser.add_argument("--tokens", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--chosen", action="store_true", help="tokens come with the forward")
     parser.add_argument("--device-ms", type=float, help="of a device's forwards: is it idle?")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -15,7 +15,8 @@ from torch import nn
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import InputBuffers, RequestRows, build_batch, slot_of
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published.dflash import DFlashNetwork, read
+from engine.drafting.published.dflash import read
+from engine.drafting.published.dflash_network import DFlashNetwork
 from engine.drafting.published.folder import DraftFolder
 from worlds.tiny_models import scattered_table
 
