@@ -302,6 +302,8 @@ class Plan:
     """Requests for which there was no place."""
     is_ahead: bool = False
     """The step is launched before the one before is read."""
+    is_plain: bool = False
+    """Nobody is asked for a draft, so that it is seen what the step takes without."""
     draft_seconds: dict[str, float] = field(default_factory=dict)
     """Spent on drafting, by drafter."""
     speculation_seconds: float = 0.0

@@ -34,10 +34,10 @@ _SMALLEST_SECONDS = 1e-9
 _NOISE = 0.07**2
 """Variance of a step's seconds about their mean, relative."""
 _MACHINE_DOUBT = 0.05**2
-_MACHINE_DRIFT = 0.012**2
-"""Per step."""
-_KNOT_DOUBT = 0.08**2
-_DRAFTS_DOUBT = 0.15**2
+_MACHINE_DRIFT = 0.03**2
+"""Per step: neighbours slow a shared machine down within a few, and by more than any knot is wrong."""
+_KNOT_DOUBT = 0.06**2
+_DRAFTS_DOUBT = 0.08**2
 _KNOT_MEMORY = 1.0 - 1.0 / 400
 """Share of a knot's factor that a step keeps: without forgetting, a few slow steps at high row counts
 would be believed for ever, since gamma then never goes there again."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +24,10 @@ from engine.speculation.cost import CostModel
 from engine.speculation.drafting import Drafting
 
 _TRIAL_STEPS_OF_WINDOWS = 6
+_LEAST_DRAFTED = 16
+"""Steps with drafts before one without."""
+_PLAIN_SHARE = 0.002
+"""Steps without drafts cost no more than this part of what is written."""
 
 
 class Traffic(NamedTuple):
@@ -47,6 +52,16 @@ class Traffic(NamedTuple):
         )
 
 
+@dataclass(slots=True)
+class _Drafted:
+    """Steps with drafts since the last one without, the tokens that they wrote, and how many of these
+    would not have been written in the same time without drafts."""
+
+    steps: int = 0
+    tokens: float = 0.0
+    gained: float = 0.0
+
+
 class Ledgers:
     """Those of an engine's drafters, by name."""
 
@@ -56,6 +71,7 @@ class Ledgers:
         self._plain_seconds = self.prompt_seconds = self._rate = 0.0
         """Seconds of the step without drafts, those of its prompts among them, and tokens per second
         without either."""
+        self._drafted = _Drafted()
 
     def gain(self, drafter: str, is_whole: bool, request: Request) -> Gain:
         """Returns the account of a new request. ``is_whole``: its drafts are granted whole or not at
@@ -111,6 +127,25 @@ class Ledgers:
             for name, number in counts.items()
             if self._ledgers[name].rests(number, num_sampling - number)
         }
+
+    def wants_plain(self, plan: Plan) -> bool:
+        """Returns whether the step is to have no drafts. All gains are measured against such steps,
+        and where drafts always seem to pay there are none: a cost model that was misled while the machine
+        was slow would never see that it is wrong."""
+        seen = self._drafted
+        may_cost = _PLAIN_SHARE * seen.tokens * seen.steps
+        is_due = seen.steps >= _LEAST_DRAFTED and seen.gained <= may_cost
+        return is_due and plan.num_rows == plan.num_sampling
+
+    def wrote(self, plan: Plan, requests: Sequence[ScheduledRequest]) -> None:
+        """The step was read; ``requests``: those that have sampled."""
+        num_drafts, seen = sum(len(each.draft) for each in plan.scheduled), self._drafted
+        if num_drafts:
+            num_accepted = sum(each.outcome.num_accepted for each in requests if each.outcome)
+            seen.steps, seen.tokens = seen.steps + 1, seen.tokens + len(requests) + num_accepted
+            seen.gained += num_accepted - num_drafts * plan.row_tokens
+        elif seen.steps and plan.num_rows == plan.num_sampling:
+            self._drafted = _Drafted()
 
     def choose(
         self, name: str, group: Sequence[tuple[ScheduledRequest, Drafting]], plan: Plan

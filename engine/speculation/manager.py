@@ -246,13 +246,18 @@ class Speculation:
             for each in plan.scheduled
             if each.samples and (own := drafting_if_any(each.request)) is not None
         ]
+        if self._ledgers.wants_plain(plan) and all(_may_rest(*each) for each in able):
+            plan.is_plain = True
+            for each, _ in able:
+                each.reason = "policy"
+            return []
         weighing = (own for _, own in able if own.weighs_cost)
         resting = self._ledgers.rest(weighing, plan.num_sampling)
         if not resting:
             return [each for each, _ in able]
         awake = []
         for each, own in able:
-            if own.name not in resting or not own.weighs_cost or each.request.sampling.grammar:
+            if own.name not in resting or not _may_rest(each, own):
                 awake.append(each)
             else:
                 each.reason = "low_acceptance"
@@ -364,6 +369,7 @@ class Speculation:
                     seen = self._learn(each, drafting, plan)
                     if seen is not None:
                         by_drafter.setdefault(drafting.name, []).append((each, seen))
+            self._ledgers.wrote(plan, requests)
             for name, told in by_drafter.items():
                 # Not retried one by one: a drafter may have learned from half of them already.
                 whose = [drafting_of(each) for each, _ in told]
@@ -381,7 +387,7 @@ class Speculation:
         drafting.policy.observe(request.request_id, num_verified, num_accepted)
         self._ledgers.learn(each, drafting, plan, num_verified, num_accepted)
         drafting.has_verified |= num_verified > 0
-        drafting.has_rested |= each.num_asked <= 0
+        drafting.has_rested |= each.num_asked <= 0 and not plan.is_plain
         # Who reads the prompt reads what is written meanwhile, too.
         is_told = drafting.is_told(each) or request.request_id in self._unread
         if not is_told:
@@ -431,6 +437,11 @@ class Speculation:
             whose = [self._drafting[each.request_id] for each in group]
             with nullcontext() if plan is None else timed(plan, name):
                 guarded(whose, self.drafters[name].observe_hidden, group)
+
+
+def _may_rest(each: ScheduledRequest, drafting: Drafting) -> bool:
+    """Returns whether the request's drafts are made only if they pay: what a grammar forces is free."""
+    return drafting.weighs_cost and each.request.sampling.grammar is None
 
 
 def _observation(

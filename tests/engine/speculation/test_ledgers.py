@@ -11,6 +11,7 @@ import pytest
 
 from drafters.base import DrafterNeeds, DraftRequest
 from drafters.tree import DraftTree, chain
+from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
 from engine.schedule.request import Plan, Request, ScheduledRequest
@@ -52,7 +53,7 @@ def story_of(
         for at, each in enumerate(scheduled):
             stories[at] += "x" if each.draft.token_ids else "-" if each.num_asked else "."
             if not each.num_asked:
-                assert each.reason == "low_acceptance"
+                assert each.reason == ("policy" if world.plan.is_plain else "low_acceptance")
     return stories
 
 
@@ -67,6 +68,46 @@ def test_a_costly_drafter_is_tried_now_and_then_while_it_does_not_pay() -> None:
     # Where it pays again it stops resting.
     (story,) = story_of(world, [request], 300, accepted=3)
     assert set(story[-100:]) == {"x"}
+
+
+def test_where_drafts_always_pay_a_plain_step_comes_now_and_then() -> None:
+    """Three of four drafts are right and cost nothing: a plain step leaves out three tokens, and the 375
+    before it wrote 1,500. It is no rest, after which there was more to take in."""
+    world = dear(0.0)
+    request = world.open("r", GOODPUT, max_tokens=100_000)
+    (story,) = story_of(world, [request], 2000, accepted=3)
+    late = story[400:]
+    assert set(late) == {"x", "."}
+    assert ".." not in late
+    assert late.count(".") in (4, 5)
+    assert not request.drafting.has_rested
+
+
+@pytest.mark.parametrize(("row_seconds", "steps"), [(0.95, 19), (1.0, 16), (2.0, 16), (ROWS, 375)])
+def test_plain_steps_come_the_more_often_the_less_drafts_gain(
+    row_seconds: float, steps: int
+) -> None:
+    """All of three drafts are right; a plain step takes a second. Prompts are read in no such step, and
+    one that happens to have no drafts is as good."""
+    world = dear()
+    ledgers = Ledgers(DictatedCost(row_seconds))
+    each = ScheduledRequest(world.open("r"), 1)
+    plan, with_prompt = Plan([each], num_rows=1), Plan([each], num_rows=9)
+
+    def step(num_drafts: int) -> None:
+        each.draft = chain([0] * num_drafts)
+        each.outcome = Outcome((0,) * 4, (0,), (0,), num_drafts)
+        ledgers.begin_step(plan)
+        ledgers.granted(plan)
+        ledgers.wrote(plan, [each])
+
+    for _ in range(2):
+        for _ in range(steps):
+            assert not ledgers.wants_plain(plan)
+            step(3)
+        assert ledgers.wants_plain(plan)
+        assert not ledgers.wants_plain(with_prompt)
+        step(0)
 
 
 @pytest.mark.parametrize("price", [0.02, 2.5, 20.0])
