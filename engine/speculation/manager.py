@@ -246,7 +246,9 @@ class Speculation:
             for each in plan.scheduled
             if each.samples and (own := drafting_if_any(each.request)) is not None
         ]
-        if self._ledgers.wants_plain(plan) and all(_may_rest(*each) for each in able):
+        # A window that misses a step has to be filled again.
+        may_miss = (_may_rest(each, own) and not own.is_whole for each, own in able)
+        if self._ledgers.wants_plain(plan) and all(may_miss):
             plan.is_plain = True
             for each, _ in able:
                 each.reason = "policy"
