@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,15 @@ _FIELDS = {
 } | dict.fromkeys((*_COUNTED, *_COUNTED_LAYERS), Field((size,), default=None))
 
 
+class Heads(Protocol):
+    """A module of ``num_heads`` heads, whatever each of them computes: ``[num_rows, hidden_size]`` to
+    ``[num_heads, num_rows, hidden_size]``."""
+
+    num_heads: int
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
 class ResidualHeads(nn.Module):
     """``num_heads`` stacks of ``num_layers`` blocks ``x + SiLU(W x + b)``, all heads in one product."""
 
@@ -79,7 +88,7 @@ class MedusaNetwork(nn.Module):
 
     def __init__(
         self,
-        blocks: ResidualHeads,
+        blocks: Heads,
         projections: nn.ModuleList,
         vocab_size: int,
         token_map: torch.Tensor | None = None,
@@ -103,8 +112,7 @@ class MedusaNetwork(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` to what the projections read,
         ``[num_heads, num_rows, hidden_size]``."""
-        states: torch.Tensor = self.blocks(hidden)
-        return states
+        return self.blocks(hidden)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """``[num_heads, num_rows, hidden_size]`` to logits over the target's vocabulary,
