@@ -140,8 +140,8 @@ def test_a_step_that_waits_to_know_where_its_rows_lie_chooses_their_tokens_all_t
     """On attention that cannot take rows of which only the device knows where they lie."""
     copied = drafting("ngram", num_tokens=4, ngram_min=1)
     requests = [
-        request("copies", circle_prompt(1), GREEDY, copied),
-        request("other", circle_prompt(2), SAMPLED),
+        request("copies", circle_prompt(1), replace(GREEDY, max_tokens=30), copied),
+        request("other", circle_prompt(2), replace(SAMPLED, max_tokens=30)),
     ]
     usual = Driver(TinyTarget().core(Setup())).run(*requests)
     with no_host(), patching_once():
