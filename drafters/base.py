@@ -23,9 +23,8 @@ from drafters.tree import EMPTY, FORCED, DraftTree, chain
 
 OptionValue: TypeAlias = bool | int | float | str
 Options: TypeAlias = Mapping[str, OptionValue]
-
-
-_BEYOND = 1e308
+_LARGEST = 1e308
+"""An integer may be larger than any float, and cannot be asked whether it is finite."""
 
 
 class OptionError(ValueError):
@@ -52,7 +51,7 @@ class DrafterOption:
         does not fit."""
         kind = type(self.default)
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            if not abs(value) < _BEYOND:
+            if not abs(value) < _LARGEST:
                 raise self._fault("be a finite number")
             value = float(value)
         if type(value) is not kind:

@@ -2,7 +2,7 @@
 
 llama.cpp's keys are regular: most of what a model is called ``{architecture}.key`` in every file, and
 each class of transformers knows some of the names that the key has there. What only a few architectures
-have is in ``architectures.py``. Whatever no key says is as in the class, as llama.cpp has it in code.
+have is in ``architectures``. Whatever no key says is as in the class, as llama.cpp has it in code.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

@@ -1,6 +1,6 @@
 """Undoes what llama.cpp's conversion does to tensors on their way into a GGUF file.
 
-Only facts that hold for several architectures have names here; ``architectures.py`` assigns them.
+Only facts that hold for several architectures have names here; ``architectures`` assigns them.
 Source: conversion/*.py of https://github.com/ggml-org/llama.cpp.
 """
 
