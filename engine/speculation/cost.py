@@ -33,11 +33,13 @@ _LARGEST_ERROR = 0.15
 _SMALLEST_SECONDS = 1e-9
 _NOISE = 0.07**2
 """Variance of a step's seconds about their mean, relative."""
-_MACHINE_DOUBT = 0.05**2
-_MACHINE_DRIFT = 0.03**2
+_MACHINE_DOUBT = 0.3**2
+"""The machine may have been as much slower or faster when it was measured: what the first steps take is
+its doing, before it is a knot's."""
+_MACHINE_DRIFT = 0.04**2
 """Per step: neighbours slow a shared machine down within a few, and by more than any knot is wrong."""
-_KNOT_DOUBT = 0.06**2
-_DRAFTS_DOUBT = 0.08**2
+_KNOT_DOUBT = 0.05**2
+_DRAFTS_DOUBT = 0.05**2
 _KNOT_MEMORY = 1.0 - 1.0 / 400
 """Share of a knot's factor that a step keeps: without forgetting, a few slow steps at high row counts
 would be believed for ever, since gamma then never goes there again."""
@@ -346,37 +348,31 @@ def measure(
 ) -> list[Measurement]:
     """Measure ``run(num_rows, num_kv_tokens, num_requests) -> seconds``.
 
-    Row counts that gamma chooses among, up to 64, count with the median of ``repeats`` runs after an
-    untimed one; so do one and eight rows over ``far_context`` tokens, and one row or a few of each of
-    up to eight requests with as many tokens each, ``max_kv_tokens`` in all when every request takes
-    whole blocks of ``block_size``. Rounds go over all of them in turn, so that a slow spell of the
-    machine hits all alike. Once ``budget_seconds`` are spent, points that take more than an eighth of
-    them are left out of further rounds, and the better of their two runs counts: the few rows among which
-    gamma chooses most are quick, and one slow run would be believed for long. Larger counts, which only
-    prompts reach, run twice, too; where one would take more than an eighth of the budget ``CostModel``
-    goes on as steeply instead.
+    Row counts that gamma chooses among, up to 64, run ``repeats`` times after a first time; so do one
+    and eight rows over ``far_context`` tokens, and one row or a few of each of up to eight requests with
+    as many tokens each, ``max_kv_tokens`` in all when every request takes whole blocks of ``block_size``.
+    The fastest run counts, since neighbours only ever make one slower, and rounds go over all of them in
+    turn, so that a slow spell of the machine hits all alike. Once ``budget_seconds`` are spent, points
+    that take more than an eighth of them are left out of further rounds: the few rows among which gamma
+    chooses most are quick, and one slow run would be believed for long. Larger counts, which only
+    prompts reach, run twice; where one would take more than an eighth of the budget ``CostModel`` goes on
+    as steeply instead.
     """
     counts = bucket_row_counts(max_rows)
     points = [(count, 0, 1) for count in counts if count <= _MOST_CHOSEN_ROWS]
     points += _far_points(max_rows, far_context, max_kv_tokens, block_size)
     first = {point: run(*point) for point in points}
-    seconds: dict[tuple[int, int, int], list[float]] = {point: [] for point in points}
+    best = dict(first)
     spent = sum(first.values())
     for number in range(repeats):
         for point in points:
             if number == 0 or spent <= budget_seconds or first[point] <= budget_seconds / 8:
-                seconds[point].append(run(*point))
-                spent += seconds[point][-1]
+                seconds = run(*point)
+                best[point] = min(best[point], seconds)
+                spent += seconds
     measured = [
-        Measurement(
-            rows,
-            kv_tokens,
-            median_low(values)
-            if len(values) > 1
-            else min(*values, first[rows, kv_tokens, requests]),
-            requests,
-        )
-        for (rows, kv_tokens, requests), values in seconds.items()
+        Measurement(rows, kv_tokens, seconds, requests)
+        for (rows, kv_tokens, requests), seconds in best.items()
     ]
     last = max((each for each in measured if not each.num_kv_tokens), key=itemgetter(0))
     for count in counts:
