@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -20,9 +22,9 @@ _MOST_ROWS = 96
 """Forwards of more rows are not recorded: beside them the interpreter's time does not count."""
 _MOST_BYTES = 256 << 20
 """Memory of all recordings together."""
-_OFTEN = 5
-"""A shape is recorded when it comes for this time. Recording and comparing a forward cost what about six
-replays save; with a threshold of about as many, a shape costs at most twice what the best choice in
+_OFTEN = 5.0
+"""A shape is recorded when it has come for this time. Recording and comparing a forward cost what about
+six replays save; with a threshold of about as many, a shape costs at most twice what the best choice in
 hindsight would (the ski rental problem)."""
 _SHORT_SECONDS = 6e-3
 """Forwards that take a team longer always run in a team; shorter ones may run in one thread."""
@@ -31,12 +33,6 @@ _TRIALS = 5
 _MUCH_FASTER = 1.15
 """A team is taken for a short forward only if it is faster by this factor: the server's other threads and
 processes need cores, too."""
-_PADDING_SHARE = 3
-"""A step is padded by at most one row for each so many rows of its own."""
-_PADDED_SECONDS = 20e-3
-"""Longer recordings serve no padded steps: there a row of padding costs more than the interpreter."""
-_MUCH_PADDING = 60
-"""A shape whose steps have had so many rows of padding in all is recorded itself."""
 
 
 Run = Callable[[], ForwardOutput]
@@ -85,20 +81,19 @@ class _Shape(NamedTuple):
 
 
 class _Capture:
-    """A shape's recording. ``num_seen``: forwards without one; ``num_padding_rows``: padding rows of
-    forwards that ran in a larger shape's; ``is_trusted``: a replay was bit-identical to the model's own
-    forward."""
+    """A shape's recording. ``num_lost``: the forwards without one, in as many times what a replay spares:
+    those that ran padded in a larger shape's lost less. ``is_trusted``: a replay was bit-identical to
+    the model's own forward."""
 
     def __init__(self) -> None:
-        self.num_seen = 0
-        self.num_padding_rows = 0
+        self.num_lost = 0.0
         self.graph: CapturedForward | None = None
         self.is_trusted = False
         self.threads = _Threads()
 
     def expect(self) -> None:
         """Lets the next forward be recorded."""
-        self.num_seen = max(self.num_seen, _OFTEN - 1)
+        self.num_lost = max(self.num_lost, _OFTEN - 1.0)
 
 
 class _Threads:
@@ -135,47 +130,67 @@ class Captures(Replays):
 
     A shape is recorded once it has occurred often enough to recur. The next time, with other inputs,
     the recording's results are compared with the model's, and are used from then on if they are equal.
-    Until then a recording with a few more rows serves it, if there is one. A model whose recording
-    computes something else, or cannot be made, runs as it is.
+    Until then a recording with more rows serves it, if there is one whose padding takes less time than
+    the interpreter would. A model whose recording computes something else, or cannot be made, runs as it
+    is.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._captures: OrderedDict[_Shape, _Capture] = OrderedDict()
+        self._hidden_layers: tuple[int, ...] = ()
+        self._spared: list[float] = []
+        """Seconds that a replay took less than the model's own forward, when they were compared; sorted."""
         self._is_open = True
 
+    def prepare(
+        self, planned: Callable[[InputBatch], Run], hidden_layers: tuple[int, ...] = ()
+    ) -> None:
+        """Records nothing yet."""
+        del planned
+        self._hidden_layers = hidden_layers
+
     def pad(self, batch: InputBatch) -> InputBatch:
-        """Pads up to a number of rows that is recorded, where its own is not and few rows are missing: a
-        few rows cost less than what the interpreter does between a short forward's kernels."""
-        num_rows = batch.num_rows
-        if not self._is_open or not 0 < num_rows == len(batch.logits_indices) <= _MOST_ROWS:
+        """Asks for all hidden states: a recording keeps them for nothing, and serves those who read them
+        and those who do not. Pads up to a number of rows that is recorded, where its own is not and the
+        padding takes less time than what the interpreter does between the kernels."""
+        if not self._is_open or not 0 < batch.num_rows <= _MOST_ROWS:
             return batch
-        shape = self._shape_with_room(batch)
-        if shape is None:
+        batch = self._with_hidden(batch)
+        num_rows = batch.num_rows
+        shape = self._shape_with_room(batch) if num_rows == len(batch.logits_indices) else None
+        if shape is None or (lost := self._lost_by_padding(num_rows, shape)) >= 1.0:
             return batch
         own = self._captures.setdefault(
             shape._replace(num_rows=num_rows, num_logits=num_rows), _Capture()
         )
-        if own.num_seen >= _OFTEN - 1:  # it has a recording, or the next forward is recorded
+        if own.num_lost >= _OFTEN - 1.0:  # it has a recording, or the next forward is recorded
             return batch
-        own.num_padding_rows += shape.num_rows - num_rows
-        if own.num_padding_rows > _MUCH_PADDING:
-            own.expect()
+        own.num_lost += lost
         return pad_batch(batch, Bucket(shape.num_rows, len(batch.requests)))
+
+    def _with_hidden(self, batch: InputBatch) -> InputBatch:
+        layers = self._hidden_layers
+        return replace(batch, hidden_layers=layers) if {*batch.hidden_layers} < {*layers} else batch
 
     def _shape_with_room(self, batch: InputBatch) -> _Shape | None:
         """Returns the smallest shape of the recordings that serve the batch when it is padded."""
-        most = batch.num_rows + batch.num_rows // _PADDING_SHARE
         kind = batch.hidden_layers, torch.get_num_threads(), batch.is_adapted
         fitting = (
             shape
             for shape, capture in self._captures.items()
-            if batch.num_rows < shape.num_rows == shape.num_logits <= most
+            if batch.num_rows < shape.num_rows == shape.num_logits
             and (shape.hidden_layers, shape.num_threads, shape.is_adapted) == kind
             and capture.is_trusted
-            and capture.threads.seconds <= _PADDED_SECONDS
         )
         return min(fitting, default=None)
+
+    def _lost_by_padding(self, num_rows: int, shape: _Shape) -> float:
+        """Returns what so many rows lose in a larger shape, at most, in times of what a replay spares."""
+        # They would take at least their share of it: weights that are read only make them dearer.
+        padding = self._captures[shape].threads.seconds * (1.0 - num_rows / shape.num_rows)
+        spared = self._spared[len(self._spared) // 2]
+        return padding / spared if spared > 0.0 else float("inf")
 
     def forward(
         self, batch: InputBatch, inputs: InputTensors, plan: object, run: Run
@@ -185,13 +200,18 @@ class Captures(Replays):
         shape = _shape(batch, inputs)
         capture = self._captures.setdefault(shape, _Capture())
         self._captures.move_to_end(shape)
-        if capture.graph is None:
-            capture.num_seen += 1
-            return run() if capture.num_seen < _OFTEN else self._record(capture, run)
         renewing = cast(Renews, plan)
-        if not capture.is_trusted:
-            return self._compare(capture, capture.graph, renewing, run)
-        return self._replay(capture.threads, capture.graph, renewing)
+        if capture.graph is not None and capture.is_trusted:
+            output = self._replay(capture.threads, capture.graph, renewing)
+            return output._replace(num_rows=batch.num_rows)
+        return self._learn(capture, renewing, run)._replace(num_rows=0)
+
+    def _learn(self, capture: _Capture, plan: Renews, run: Run) -> ForwardOutput:
+        """Runs a forward whose shape has no recording that is trusted."""
+        if capture.graph is not None:
+            return self._compare(capture, capture.graph, plan, run)
+        capture.num_lost += 1.0
+        return run() if capture.num_lost < _OFTEN else self._record(capture, run)
 
     def _replay(self, threads: _Threads, graph: CapturedForward, plan: Renews) -> ForwardOutput:
         num_threads = threads.next()
@@ -208,7 +228,8 @@ class Captures(Replays):
         """Expects the shape to come again."""
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return True
-        capture = self._captures.setdefault(_shape(batch, inputs), _Capture())
+        shape = _shape(self._with_hidden(batch), inputs)
+        capture = self._captures.setdefault(shape, _Capture())
         capture.expect()
         return capture.is_trusted and capture.threads.chosen is not None
 
@@ -227,9 +248,12 @@ class Captures(Replays):
         self, capture: _Capture, graph: CapturedForward, plan: Renews, run: Run
     ) -> ForwardOutput:
         restore = plan.keep()
+        start = self._clock()
         got = graph.replay(plan, torch.get_num_threads()).with_own_logits()
+        replayed = self._clock()
         restore()
         expected = run()
+        insort(self._spared, self._clock() - replayed - (replayed - start))
         pairs = zip((got.logits, *got.hidden), (expected.logits, *expected.hidden), strict=True)
         capture.is_trusted = all(_same_bits(*pair) for pair in pairs)
         if not capture.is_trusted:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -183,7 +184,9 @@ class DeviceGraphs(Replays):
         if batch.is_adapted or not set(batch.hidden_layers) <= set(self._hidden_layers):
             return batch
         bucket = find_bucket(self._graphs, batch)
-        return batch if bucket is None else pad_batch(batch, bucket)
+        if bucket is None:
+            return batch
+        return pad_batch(replace(batch, hidden_layers=self._hidden_layers), bucket)
 
     def forward(
         self, batch: InputBatch, inputs: InputTensors, plan: object, run: Run
@@ -193,9 +196,7 @@ class DeviceGraphs(Replays):
             return run()
         graph = self._graphs[batch.bucket]
         graph.replay()
-        places = map(self._hidden_layers.index, batch.hidden_layers)
-        hidden = tuple(graph.output.hidden[place] for place in places)
-        output = graph.output._replace(hidden=hidden)
+        output = graph.output
         if output.tokens is None:  # who reads the logits may want to see them later
             return output.with_own_logits()
         return output._replace(tokens=output.tokens.clone())

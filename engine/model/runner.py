@@ -94,16 +94,17 @@ class ModelRunner:
             batch.choices = Choices.of_none(len(batch.logits_indices))
         padded = self._replays.pad(batch)
         inputs, plan = self._plan(padded)
-        run = partial(self._run, inputs, plan, batch.hidden_layers)
+        run = partial(self._run, inputs, plan, padded.hidden_layers)
         if batch.is_adapted:
             assert self.adapted is not None, "nothing gives rows their adapters"
             run = partial(self.adapted.run, padded, inputs, run)
         output = self._replays.forward(padded, inputs, plan, run)
         num_logits = len(batch.logits_indices)
+        places = map(padded.hidden_layers.index, batch.hidden_layers)
         output = output._replace(
             logits=output.logits[:num_logits],
             tokens=None if output.tokens is None else output.tokens[:num_logits],
-            hidden=tuple(each[: batch.num_rows] for each in output.hidden),
+            hidden=tuple(output.hidden[place][: batch.num_rows] for place in places),
         )
         return output if watch is None else output._replace(seconds=watch.stop())
 

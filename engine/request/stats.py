@@ -201,6 +201,8 @@ class StepClock:
     verify: float = 0.0
     step: float = 0.0
     """All of it, once ``stop`` has been called."""
+    num_rows: int | None = None
+    """As ``ForwardOutput`` has it."""
     start: float = field(default_factory=time.perf_counter)
 
     def measure(self, phase: Phase) -> _Stretch:
