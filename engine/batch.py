@@ -187,12 +187,13 @@ def settle(batch: InputBatch, block_size: int) -> InputBatch:
     return settled
 
 
-def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:
+def pad_batch(batch: InputBatch, bucket: Bucket, num_logits: int | None = None) -> InputBatch:
     """Returns a copy of the batch, padded to the bucket's rows. Padding rows come last and belong to no
-    request: their slot is ``NO_SLOT``, so nothing is stored, and their results are ignored. As many
-    rows as the bucket says get logits, the batch's own first."""
+    request: their slot is ``NO_SLOT``, so nothing is stored, and their results are ignored.
+    ``num_logits`` rows get logits, the batch's own first; None: as many as the bucket has."""
+    num_logits = bucket.num_rows if num_logits is None else num_logits
     count = bucket.num_rows - batch.num_rows
-    missing = bucket.num_rows - len(batch.logits_indices)
+    missing = num_logits - len(batch.logits_indices)
     return replace(
         batch,
         bucket=bucket,
@@ -200,7 +201,7 @@ def pad_batch(batch: InputBatch, bucket: Bucket) -> InputBatch:
         positions=[*batch.positions, *[0] * count],
         slot_mapping=[*batch.slot_mapping, *[NO_SLOT] * count],
         logits_indices=[*batch.logits_indices, *[0] * missing],
-        choices=batch.choices and batch.choices.padded(bucket.num_rows),
+        choices=batch.choices and batch.choices.padded(num_logits),
         adapters=[*batch.adapters, *[0] * count] if batch.adapters else [],
     )
 

@@ -28,6 +28,9 @@ six replays save; with a threshold of about as many, a shape costs at most twice
 hindsight would (the ski rental problem)."""
 _SHORT_SECONDS = 6e-3
 """Forwards that take a team longer always run in a team; shorter ones may run in one thread."""
+_PROMPT_ROWS = (8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, _MOST_ROWS)
+"""Steps that read prompts have any number of rows, few of them with logits: they are padded to one of
+these, and to a power of two of rows with logits."""
 _TRIALS = 5
 """Replays that are timed of either number of threads."""
 _MUCH_FASTER = 1.15
@@ -91,6 +94,11 @@ class _Capture:
         self.is_trusted = False
         self.threads = _Threads()
 
+    @property
+    def is_timed(self) -> bool:
+        """A replay was timed."""
+        return self.is_trusted and self.threads.seconds < float("inf")
+
     def expect(self) -> None:
         """Lets the next forward be recorded."""
         self.num_lost = max(self.num_lost, _OFTEN - 1.0)
@@ -139,8 +147,10 @@ class Captures(Replays):
         self._clock = clock
         self._captures: OrderedDict[_Shape, _Capture] = OrderedDict()
         self._hidden_layers: tuple[int, ...] = ()
+        self._inputs = 0
+        """Where inputs lie."""
         self._spared: list[float] = []
-        """Seconds that a replay took less than the model's own forward, when they were compared; sorted."""
+        """Seconds that replays took less than the model's own forwards; when compared, sorted."""
         self._is_open = True
 
     def prepare(
@@ -157,30 +167,44 @@ class Captures(Replays):
         if not self._is_open or not 0 < batch.num_rows <= _MOST_ROWS:
             return batch
         batch = self._with_hidden(batch)
-        num_rows = batch.num_rows
-        shape = self._shape_with_room(batch) if num_rows == len(batch.logits_indices) else None
-        if shape is None or (lost := self._lost_by_padding(num_rows, shape)) >= 1.0:
+        if not self._inputs:  # the first forward of all
             return batch
-        own = self._captures.setdefault(
-            shape._replace(num_rows=num_rows, num_logits=num_rows), _Capture()
-        )
-        if own.num_lost >= _OFTEN - 1.0:  # it has a recording, or the next forward is recorded
+        own = self._shape_of(batch)
+        known = self._captures.setdefault(own, _Capture())
+        if known.num_lost >= _OFTEN - 1.0:  # it has a recording, or the next forward is recorded
+            is_dear = known.is_timed and self._lost_by_padding(batch.num_rows, own) >= 1.0
+            return batch if is_dear else _filled(batch, own)
+        larger = self._shape_with_room(own)
+        lost = 0.0 if larger is None else self._lost_by_padding(batch.num_rows, larger)
+        if lost >= 1.0:
             return batch
-        own.num_lost += lost
-        return pad_batch(batch, Bucket(shape.num_rows, len(batch.requests)))
+        if larger is not None and own.num_logits == own.num_rows:
+            known.num_lost += lost
+            return _filled(batch, larger)
+        if own.num_logits < own.num_rows:
+            known.num_lost += 1.0
+        return batch
+
+    def _shape_of(self, batch: InputBatch) -> _Shape:
+        """Returns the shape in which a batch is recorded."""
+        num_rows, num_logits = batch.num_rows, max(1, len(batch.logits_indices))
+        if num_logits < num_rows:
+            num_rows = next(each for each in _PROMPT_ROWS if each >= num_rows)
+            num_logits = min(num_rows, 1 << (num_logits - 1).bit_length())
+        how = torch.get_num_threads(), batch.is_adapted
+        return _Shape(num_rows, num_logits, batch.hidden_layers, self._inputs, *how)
 
     def _with_hidden(self, batch: InputBatch) -> InputBatch:
         layers = self._hidden_layers
         return replace(batch, hidden_layers=layers) if {*batch.hidden_layers} < {*layers} else batch
 
-    def _shape_with_room(self, batch: InputBatch) -> _Shape | None:
-        """Returns the smallest shape of the recordings that serve the batch when it is padded."""
-        kind = batch.hidden_layers, torch.get_num_threads(), batch.is_adapted
+    def _shape_with_room(self, own: _Shape) -> _Shape | None:
+        """Returns the smallest shape of the recordings that serve such a batch when it is padded."""
         fitting = (
             shape
             for shape, capture in self._captures.items()
-            if batch.num_rows < shape.num_rows == shape.num_logits
-            and (shape.hidden_layers, shape.num_threads, shape.is_adapted) == kind
+            if own.num_rows < shape.num_rows == shape.num_logits
+            and shape[2:] == own[2:]
             and capture.is_trusted
         )
         return min(fitting, default=None)
@@ -197,7 +221,7 @@ class Captures(Replays):
     ) -> ForwardOutput:
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return run()
-        shape = _shape(batch, inputs)
+        shape = self._shape_at(batch, inputs)
         capture = self._captures.setdefault(shape, _Capture())
         self._captures.move_to_end(shape)
         renewing = cast(Renews, plan)
@@ -212,6 +236,12 @@ class Captures(Replays):
             return self._compare(capture, capture.graph, plan, run)
         capture.num_lost += 1.0
         return run() if capture.num_lost < _OFTEN else self._record(capture, run)
+
+    def _shape_at(self, batch: InputBatch, inputs: InputTensors) -> _Shape:
+        """Returns the shape of a batch as it is, whose inputs these are."""
+        self._inputs = inputs.token_ids.data_ptr()
+        sizes = batch.num_rows, len(inputs.logits_indices), batch.hidden_layers
+        return _Shape(*sizes, self._inputs, torch.get_num_threads(), batch.is_adapted)
 
     def _replay(self, threads: _Threads, graph: CapturedForward, plan: Renews) -> ForwardOutput:
         num_threads = threads.next()
@@ -228,7 +258,7 @@ class Captures(Replays):
         """Expects the shape to come again."""
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return True
-        shape = _shape(self._with_hidden(batch), inputs)
+        shape = self._shape_at(self._with_hidden(batch), inputs)
         capture = self._captures.setdefault(shape, _Capture())
         capture.expect()
         return capture.is_trusted and capture.threads.chosen is not None
@@ -276,10 +306,11 @@ class Captures(Replays):
         self._captures.clear()
 
 
-def _shape(batch: InputBatch, inputs: InputTensors) -> _Shape:
-    sizes = batch.num_rows, len(inputs.logits_indices), batch.hidden_layers
-    how = torch.get_num_threads(), batch.is_adapted
-    return _Shape(*sizes, inputs.token_ids.data_ptr(), *how)
+def _filled(batch: InputBatch, shape: _Shape) -> InputBatch:
+    """Returns the batch, padded to the shape's rows and rows with logits."""
+    if (shape.num_rows, shape.num_logits) == (batch.num_rows, len(batch.logits_indices)):
+        return batch
+    return pad_batch(batch, Bucket(shape.num_rows, len(batch.requests)), shape.num_logits)
 
 
 def _same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:

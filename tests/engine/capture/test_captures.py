@@ -7,7 +7,6 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -245,6 +244,38 @@ def test_a_recording_of_more_rows_serves_until_padding_has_taken_what_recording_
     # Two of eight rows lose 0.4 of what a replay spares: the fourth time it is recorded, then compared.
     assert found == [[8]] * 3 + [[6, 8]] * 5
     assert timed == [8, 8, 8, 0, 0, 6, 6, 8]
+
+
+def prompts(first: int, second: int) -> InputBatch:
+    """Of two requests that ask for their last row's logits."""
+    asked = [replace(each, num_logits=1) for each in texts(first, [first, second])]
+    return build_batch(asked, SIZE)
+
+
+def test_prompts_of_about_a_length_share_a_recording() -> None:
+    runner, plain = steady_runner(), steady_runner(is_open=False)
+    for each in (runner, plain):
+        each.forward(prompts(30, 35))
+    timed = []
+    for first, second in ((20, 17), (18, 21), (19, 20), (22, 18), (17, 23), (30, 9), (30, 30)):
+        batch = prompts(first, second)
+        runner._replays._spared = [1.0] * len(runner._replays._spared)
+        got, expected = (each.forward(batch) for each in (runner, plain))
+        assert torch.equal(got.logits, expected.logits)
+        assert len(got.logits) == 2
+        assert all(map(torch.equal, runner.store._stacks, plain.store._stacks))
+        timed.append(got.num_rows)
+    assert recorded(runner) == [40]
+    assert timed == [0, 0, 0, 40, 40, 40, 0]
+
+
+def test_padding_of_prompts_that_takes_longer_than_the_interpreter_is_not_done() -> None:
+    runner = steady_runner()
+    for lengths in ((30, 35), *[(20, 18)] * 4):
+        runner.forward(prompts(*lengths))
+    assert recorded(runner) == [40]
+    runner._replays._spared = [1e-9]
+    assert runner.forward(prompts(20, 18)).num_rows == 0
 
 
 @pytest.mark.parametrize(("seconds", "served"), [(7.9, 8), (8.1, 0)])
