@@ -228,12 +228,14 @@ class Captures(Replays):
         if capture.graph is not None and capture.is_trusted:
             output = self._replay(capture.threads, capture.graph, renewing)
             return output._replace(num_rows=batch.num_rows)
-        return self._learn(capture, renewing, run)._replace(num_rows=0)
+        num_own = sum(each.num_rows for each in batch.requests)
+        return self._learn(capture, renewing, run, num_own)._replace(num_rows=0)
 
-    def _learn(self, capture: _Capture, plan: Renews, run: Run) -> ForwardOutput:
-        """Runs a forward whose shape has no recording that is trusted."""
+    def _learn(self, capture: _Capture, plan: Renews, run: Run, num_own: int) -> ForwardOutput:
+        """Runs a forward whose shape has no recording that is trusted; ``num_own`` of its rows are no
+        padding."""
         if capture.graph is not None:
-            return self._compare(capture, capture.graph, plan, run)
+            return self._compare(capture, capture.graph, plan, run, num_own)
         capture.num_lost += 1.0
         return run() if capture.num_lost < _OFTEN else self._record(capture, run)
 
@@ -275,7 +277,7 @@ class Captures(Replays):
         return output.with_own_logits()
 
     def _compare(
-        self, capture: _Capture, graph: CapturedForward, plan: Renews, run: Run
+        self, capture: _Capture, graph: CapturedForward, plan: Renews, run: Run, num_own: int
     ) -> ForwardOutput:
         restore = plan.keep()
         start = self._clock()
@@ -284,7 +286,11 @@ class Captures(Replays):
         restore()
         expected = run()
         insort(self._spared, self._clock() - replayed - (replayed - start))
-        pairs = zip((got.logits, *got.hidden), (expected.logits, *expected.hidden), strict=True)
+        # Logits of padding are those of the first row; its states are whatever lay there.
+        first, second = (
+            (each.logits, *(states[:num_own] for states in each.hidden)) for each in (got, expected)
+        )
+        pairs = zip(first, second, strict=True)
         capture.is_trusted = all(_same_bits(*pair) for pair in pairs)
         if not capture.is_trusted:
             self._close("a recorded one computes something else")

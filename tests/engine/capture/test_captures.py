@@ -253,7 +253,9 @@ def prompts(first: int, second: int) -> InputBatch:
 
 
 def test_prompts_of_about_a_length_share_a_recording() -> None:
+    """States of padding are whatever lay in memory: they say nothing of a recording."""
     runner, plain = steady_runner(), steady_runner(is_open=False)
+    runner.prepare(LAYERS)
     for each in (runner, plain):
         each.forward(prompts(30, 35))
     timed = []
