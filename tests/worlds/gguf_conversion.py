@@ -537,11 +537,13 @@ def write_converted(
     values: Mapping[str, Any] | None = None,
     change_tensors: Callable[[Tensors], object] = lambda _: None,
 ) -> Path:
-    """``kind``: of matrices of linear layers and experts. ``values``: besides."""
+    """``kind``: of matrices of linear layers and experts. ``values``: besides, or otherwise; None leaves
+    one out."""
     said = metadata_of(architecture, model.config) | _activations(model) | {**(values or {})}
     writer = gguf.GGUFWriter(path, said.pop("general.architecture"))
     for key, value in said.items():
-        add_value(writer, key, value)
+        if value is not None:
+            add_value(writer, key, value)
     tensors = tensors_of(architecture, model)
     change_tensors(tensors)
     for name, weight in tensors.items():

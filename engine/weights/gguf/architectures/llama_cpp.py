@@ -94,6 +94,13 @@ def _gemma4(said: Said) -> Mapping[str, Any]:
     }
 
 
+def _exaone4(said: Said) -> Mapping[str, Any]:
+    if said.count("attention.sliding_window"):
+        return {}
+    # Then all layers turn, too.
+    return {"sliding_window": None, "layer_types": ["full_attention"] * said.num_layers}
+
+
 def _gpt_oss(said: Said) -> Mapping[str, Any]:
     # llama.cpp has no word for it; the model was trained with ramps that are not cut to whole ones.
     is_scaled = said.value("rope.scaling.type") == "yarn"
@@ -211,7 +218,7 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5_moe"),
     "exaone-moe": Architecture("exaone_moe"),
-    "exaone4": Architecture("exaone4"),
+    "exaone4": Architecture("exaone4", (), _exaone4),
     "falcon": Architecture("falcon", (GROUPED_QKV,), _falcon),
     "falcon-h1": Architecture("falcon_h1", (), _falcon_h1),
     "gemma": Architecture("gemma", (_NORMS,)),

@@ -38,6 +38,7 @@ class Case(NamedTuple):
 
 
 WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
+FULL = ["full_attention"] * 4
 SPARSE = ["dense"] + ["sparse"] * 3
 RECURRENT = ["linear_attention", "full_attention"] * 2
 YARN = {
@@ -165,6 +166,27 @@ def test_a_file_is_the_model_that_it_was_written_from(tmp_path: Path, case: Case
     expected = logits(model)
     torch.testing.assert_close(logits(read(path)), expected, rtol=1e-4, atol=2e-5)
     assert float(expected.std()) > 0.01
+
+
+UNSAID = [
+    (
+        Case("exaone4", "exaone4", {"sliding_window": None, "layer_types": FULL}),
+        {"exaone4.attention.sliding_window_pattern": None},
+    ),
+]
+"""Files that leave something unsaid, or say it as older ones do."""
+
+
+@pytest.mark.parametrize(("case", "values"), UNSAID)
+def test_what_a_file_leaves_unsaid_is_as_llama_cpp_has_it(
+    tmp_path: Path, case: Case, values: dict[str, Any]
+) -> None:
+    model = random_model(case.model_type, **case.changes)
+    path = write_converted(tmp_path / "tiny.gguf", case.architecture, model, values=values)
+    found = read(path)
+    torch.testing.assert_close(logits(found), logits(model), rtol=1e-4, atol=2e-5)
+    window = getattr(model.config, "sliding_window", None)
+    assert getattr(found.config, "sliding_window", None) == window
 
 
 def test_older_files_have_a_projection_as_the_model_has_it(tmp_path: Path) -> None:
