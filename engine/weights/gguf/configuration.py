@@ -232,7 +232,11 @@ def rope(said: Said, usual: Any, head_dim: int) -> dict[str, Any]:
     scaled = base | _scaling(said)
     if "full_attention" not in (usual or {}):
         return scaled
-    local = float(said.number("rope.freq_base_swa") or 10000.0)
+    # A class with one base for both kinds of layers is of models whose files may say no other.
+    bases = {kind: each["rope_theta"] for kind, each in usual.items()}
+    is_one = bases["sliding_attention"] == bases["full_attention"]
+    unsaid = base["rope_theta"] if is_one else bases["sliding_attention"]
+    local = float(said.number("rope.freq_base_swa") or unsaid)
     sliding = base | {"rope_type": "default", "rope_theta": local}
     return {"full_attention": scaled, "sliding_attention": sliding}
 

@@ -173,6 +173,7 @@ UNSAID = [
         Case("exaone4", "exaone4", {"sliding_window": None, "layer_types": FULL}),
         {"exaone4.attention.sliding_window_pattern": None},
     ),
+    (Case("olmo2", "olmo3"), {"olmo2.rope.freq_base_swa": None}),
 ]
 """Files that leave something unsaid, or say it as older ones do."""
 
