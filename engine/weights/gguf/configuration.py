@@ -244,8 +244,9 @@ def rope(said: Said, usual: Any, head_dim: int) -> dict[str, Any]:
 def _scaling(said: Said) -> dict[str, Any]:
     if "rope_factors_long.weight" in said.tensors:
         return _long_rope(said)
-    kind = said.value("rope.scaling.type") or "none"
-    factor = said.number("rope.scaling.factor")
+    # Older files have another key, and what is scaled without a word is scaled linearly.
+    factor = said.number("rope.scaling.factor") or said.number("rope.scale_linear")
+    kind = said.value("rope.scaling.type") or ("linear" if factor else "none")
     if kind == "none" or (kind == "linear" and factor == 1):
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn") or not factor:

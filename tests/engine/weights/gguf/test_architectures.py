@@ -168,12 +168,22 @@ def test_a_file_is_the_model_that_it_was_written_from(tmp_path: Path, case: Case
     assert float(expected.std()) > 0.01
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 UNSAID = [
     (
         Case("exaone4", "exaone4", {"sliding_window": None, "layer_types": FULL}),
         {"exaone4.attention.sliding_window_pattern": None},
     ),
     (Case("olmo2", "olmo3"), {"olmo2.rope.freq_base_swa": None}),
+    (Case("llama", "llama", {"rope_parameters": LINEAR}), {"llama.rope.scaling.type": None}),
+    (
+        Case("llama", "llama", {"rope_parameters": LINEAR}),
+        {
+            "llama.rope.scaling.type": None,
+            "llama.rope.scaling.factor": None,
+            "llama.rope.scale_linear": 4.0,
+        },
+    ),
 ]
 """Files that leave something unsaid, or say it as older ones do."""
 
