@@ -116,7 +116,12 @@ def _deepseek2(said: Said) -> Mapping[str, Any]:
     scale = said.number("rope.scaling.yarn_log_multiplier")
     # llama.cpp stores a tenth of it.
     rope = {} if scale is None else {"mscale": 10 * scale, "mscale_all_dim": 10 * scale}
+    groups = said.count("expert_group_count")
     own: dict[str, Any] = {} if is_third else {"model_type": "deepseek_v2"}
+    if not is_third and (groups or 1) > 1:
+        own["topk_method"] = "group_limited_greedy"
+    elif is_third and groups is None and said.count("expert_count") != _EXPERTS_IN_GROUPS:
+        own |= {"n_group": 1, "topk_group": 1}
     if not said.count("attention.q_lora_rank"):
         own["q_lora_rank"] = None
     return {**latent(said), **own, "rope_parameters": rope}
@@ -203,6 +208,8 @@ def _hunyuan_moe(said: Said) -> Mapping[str, Any]:
 
 _SIGMOID = 2
 _ENDLESS = 1e29
+_EXPERTS_IN_GROUPS = 256
+"""DeepSeek V3's and R1's. Older files say no groups, and other models of the type have none."""
 _NORMS = less_one(r"norm\.weight$")
 _OWN_NORMS = less_one(r"(?<!linear_attn\.)norm\.weight$")
 

@@ -58,6 +58,7 @@ LONG = {
     "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
     "short_factor": [1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.3],
 }
+GROUPED = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
 MIXED = {
     "enable_moe_block": True,
     "num_experts": 4,
@@ -72,6 +73,7 @@ CASES = [
     Case("cohere2", "cohere2", {"layer_types": WINDOWS}),
     Case("command-r", "cohere"),
     Case("deepseek2", "deepseek_v2"),
+    Case("deepseek2", "deepseek_v2", GROUPED),
     Case("deepseek2", "deepseek_v3"),
     Case("dots1", "dots1"),
     Case("ernie4_5", "ernie4_5"),
@@ -175,6 +177,10 @@ UNSAID = [
         {"exaone4.attention.sliding_window_pattern": None},
     ),
     (Case("olmo2", "olmo3"), {"olmo2.rope.freq_base_swa": None}),
+    (
+        Case("deepseek2", "deepseek_v3", {"n_group": 1, "topk_group": 1}),
+        {"deepseek2.expert_group_count": None, "deepseek2.expert_group_used_count": None},
+    ),
     (Case("llama", "llama", {"rope_parameters": LINEAR}), {"llama.rope.scaling.type": None}),
     (
         Case("llama", "llama", {"rope_parameters": LINEAR}),
