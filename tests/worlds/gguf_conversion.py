@@ -274,6 +274,9 @@ _MORE: dict[str, Callable[[Values], Values]] = {
     "falcon-h1": _mamba,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
+    "glm4": lambda own: {
+        "rope.dimension_sections": own["rope_parameters"].get("mrope_section"),
+    },
     "gpt-oss": lambda own: {
         "expert_feed_forward_length": own["intermediate_size"],
     },
@@ -325,6 +328,14 @@ def _tiled(weight: Array, config: Any, first: int = 0, axis: int = 0) -> Array:
     return np.moveaxis(np.concatenate([moved[:first], tiled]), 0, axis)
 
 
+def _neighbours_apart(weight: Array, config: Any) -> Array:
+    """Of each head first the even ones of the dimensions that turn, then the odd ones, then the rest."""
+    heads = weight.reshape(-1, config.head_dim, *weight.shape[1:])
+    turning = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    parts = heads[:, 0:turning:2], heads[:, 1:turning:2], heads[:, turning:]
+    return np.concatenate(parts, axis=1).reshape(weight.shape)
+
+
 _TURNING = [
     "llama",
     "granite",
@@ -344,6 +355,9 @@ def _converted(architecture: str, config: Any, name: str, weight: Array) -> Tens
         is_query = "q_proj" in name
         heads = config.num_attention_heads if is_query else config.num_key_value_heads
         weight = _permuted(weight, heads)
+    is_glm = architecture == "glm4" and "mrope_section" in config.rope_parameters
+    if is_glm and re.search(r"[qk]_proj\.", name):
+        weight = _neighbours_apart(weight, config)
     if architecture in _WITH_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
         weight = weight + 1
     if architecture in ("qwen35", "qwen35moe") and "linear_attn." in name:

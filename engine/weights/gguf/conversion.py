@@ -41,6 +41,20 @@ PERMUTED = (
 """Queries and keys in the order of rotary embeddings that turn neighbours."""
 
 
+def _neighbours(config: Any, count: int) -> Array:
+    """Of each head's dimensions that turn the first of every two lie before the second ones in the file,
+    if positions have sections."""
+    rows = np.arange(count).reshape(-1, config.head_dim)
+    if "mrope_section" in config.rope_parameters:
+        turning = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+        halves = rows[:, :turning].reshape(len(rows), 2, -1)
+        rows[:, :turning] = halves.swapaxes(1, 2).reshape(len(rows), turning)
+    return rows.reshape(-1)
+
+
+NEIGHBOURS = Undo(r"[qk]_proj\.\w+$", rows=_neighbours)
+
+
 def less_one(pattern: str) -> Undo:
     """Norms whose class adds one to the weight, which the file has with the one."""
     return Undo(pattern, values=lambda weight: weight - 1)

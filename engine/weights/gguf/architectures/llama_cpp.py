@@ -13,6 +13,7 @@ from engine.weights.gguf.conversion import (
     GROUPED_QKV,
     LATENT,
     MIXED_HEADS,
+    NEIGHBOURS,
     PERMUTED,
     TILED_VALUES,
     TRANSPOSED,
@@ -99,6 +100,11 @@ def _exaone4(said: Said) -> Mapping[str, Any]:
         return {}
     # Then all layers turn, too.
     return {"sliding_window": None, "layer_types": ["full_attention"] * said.num_layers}
+
+
+def _glm4(said: Said) -> Mapping[str, Any]:
+    sections = [each for each in said.value("rope.dimension_sections") or () if each]
+    return {"rope_parameters": {"mrope_section": sections} if sections else {}}
 
 
 def _gpt_oss(said: Said) -> Mapping[str, Any]:
@@ -233,7 +239,7 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3_text", (_NORMS,), _scalar(62)),
     "gemma3n": Architecture("gemma3n_text", (), _gemma3n),
     "gemma4": Architecture("gemma4_text", (), _gemma4),
-    "glm4": Architecture("glm4"),
+    "glm4": Architecture("glm4", (NEIGHBOURS,), _glm4),
     "glm4moe": Architecture("glm4_moe"),
     "gpt-oss": Architecture("gpt_oss", GATES_IN_TURN, _gpt_oss),
     "gpt2": Architecture("gpt2", (TRANSPOSED,)),

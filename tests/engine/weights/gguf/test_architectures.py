@@ -49,6 +49,12 @@ YARN = {
     "beta_fast": 16.0,
     "beta_slow": 2.0,
 }
+IN_SECTIONS = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -93,6 +99,7 @@ CASES = [
     Case("gemma4", "gemma4_text", {"num_experts": None}),
     Case("gemma4", "gemma4_text", MIXED),
     Case("glm4", "glm4"),
+    Case("glm4", "glm4", {"rope_parameters": IN_SECTIONS}),
     Case("glm4moe", "glm4_moe"),
     Case("gpt-oss", "gpt_oss"),
     Case("gpt2", "gpt2"),
