@@ -302,8 +302,8 @@ _MORE: dict[str, Callable[[Values], Values]] = {
         "attention.value_length_mla": None,
     },
     "mistral3": lambda own: {
-        "attention.temperature_scale": own["rope_parameters"]["llama_4_scaling_beta"],
-        "rope.scaling.yarn_log_multiplier": own["rope_parameters"]["mscale_all_dim"],
+        "attention.temperature_scale": own["rope_parameters"].get("llama_4_scaling_beta"),
+        "rope.scaling.yarn_log_multiplier": own["rope_parameters"].get("mscale_all_dim"),
     },
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,

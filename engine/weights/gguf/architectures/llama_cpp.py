@@ -31,9 +31,10 @@ def _where(key: str, model_type: str) -> Callable[[Said], Mapping[str, Any]]:
 
 
 def _mistral3(said: Said) -> Mapping[str, Any]:
-    found = {}
-    if (scale := said.number("attention.temperature_scale")) is not None:
-        found["llama_4_scaling_beta"] = scale
+    scale = said.number("attention.temperature_scale")
+    if scale is None:
+        return {"model_type": "mistral", "sliding_window": said.count("attention.sliding_window")}
+    found = {"llama_4_scaling_beta": scale}
     if (scale := said.number("rope.scaling.yarn_log_multiplier")) is not None:
         found |= {"mscale": 1.0, "mscale_all_dim": scale}
     return {"rope_parameters": found}

@@ -183,6 +183,7 @@ UNSAID = [
         Case("exaone4", "exaone4", {"sliding_window": None, "layer_types": FULL}),
         {"exaone4.attention.sliding_window_pattern": None},
     ),
+    (Case("mistral3", "mistral", {"sliding_window": None}), {}),
     (Case("olmo2", "olmo3"), {"olmo2.rope.freq_base_swa": None}),
     (
         Case("deepseek2", "deepseek_v3", {"n_group": 1, "topk_group": 1}),
