@@ -108,6 +108,13 @@ def _glm4(said: Said) -> Mapping[str, Any]:
     return {"rope_parameters": {"mrope_section": sections} if sections else {}}
 
 
+def _phimoe(said: Said) -> Mapping[str, Any]:
+    """All models of the type have this scale, of which files say another."""
+    is_scaled = "rope_factors_long.weight" in said.tensors
+    scales = dict.fromkeys(("long_mscale", "short_mscale"), 1.243163121016122)
+    return {"rope_parameters": scales if is_scaled else {}}
+
+
 def _gpt_oss(said: Said) -> Mapping[str, Any]:
     # llama.cpp has no word for it; the model was trained with ramps that are not cut to whole ones.
     is_scaled = said.value("rope.scaling.type") == "yarn"
@@ -269,7 +276,7 @@ ARCHITECTURES = {
     "olmoe": Architecture("olmoe"),
     "phi2": Architecture("phi"),
     "phi3": Architecture("phi3"),
-    "phimoe": Architecture("phimoe"),
+    "phimoe": Architecture("phimoe", (), _phimoe),
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe"),
     "qwen3": Architecture("qwen3"),

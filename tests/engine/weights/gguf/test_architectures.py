@@ -64,6 +64,7 @@ LONG = {
     "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
     "short_factor": [1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.3],
 }
+MSCALES = dict.fromkeys(("long_mscale", "short_mscale"), 1.243163121016122)
 GROUPED = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
 MIXED = {
     "enable_moe_block": True,
@@ -131,6 +132,7 @@ CASES = [
     Case("phi2", "phi"),
     Case("phi3", "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     Case("phimoe", "phimoe"),
+    Case("phimoe", "phimoe", {"rope_parameters": LONG | MSCALES}),
     Case("qwen2", "qwen2", {"tie_word_embeddings": True}),
     Case("qwen2moe", "qwen2_moe"),
     Case("qwen3", "qwen3"),
