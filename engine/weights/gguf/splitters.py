@@ -65,10 +65,11 @@ _SPLITTERS: dict[str, tuple[str, ...]] = {
 """Ways of cutting that transformers does not know: patterns that cut one after the other what the earlier
 ones left (llama.cpp's src/llama-vocab.cpp)."""
 _SPLITTERS["bailingmoe2"] = _SPLITTERS["llada-moe"] = _SPLITTERS["bailingmoe"]
-_WITHOUT_MERGES = {
+WITHOUT_MERGES = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
 }  # fmt: skip
-"""Ways of cutting whose pieces are taken whole where they are tokens, whatever merges would make."""
+"""Ways of cutting whose pieces are taken whole where they are tokens, whatever merges would make. Unless
+a file says otherwise, texts of these vocabularies begin with a token of its own."""
 _DIGIT_SPLITTERS = {
     "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
 }  # fmt: skip
@@ -83,7 +84,7 @@ def split(backend: Any, splitter: str | None, known: Mapping[str, str]) -> None:
     ways that have been seen to. One that is unknown is GPT-2's, with a warning."""
     from tokenizers import Regex, pre_tokenizers
 
-    backend.model.ignore_merges = splitter in _WITHOUT_MERGES
+    backend.model.ignore_merges = splitter in WITHOUT_MERGES
     if splitter in _DIGIT_SPLITTERS:
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]
         bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)

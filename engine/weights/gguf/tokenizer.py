@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.request.errors import UnsupportedModelError
 from engine.weights.gguf.file import GgufHeader
-from engine.weights.gguf.splitters import split
+from engine.weights.gguf.splitters import WITHOUT_MERGES, split
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -53,10 +53,11 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     )
     backend = _only_own(converted, len(tokens))
     _match_whole(backend, runs)
-    if parts.get("tokenizer_type") == "gpt2":
-        split(backend, parts.get("pre_tokenizer_type"), GGUF_PRE_TOKENIZER_SPLITS)
+    kind, splitter = parts.get("tokenizer_type"), parts.get("pre_tokenizer_type")
+    if kind == "gpt2":
+        split(backend, splitter, GGUF_PRE_TOKENIZER_SPLITS)
     options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
-    if parts.get("tokenizer_type") == "llama":
+    if kind == "llama" or (kind == "gpt2" and splitter in WITHOUT_MERGES):
         # As llama.cpp takes files that do not say.
         options.setdefault("add_bos_token", True)
     if chat_template is not None:

@@ -301,6 +301,26 @@ def test_the_ends_and_the_sampling_that_a_file_says_are_taken(tmp_path: Path) ->
     assert sampling_defaults(model) == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
 
 
+@pytest.mark.parametrize(
+    ("splitter", "said", "begins"),
+    [
+        ("llama-bpe", None, True),
+        ("tekken", None, True),
+        ("llama-bpe", False, False),
+        ("smollm", None, False),
+        ("smollm", True, True),
+    ],
+)
+def test_texts_begin_as_the_vocabulary_has_it_where_a_file_does_not_say(
+    tmp_path: Path, splitter: str, said: bool | None, begins: bool
+) -> None:
+    """Files of Llama 3 do not, and its texts do."""
+    values = {"tokenizer.ggml.pre": splitter, "tokenizer.ggml.add_bos_token": said}
+    path = str(write_gguf(tmp_path / "tiny.gguf", values=values))
+    token_ids = load_tokenizer(path).encode("hello")
+    assert token_ids == [1] * begins + [TOKENS.index("hello")]
+
+
 @given(st.text(max_size=40))
 def test_texts_come_back_from_their_tokens(written: Path, text: str) -> None:
     tokenizer = gguf_tokenizer(read_header(written))
