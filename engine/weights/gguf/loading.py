@@ -370,7 +370,9 @@ class _Reading:
             values = making.joined(self._config, parts)
         except (ValueError, IndexError):  # of sizes that its order cannot have
             values = np.concatenate([each.reshape(-1) for each in parts])
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._dtype)
+        found = torch.from_numpy(np.ascontiguousarray(values))
+        # Of what lies there in float32 transformers keeps some so: routers' biases, to which it matters.
+        return found if all(part.kind == "F32" for part in making.parts) else found.to(self._dtype)
 
     def _pack(self, tied: Mapping[str, str]) -> None:
         """Decides which modules keep their blocks. ``tied``: aliases of parameters, by name. If one

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.census import asked
 from engine.model.loader import load_model
@@ -214,6 +214,32 @@ def test_what_a_file_leaves_unsaid_is_as_llama_cpp_has_it(
     torch.testing.assert_close(logits(found), logits(model), rtol=1e-4, atol=2e-5)
     window = getattr(model.config, "sliding_window", None)
     assert getattr(found.config, "sliding_window", None) == window
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [
+        ("deepseek2", "deepseek_v3"),
+        ("ernie4_5-moe", "ernie4_5_moe"),
+        ("lfm2moe", "lfm2_moe"),
+    ],
+)
+def test_parameters_have_the_types_that_a_checkpoint_gives_them(
+    tmp_path: Path, architecture: str, model_type: str
+) -> None:
+    """Routers' biases say little beside their size: of 16 bits nothing would be left."""
+    model = random_model(model_type)
+    for name, values in model.state_dict().items():
+        if "correction_bias" in name or "expert_bias" in name:
+            values += 4
+    model.save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    path = write_converted(tmp_path / "tiny.gguf", architecture, model)
+    found = load_gguf(path, *read_config(path), torch.bfloat16, packed=False).state_dict()
+    assert {name: each.dtype for name, each in found.items()} == {
+        name: each.dtype for name, each in expected.items()
+    }
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 def test_older_files_have_a_projection_as_the_model_has_it(tmp_path: Path) -> None:
