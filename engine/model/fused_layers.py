@@ -269,10 +269,10 @@ def _probe(
 
 
 def _asked(module: Callable[..., Any], hidden: torch.Tensor, angles: Any) -> _Asked | None:
-    """Returns what the module asks for ``hidden`` states, far apart in their text; None: it takes them
-    otherwise, or attends several times."""
+    """Returns what the module asks for ``hidden`` states, farther apart in their text than any model's
+    original length; None: it takes them otherwise, or attends several times."""
     plan = _Answering()
-    positions = 1000 * torch.arange(hidden.shape[1], device=hidden.device)[None]
+    positions = 8 ** torch.arange(hidden.shape[1], device=hidden.device)[None]
 
     def run() -> Any:
         with attending(plan):

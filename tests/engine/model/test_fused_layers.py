@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, Ministral3Config, PreTrainedModel
 
 from engine.attention import triton as attention
 from engine.attention.backend import AttentionNeeds, build_attention
@@ -190,6 +190,16 @@ def test_what_computes_something_else_stays_as_it_is() -> None:
     layers[1].mlp.act_fn = nn.GELU()
     served(model)
     assert kinds(model) == {FusedNorm: 5, FusedAttention: 1, GatedRows: 1, FusedLayer: 0}
+
+
+def test_queries_that_grow_down_a_text_are_the_modules_own() -> None:
+    """Ministral 3's do from position 16384 on."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Ministral3Config(**sizes, **heads, num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    served(model)
+    assert kinds(model) == {FusedNorm: 5, FusedAttention: 0, GatedRows: 2, FusedLayer: 0}
 
 
 def test_hidden_states_between_layers_are_sums() -> None:
