@@ -29,7 +29,7 @@ _VALUES_AT_ONCE = 1 << 24
 _WITH_EXTREMES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _LARGEST_BYTES = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
 """The bits of the largest number, without its sign, of 8-bit floats: those above are none."""
-_LEFT_OVER = re.compile(r"\.rotary_emb\.\w+$|\.masked_bias$|\.[qkv]_scale$")
+_LEFT_OVER = re.compile(r"\.rotary_emb\.\w+$|\.masked_bias$|\.(kv|[qkv])_scale$")
 """Names that older versions wrote beside the weights, and scales for keys and values in 8 bits: none of
 them is a weight of the model."""
 

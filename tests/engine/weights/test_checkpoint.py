@@ -184,6 +184,7 @@ def test_a_broken_tokenizer_is_refused_in_one_line(folder: Path, text: str) -> N
         f"{LAYER}.self_attn.rotary_emb.inv_freq",
         f"{LAYER}.self_attn.masked_bias",
         f"{LAYER}.self_attn.k_scale",
+        f"{LAYER}.self_attn.kv_scale",
         "mtp.layers.0.norm.weight",
         "model.vision_tower.layers.0.norm.weight",
         "value_head.weight",
