@@ -31,13 +31,13 @@ def _where(key: str, model_type: str) -> Callable[[Said], Mapping[str, Any]]:
 
 
 def _mistral3(said: Said) -> Mapping[str, Any]:
-    scale = said.number("attention.temperature_scale")
-    if scale is None:
-        return {"model_type": "mistral", "sliding_window": said.count("attention.sliding_window")}
-    found = {"llama_4_scaling_beta": scale}
+    found = {}
     if (scale := said.number("rope.scaling.yarn_log_multiplier")) is not None:
         found |= {"mscale": 1.0, "mscale_all_dim": scale}
-    return {"rope_parameters": found}
+    if (scale := said.number(_TEMPERATURE)) is not None:
+        return {"rope_parameters": found | {"llama_4_scaling_beta": scale}}
+    window = said.count("attention.sliding_window")
+    return {"model_type": "mistral", "sliding_window": window, "rope_parameters": found}
 
 
 def _gated_delta(said: Said) -> Mapping[str, Any]:
@@ -125,6 +125,10 @@ def _gpt_oss(said: Said) -> Mapping[str, Any]:
 
 
 def _deepseek2(said: Said) -> Mapping[str, Any]:
+    if said.number(_TEMPERATURE):
+        raise UnsupportedModelError(
+            f"deepseek2 with {_TEMPERATURE} (Mistral Large 3) is not served"
+        )
     has_bias = "exp_probs_b.bias" in said.has_layers_with
     is_third = has_bias or said.value("expert_gating_func") == _SIGMOID
     scale = said.number("rope.scaling.yarn_log_multiplier")
@@ -221,6 +225,8 @@ def _hunyuan_moe(said: Said) -> Mapping[str, Any]:
 
 
 _SIGMOID = 2
+_TEMPERATURE = "attention.temperature_scale"
+"""Of what queries grow by down a text."""
 _ENDLESS = 1e29
 _EXPERTS_IN_GROUPS = 256
 """DeepSeek V3's and R1's. Older files say no groups, and other models of the type have none."""

@@ -64,6 +64,7 @@ LONG = {
     "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
     "short_factor": [1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.3],
 }
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 MSCALES = dict.fromkeys(("long_mscale", "short_mscale"), 1.243163121016122)
 GROUPED = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
 MIXED = {
@@ -186,6 +187,7 @@ UNSAID = [
         {"exaone4.attention.sliding_window_pattern": None},
     ),
     (Case("mistral3", "mistral", {"sliding_window": None}), {}),
+    (Case("mistral3", "mistral", {"sliding_window": None, "rope_parameters": YARN | MSCALE}), {}),
     (Case("olmo2", "olmo3"), {"olmo2.rope.freq_base_swa": None}),
     (
         Case("deepseek2", "deepseek_v3", {"n_group": 1, "topk_group": 1}),
@@ -405,6 +407,14 @@ def test_entries_that_nothing_is_known_of_are_named(
     own = {key.replace("llama.", f"{name}."): each for key, each in values_of(tiny_llama()).items()}
     path = write_gguf(tmp_path / "tiny.gguf", values={**own, "general.architecture": name})
     with pytest.raises(UnsupportedModelError, match=part):
+        load_model(str(path), torch.device("cpu"))
+
+
+def test_queries_that_grow_down_a_text_are_refused_where_the_type_has_none(tmp_path: Path) -> None:
+    values = {"deepseek2.attention.temperature_scale": 0.1}
+    model = random_model("deepseek_v2")
+    path = write_converted(tmp_path / "tiny.gguf", "deepseek2", model, values=values)
+    with pytest.raises(UnsupportedModelError, match="attention.temperature_scale"):
         load_model(str(path), torch.device("cpu"))
 
 
