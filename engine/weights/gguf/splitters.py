@@ -26,22 +26,34 @@ def _words(digits: str, marks: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*", letters: str 
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}|{marks}|{_ENDS_OF_LINES}"
 
 
-def _cased(others: str) -> str:
+def _cased(others: str = "") -> str:
     """Words that end where a capital follows small letters. ``others``: scripts that are none of them."""
-    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^{others}]]"
-    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^{others}]]"
+    but = f"&&[^{others}]" if others else ""
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     start, end = r"[^\r\n\p{L}\p{N}]?", rf"{_CONTRACTIONS}?"
     return f"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}"
 
 
 _HAN = r"\p{Han}"
+_LETTERS_OF_CASES = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{2d00}-\x{2d2d}\x{1d400}-\x{1d7cb}]]"
+)
+_CHINESE_AND_KOREAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPACES = "|".join(rf"\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
 _DEEPSEEK = (r"\p{N}{1,3}", _KANJI_AND_KANA, _MARKED_WORDS)
 _SPLITTERS: dict[str, tuple[str, ...]] = {
     "afmoe": (r"\d{1,3}(?=(?:\d{3})*(?!\d))", _EAST_ASIAN, _MARKED_WORDS),
     "bailingmoe": (_words(r"\p{N}").replace(r"\s*[\r\n]+", r"\s*[\r\n]"),),
     "chatglm-bpe": (_words(r"\p{N}{1,3}"),),
     "deepseek-coder": (
-        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}",
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_AND_KOREAN, r"\p{N}",
+    ),
+    "deepseek-llm": (
+        r"[\r\n]", rf"\s?{_LETTERS_OF_CASES}+",
+        r"\s?[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]+",
+        r"\s+$", _CHINESE_AND_KOREAN, r"\p{N}+",
     ),
     "deepseek-v3": _DEEPSEEK,
     "exaone-moe": (
@@ -49,10 +61,14 @@ _SPLITTERS: dict[str, tuple[str, ...]] = {
             r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
         ).replace(r"\s*[\r\n]+", r"\s*[\r\n]"),
     ),
+    "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
     "glm4": (_words(r"\p{N}{1,3}"),),
     "grok-2": (_words(r"\p{N}"),),
     "hunyuan": (_words(r"\p{N}"),),
     "hunyuan-dense": _DEEPSEEK,
+    "jais-2": (
+        _words(r"\p{N}{1,3}").replace(r"\s+(?!\S)|\s+", rf"{_SPACES}|\s{{1,2}}(?!\S)|\s"),
+    ),
     "joyai-llm": _DEEPSEEK,
     "kimi-k2": (
         rf"\p{{Han}}+|{_cased(_HAN)}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS_OF_LINES}",
@@ -61,6 +77,10 @@ _SPLITTERS: dict[str, tuple[str, ...]] = {
     "solar-open": (_words(r"\p{N}"),),
     "stablelm2": (_words(r"\p{N}"),),
     "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+    "tiny_aya": (
+        r"\d{1,3}(?=(?:\d{3})*\b)",
+        rf"{_cased()}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS_OF_LINES}",
+    ),
 }  # fmt: skip
 """Ways of cutting that transformers does not know: patterns that cut one after the other what the earlier
 ones left (llama.cpp's src/llama-vocab.cpp)."""

@@ -43,6 +43,10 @@ CUTS = {
     # Kanji and kana stand alone, and marks only before Latin letters.
     "deepseek-v3": "Don|'t| |123|456|7| x|漢字かな|Ab|!!\n\n| | foo|_bar",
     "deepseek-coder": "Don|'|t| |1|2|3|4|5|6|7| x|漢字かな|Ab|!!|\n|\n| | foo|_|bar",
+    "deepseek-llm": "Don|'|t| |1234567| x|漢字かな|Ab|!!|\n|\n| | foo|_|bar",
+    # Marks alone, then as GPT-2, then digits in threes from the left.
+    "falcon": "Don|'|t| |123|456|7| x漢字かなAb|!!|\n\n | foo|_|bar",
+    "tiny_aya": "Don't| |1|234|567| x漢字かな|Ab|!!\n\n| | foo|_bar",
     # Han alone.
     "kimi-k2": "Don't| |123|456|7| x|漢字|かなAb|!!\n\n| | foo|_bar",
     # Digits in threes from the right.
@@ -59,6 +63,20 @@ CUTS = {
 @pytest.mark.parametrize("splitter", CUTS)
 def test_text_is_cut_as_the_vocabulary_was_trained(splitter: str) -> None:
     assert "|".join(pieces(splitter, TEXT)) == CUTS[splitter]
+
+
+@pytest.mark.parametrize(
+    ("splitter", "text", "cut"),
+    [
+        # Letters of other scripts stand alone, and those beyond ASCII behind those of it.
+        ("deepseek-llm", "caf\u00e9 \u05e9\u05dc x", "caf|\u00e9| \u05e9\u05dc| x"),
+        ("deepseek-llm", "a\u3001b  ", "a|\u3001|b|  "),
+        # Spaces by powers of two.
+        ("jais-2", f"a{' ' * 7}b 1234", "a|    |  | b| |123|4"),
+    ],
+)
+def test_what_only_some_cut_apart(splitter: str, text: str, cut: str) -> None:
+    assert "|".join(pieces(splitter, text)) == cut
 
 
 OTHERS = {
