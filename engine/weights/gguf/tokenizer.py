@@ -56,6 +56,8 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     kind, splitter = parts.get("tokenizer_type"), parts.get("pre_tokenizer_type")
     if kind == "gpt2":
         split(backend, splitter, GGUF_PRE_TOKENIZER_SPLITS)
+    if kind == "llama" and parts.get("add_prefix_space") is False:
+        _begin_without_space(backend)
     options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
     if kind == "llama" or (kind == "gpt2" and splitter in WITHOUT_MERGES):
         # As llama.cpp takes files that do not say.
@@ -137,3 +139,13 @@ def _match_whole(backend: Any, runs: Iterable[str]) -> None:
 
     known = [each for each in runs if backend.token_to_id(each) is not None]
     backend.add_tokens([AddedToken(each, normalized=True, special=False) for each in known])
+
+
+def _begin_without_space(backend: Any) -> None:
+    """Leaves the first word as it is, which transformers puts a space before whatever a file says."""
+    from tokenizers import decoders, pre_tokenizers
+
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        steps = [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(steps)

@@ -371,6 +371,21 @@ def test_runs_of_white_space_are_matched_longest_first_as_gemmas_sentencepiece_d
         assert tokenizer.decode(found) == text
 
 
+@pytest.mark.parametrize("said", [None, True, False])
+def test_texts_begin_with_a_space_unless_the_file_says_that_they_do_not(said: bool | None) -> None:
+    values = gemma_vocabulary("\u2581") | {"general.architecture": "ernie4_5"}
+    if said is not None:
+        values["tokenizer.ggml.add_space_prefix"] = said
+    tokenizer = gguf_tokenizer(GgufHeader(values, TensorIndex({}), {}))
+    for text, pieces in {"ab a": ["ab", "\u2581a"], " a": ["\u2581a"]}.items():
+        expected = pieces
+        if said is not False and not text.startswith(" "):
+            expected = [f"\u2581{pieces[0]}", *pieces[1:]]
+        assert tokenizer.tokenize(text) == expected
+        if said is False:
+            assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
 def test_the_servers_tokenizer_needs_no_torch(written: Path) -> None:
     code = (
         "import sys; from engine.tokenizer import load_tokenizer\n"
