@@ -47,13 +47,14 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     tokens = _tokens(header)
     names = GGUF_TOKENIZER_MAPPING["tokenizer"]
     parts = _parts(header.metadata, names)
+    kind, splitter = parts.get("tokenizer_type"), parts.get("pre_tokenizer_type")
+    plain = _take_plain(parts) if kind == "gpt2" else {}
     runs = _take_runs(parts)
     converted, _ = convert_gguf_tokenizer(
         _BUILT_AS.get(header.architecture, header.architecture), parts
     )
-    backend = _only_own(converted, len(tokens))
+    backend = _put_plain(_only_own(converted, len(tokens)), plain)
     _match_whole(backend, runs)
-    kind, splitter = parts.get("tokenizer_type"), parts.get("pre_tokenizer_type")
     if kind == "gpt2":
         split(backend, splitter, GGUF_PRE_TOKENIZER_SPLITS)
     if kind == "llama" and parts.get("add_prefix_space") is False:
@@ -118,6 +119,40 @@ def _only_own(backend: Any, num_tokens: int) -> Any:
     parts = json.loads(backend.to_str())
     parts["added_tokens"] = [each for each in parts["added_tokens"] if each["id"] < num_tokens]
     return type(backend).from_str(json.dumps(parts))
+
+
+def _take_plain(parts: dict[str, Any]) -> dict[int, tuple[str, int]]:
+    """Returns tokens that stand whole in texts and are not spelled in bytes' letters, with their kinds:
+    DeepSeek's, and runs of spaces. transformers would spell them so, and find none of them; it gets names
+    in their places."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters, kinds = set(bytes_to_unicode().values()), list(parts.get("token_type", ()))
+    tokens, plain = list(parts["tokens"]), {}
+    for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind in (_CONTROL, _USER_DEFINED) and not set(token) <= letters:
+            plain[number] = token, kind
+            tokens[number], kinds[number] = f"<|plain|{number}|>", _NORMAL
+    parts["tokens"], parts["token_type"] = tokens, kinds
+    return plain
+
+
+def _put_plain(backend: Any, plain: Mapping[int, tuple[str, int]]) -> Any:
+    """Returns it with such tokens under their numbers."""
+    from tokenizers import AddedToken
+
+    if not plain:
+        return backend
+    said = json.loads(backend.to_str())
+    numbers = said["model"]["vocab"]
+    for number, (token, _) in plain.items():
+        numbers[token] = numbers.pop(f"<|plain|{number}|>")
+    backend = type(backend).from_str(json.dumps(said))
+    for token, kind in plain.values():
+        is_special = kind == _CONTROL
+        add = backend.add_special_tokens if is_special else backend.add_tokens
+        add([AddedToken(token, normalized=False, special=is_special)])
+    return backend
 
 
 def _take_runs(parts: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGMLQuantizationType, TokenType
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +48,7 @@ from worlds.gguf_files import (
     gemma_vocabulary,
     split_in_three,
     tiny_llama,
+    values_of,
     write_any,
     write_gguf,
 )
@@ -349,6 +350,35 @@ def test_other_tokenizers_are_those_of_transformers(tmp_path: Path, splitter: st
         assert ours.encode(text) == theirs.encode(text)
     assert ours.eos_token == theirs.eos_token
     assert ours.chat_template == theirs.chat_template
+
+
+@pytest.mark.parametrize("kind", [TokenType.CONTROL, TokenType.USER_DEFINED])
+def test_tokens_that_are_not_spelled_in_bytes_letters_stand_whole(
+    tmp_path: Path, kind: TokenType
+) -> None:
+    """DeepSeek's, and runs of spaces as GPT-NeoX's vocabulary has them beside its own."""
+    begin, user, spaces = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>", " " * 4
+    first, hello = len(TOKENS), TOKENS.index("hello")
+    values = {
+        "tokenizer.ggml.tokens": [*TOKENS, begin, user, spaces, "\u0120" * 4],
+        "tokenizer.ggml.token_type": [
+            *values_of(tiny_llama())["tokenizer.ggml.token_type"],
+            int(TokenType.CONTROL),
+            int(kind),
+            int(TokenType.USER_DEFINED),
+            int(TokenType.NORMAL),
+        ],
+        "tokenizer.ggml.bos_token_id": first,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "tiny.gguf", values=values)))
+    assert (tokenizer.bos_token_id, len(tokenizer)) == (first, first + 4)
+    text = f"{user}hello{spaces}hello{user}"
+    token_ids = tokenizer.encode(text)
+    assert token_ids == [first, first + 1, hello, first + 2, hello, first + 1]
+    assert tokenizer.decode(token_ids) == begin + text
+    shown = text.replace(user, "") if kind == TokenType.CONTROL else text
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == shown
 
 
 @pytest.mark.parametrize("space", [" ", "\u2581"])
