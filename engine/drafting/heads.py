@@ -111,7 +111,8 @@ class DraftHeads:
             quantize_head(network, runner.model)
         if can_pack(self.device, self.dtype):
             pack_linears(network, self.config.max_num_batched_tokens, exact=False)
-        fuse(network, max_model_len)
+        # The rows of a block may lie behind the longest text.
+        fuse(network, max_model_len + getattr(network, "block_size", 0))
         config = self.config
         attention = build_attention(
             self._needs(network), runner.store.num_blocks, config.attention_backend, strict=False

@@ -20,6 +20,7 @@ from engine.drafting.draft_model import EngineDraftModel
 from engine.drafting.drafts import find_drafts
 from engine.drafting.heads import prepare_heads
 from engine.drafting.models import DraftModels, prepare_drafts
+from engine.model import fusing
 from engine.model.fused import FusedNorm, fused_forward
 from engine.model.fusing import FusedRotation, GatedGroups, fuse
 from engine.model.loader import attach_attention
@@ -160,8 +161,21 @@ def test_layers_of_heads_are_fused_and_say_the_same(
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_rows_of_blocks_lie_beyond_the_longest_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are whole however little may follow."""
+    monkeypatch.setattr(fusing, "_LEAST_POSITIONS", 1)
+    folder = write_heads(tmp_path)["dflash"]
+    config = EngineConfig(model="x", draft=(f"mine={folder}",), block_size=BLOCK_SIZE)
+    prepared_heads = prepare_heads(TARGET.reference, config, find_drafts(config))
+    head = prepared_heads.load("mine", TARGET.core(Setup(num_blocks=NUM_BLOCKS)).runner, 9)
+    with torch.inference_mode():
+        assert bool(logits_of(head, prepared_heads.networks["mine"]).isfinite().all())
+
+
 def logits_of(head: Any, network: Any) -> torch.Tensor:
-    """Of the rows of a text, in one forward: all known, or a block."""
+    """Of the rows of a text of 8 tokens, in one forward: all known, or a block."""
     text = random_ids(3, 8, 60)
     ask = DraftRequest("r", text, 4, DraftShape(1, 4), block_table=range(8))
     states = target_states(text[:-1])
