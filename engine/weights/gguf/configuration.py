@@ -170,6 +170,7 @@ def described(said: Said, kind: Any, known: Values) -> dict[str, Any]:
         found |= {name: name in shown for name in several.split()}
     found["vocab_size"] = found["vocab_size_per_layer_input"] = _vocab_size(said)
     found["tie_word_embeddings"] = "output.weight" not in said.tensors
+    found["lm_head_bias"] = "output.bias" in said.tensors
     found["layer_types"] = _layer_types(said)
     found["sliding_window"] = found.get("sliding_window") or None  # 0: none
     if (dense := said.count("leading_dense_block_count")) is not None:

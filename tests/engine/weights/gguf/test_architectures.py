@@ -134,6 +134,7 @@ CASES = [
     Case("phi3", "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     Case("phimoe", "phimoe"),
     Case("phimoe", "phimoe", {"rope_parameters": LONG | MSCALES}),
+    Case("phimoe", "phimoe", {"attention_bias": True, "lm_head_bias": True}),
     Case("qwen2", "qwen2", {"tie_word_embeddings": True}),
     Case("qwen2moe", "qwen2_moe"),
     Case("qwen3", "qwen3"),
