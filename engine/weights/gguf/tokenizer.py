@@ -26,6 +26,9 @@ _NAMES_OF_ENDS = {
 }  # fmt: skip
 """Control tokens that end a text wherever they are: files leave it to llama.cpp to know them by name
 (src/llama-vocab.cpp, special_eog_ids)."""
+_ENDS_OF_CHANNELS = {"<|return|>", "<|call|>"}
+_CALLS_FOLLOW = "<|tool_response>"
+"""Gemma 4 ends its calls of tools so, whatever kind a file says."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _MARK = "\u2581"
 _BUILT_AS = {"gemma3n": "gemma3", "gemma-embedding": "gemma3"}
@@ -80,9 +83,14 @@ def end_token_ids(header: GgufHeader) -> tuple[int, ...]:
     """Returns every token that ends a text: the file's end tokens and those known by name."""
     found = {_special_id(header, name) for name in _ENDS}
     kinds = header.metadata.get("tokenizer.ggml.token_type", ())
+    named = {}
     for number, (token, kind) in enumerate(zip(_tokens(header), kinds, strict=False)):
-        if kind == _CONTROL and token in _NAMES_OF_ENDS:
-            found.add(number)
+        if (kind == _CONTROL and token in _NAMES_OF_ENDS) or token == _CALLS_FOLLOW:
+            named[token] = number
+    if named.keys() >= _ENDS_OF_CHANNELS:
+        # Where these end a text, gpt-oss' "<|end|>" only ends a part of it, as its reasoning.
+        found.discard(named.pop("<|end|>", None))
+    found.update(named.values())
     return tuple(sorted(number for number in found if number is not None))
 
 

@@ -35,7 +35,7 @@ from engine.request.errors import UnsupportedModelError
 from engine.weights.gguf.blocks import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.weights.gguf.file import GgufHeader, find_gguf, read_header
 from engine.weights.gguf.loading import load_gguf, read_config, stored_dtype
-from engine.weights.gguf.tokenizer import gguf_tokenizer
+from engine.weights.gguf.tokenizer import end_token_ids, gguf_tokenizer
 from engine.weights.index import TensorIndex
 from slipstream.cli import main
 from worlds.gguf_files import (
@@ -300,6 +300,29 @@ def test_the_ends_and_the_sampling_that_a_file_says_are_taken(tmp_path: Path) ->
     model = load_model(path, CPU)
     assert eos_token_ids(model, None) == (2, 3, 7)
     assert sampling_defaults(model) == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize(
+    ("names", "eos", "ends"),
+    [
+        # gpt-oss' "<|end|>" ends its reasoning, before what it says.
+        (["<|return|>", "<|end|>", "<|call|>"], 0, [0, 2]),
+        (["<|end|>", "<|endoftext|>"], 0, [0, 1]),
+        # Gemma 4's.
+        (["<eos>", "<turn|>", "<|tool_call>", "<|tool_response>"], 0, [0, 1, 3]),
+    ],
+)
+def test_texts_end_where_their_models_do(names: list[str], eos: int, ends: list[int]) -> None:
+    control, first = int(TokenType.CONTROL), len(TOKENS)
+    kinds = [control if "tool" not in each else int(TokenType.USER_DEFINED) for each in names]
+    metadata = values_of(tiny_llama())
+    metadata |= {
+        "tokenizer.ggml.tokens": [*TOKENS, *names],
+        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], *kinds],
+        "tokenizer.ggml.eos_token_id": first + eos,
+    }
+    named = end_token_ids(GgufHeader(metadata, TensorIndex({}), {}))
+    assert [each - first for each in named if each >= first] == ends
 
 
 @pytest.mark.parametrize(
