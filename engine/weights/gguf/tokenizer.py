@@ -31,7 +31,7 @@ _CALLS_FOLLOW = "<|tool_response>"
 """Gemma 4 ends its calls of tools so, whatever kind a file says."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _MARK = "\u2581"
-_BUILT_AS = {"gemma3n": "gemma3", "gemma-embedding": "gemma3"}
+_BUILT_AS = {"gemma3n": "gemma3", "gemma-embedding": "gemma3", "phimoe": "phi3"}
 """Architectures whose vocabulary transformers builds by another's rules."""
 
 
@@ -60,6 +60,8 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     _match_whole(backend, runs)
     if kind == "gpt2":
         split(backend, splitter, GGUF_PRE_TOKENIZER_SPLITS)
+    if kind == "llama" and header.architecture in ("phi3", "phimoe"):
+        backend = _take_space_behind(backend)
     if kind == "llama" and parts.get("add_prefix_space") is False:
         _begin_without_space(backend)
     options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
@@ -192,3 +194,12 @@ def _begin_without_space(backend: Any) -> None:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
         steps = [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence(steps)
+
+
+def _take_space_behind(backend: Any) -> Any:
+    """Returns it with Phi 3's special tokens as its vocabulary has them, with the white space behind
+    them. No file says so; llama.cpp goes by the model's name."""
+    said = json.loads(backend.to_str())
+    for each in said["added_tokens"]:
+        each["rstrip"] = each["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+    return type(backend).from_str(json.dumps(said))

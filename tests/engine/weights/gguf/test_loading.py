@@ -439,6 +439,25 @@ def test_texts_begin_with_a_space_unless_the_file_says_that_they_do_not(said: bo
             assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
+@pytest.mark.parametrize("architecture", ["phi3", "phimoe"])
+def test_phi_3s_special_tokens_take_the_white_space_behind_them(architecture: str) -> None:
+    """All but three, as in its tokenizer.json; and words behind them begin with a space."""
+    values = gemma_vocabulary("\u2581")
+    names = ["<s>", "<|endoftext|>", "<|user|>", "<|end|>"]
+    control = [int(TokenType.CONTROL)] * len(names)
+    for key, added in {"tokens": names, "token_type": control, "scores": [-999.0] * 4}.items():
+        values[f"tokenizer.ggml.{key}"] = [*values[f"tokenizer.ggml.{key}"], *added]
+    values["general.architecture"] = architecture
+    kinds = "tokenizer.ggml.token_type"
+    values[kinds] = [1 if each == TokenType.USER_DEFINED else each for each in values[kinds]]
+    tokenizer = gguf_tokenizer(GgufHeader(values, TensorIndex({}), {}))
+    text = "<s><|user|>\nab a<|end|> \n<|endoftext|>\n"
+    found = tokenizer.convert_ids_to_tokens(tokenizer.encode(text, add_special_tokens=False))
+    begin, eot, user, end = names
+    assert found[:6] == [begin, user, "\u2581ab", "\u2581a", end, eot]
+    assert len(found) > 6
+
+
 def test_the_servers_tokenizer_needs_no_torch(written: Path) -> None:
     code = (
         "import sys; from engine.tokenizer import load_tokenizer\n"
