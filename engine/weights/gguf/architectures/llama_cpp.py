@@ -31,7 +31,7 @@ def _where(key: str, model_type: str) -> Callable[[Said], Mapping[str, Any]]:
 
 
 def _mistral3(said: Said) -> Mapping[str, Any]:
-    found = {}
+    found: dict[str, float] = {}
     if (scale := said.number("rope.scaling.yarn_log_multiplier")) is not None:
         found |= {"mscale": 1.0, "mscale_all_dim": scale}
     if (scale := said.number(_TEMPERATURE)) is not None:
