@@ -1,4 +1,5 @@
-"""Who may import whom, checked on the source and, where imports hide in imports, by running it."""
+"""Modules import only those that they may, checked on the source and, where imports hide in imports, by
+running it."""
 
 from __future__ import annotations
 

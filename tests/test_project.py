@@ -1,4 +1,4 @@
-"""What is shipped: the wheel, the image, the scripts and the README say what is true."""
+"""The wheel, the image, the scripts and the README are complete, and say what is true."""
 
 from __future__ import annotations
 

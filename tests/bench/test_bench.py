@@ -20,7 +20,7 @@ CONTENDERS = ["transformers", "transformers lookup 10", "gamma 0", "ngram", "nas
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one quick run over everything wrote."""
+    """The document that one quick run over everything wrote."""
     torch.set_num_threads(1)
     folder = save_tiny_model(tmp_path_factory.mktemp("model"))
     output = tmp_path_factory.mktemp("out") / "bench.json"

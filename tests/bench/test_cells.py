@@ -407,7 +407,7 @@ def test_each_has_a_core_of_its_own_where_memory_allows_it(
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two calls wrote: the first had no time for anything but one round."""
+    """The file that two calls wrote: the first had no time for anything but one round."""
     folder = save_tiny_model(tmp_path_factory.mktemp("model"))
     output = tmp_path_factory.mktemp("out") / "cells.jsonl"
     arguments = ["--model", str(folder), "--quick", "--workload", "code", "--sampling", "T1"]

@@ -36,7 +36,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rounded(weight: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
-    """What blocks of a type make of a matrix."""
+    """Returns the matrix as blocks of this type hold it."""
     values = dequantize(quantize(weight.numpy(), kind), kind)
     return torch.from_numpy(np.asarray(values, dtype=np.float32))
 

@@ -1,4 +1,4 @@
-"""What the light client makes of replies, however they are cut on their way."""
+"""The light client reads replies alike, however they are cut on their way."""
 
 from __future__ import annotations
 

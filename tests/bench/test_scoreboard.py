@@ -25,7 +25,7 @@ def arm(name: str, speed: float, same: float | None = None) -> dict[str, Any]:
 
 
 def results(path: Path, taken_at: str = "2026-11-27T10:00:00+00:00", speed: float = 50.0) -> Path:
-    """Of two cells, the second without the rival's look-up."""
+    """Writes results of two cells, the second without the rival's look-up."""
     arms = [
         arm(PLAIN, speed),
         arm(DRAFTING, 60.0, 0.75),

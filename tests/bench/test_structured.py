@@ -1,4 +1,4 @@
-"""What ``bench.structured`` writes, and what it makes of it."""
+"""``bench.structured`` makes requests, measures, and writes down its figures."""
 
 from __future__ import annotations
 

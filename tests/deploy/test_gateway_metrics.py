@@ -1,4 +1,5 @@
-"""What an inference gateway's picker reads of ``/metrics``, by its configuration, is there and so."""
+"""The figures that an inference gateway's picker reads off ``/metrics``, by its configuration, are there
+and true."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ async def families(client: Any) -> dict[str, Any]:
 
 
 def extracted(found: dict[str, Any], engine: dict[str, str]) -> dict[str, Any]:
-    """What the picker knows of an endpoint: each figure is a gauge's only sample."""
+    """Returns the picker's knowledge of an endpoint: each figure is a gauge's only sample."""
     seen: dict[str, Any] = {}
     for spec, name in engine.items():
         if spec.endswith("Spec"):

@@ -1,4 +1,4 @@
-"""What /admin has changed reaches replicas that come later."""
+"""Replicas that come later adopt what /admin has changed."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_client_who_leaves_ends_its_request(fleet: RayFleet) -> None:
 
 @pytest.fixture(scope="module")
 def whole_texts(one: Server) -> list[str]:
-    """Of the long requests, by one server."""
+    """The texts of the long requests, written by one server."""
     found = asyncio.run(ask_all(one.url, long_requests(12), 12))
     assert {each.error for each in found} == {None}
     return [each.texts[0] for each in found]

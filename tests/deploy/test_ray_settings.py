@@ -1,4 +1,4 @@
-"""What deploy/ray/serve.yaml says, where requests go, what replicas count, how many there are to be."""
+"""Settings of deploy/ray/serve.yaml: where requests go, what replicas count, how many there are to be."""
 
 from __future__ import annotations
 

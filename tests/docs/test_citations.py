@@ -1,4 +1,4 @@
-"""What the repository's texts and comments cite can be found in the repository."""
+"""Everything that the repository's texts and comments cite can be found in the repository."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def client(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Of ``slipstream serve`` with the page's drafter setting and attention backend."""
+    """A client of ``slipstream serve`` with the page's drafter setting and attention backend."""
     flags = ["--max-num-batched-tokens", "64", "--max-num-seqs", "4", "--max-model-len", "512"]
     flags += ["--drafter.echo.most", "6", "--attention-backend", "row_by_row"]
     with (

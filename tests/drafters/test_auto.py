@@ -126,7 +126,7 @@ def test_top_tokens_are_recycled_after_the_same_token_under_the_same_salt_alone(
 
 
 def test_its_estimates_follow_what_the_text_says() -> None:
-    """What is a copy of the text is never right any more."""
+    """A copy of the text is never right any more, and estimates fall."""
     text = [*range(40)] * 2
     auto = AutoDrafter()
     auto.open("r", text, {}, "")

@@ -108,7 +108,7 @@ class Head(FakeDrafter):
 
 
 class Guest(FakeDrafter):
-    """Of another distribution."""
+    """A guest that drafts from another distribution."""
 
     def __init__(self, guess: Guess) -> None:
         super().__init__("guest", lambda ask: chain(guess(ask.token_ids)[: ask.depth]))

@@ -1,4 +1,4 @@
-"""What batches take, by their size."""
+"""Times of batches by their size: nearby sizes share one, and estimates follow lasting changes only."""
 
 from __future__ import annotations
 

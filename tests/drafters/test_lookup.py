@@ -1,4 +1,4 @@
-"""What every drafter that looks texts up promises, whatever it finds in them."""
+"""Promises that every drafter keeps which looks texts up, whatever it finds in them."""
 
 from __future__ import annotations
 

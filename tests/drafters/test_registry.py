@@ -175,7 +175,7 @@ def _forget_modules():
 
 
 def refusal(site: Path, source: str, name: str = "fives") -> str:
-    """What building the drafter of this source says."""
+    """Returns the error that building the drafter of this source ends in."""
     install(site, "some-plugin", {name: "some_plugin:make"}, source)
     with pytest.raises(DrafterPluginError) as refused:
         build_drafters(None, DrafterContext(), find_plugins())

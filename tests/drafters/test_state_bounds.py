@@ -1,4 +1,4 @@
-"""What drafters remember is bounded, in the bytes that ``docs/drafters/memory.md`` states.
+"""Drafters' memories are bounded, in the bytes that ``docs/drafters/memory.md`` states.
 
 The bounds are scaled down to a thousand things, and states filled with what costs most.
 """
@@ -49,7 +49,7 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(table: int) -> dict[str, list[str]]:
-    """Of one of the page's tables: cells by drafter."""
+    """Returns one of the page's tables: cells by drafter."""
     tables = re.findall(r"(?:^\|.*\n)+", PAGE.read_text(), re.MULTILINE)
     lines = [line.strip("|").split("|") for line in tables[table].splitlines()[2:]]
     return {cells[0].strip(" `"): [cell.strip() for cell in cells[1:]] for cells in lines}

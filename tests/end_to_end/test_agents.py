@@ -35,7 +35,7 @@ HANG = 300.0
 
 
 def ask(url: str, model: str, folder: Path, question: str, *options: str) -> dict[str, Any]:
-    """What the agent says that came of a question, asked in ``folder``."""
+    """Returns the agent's own report on a question, asked in ``folder``."""
     program = find_tool("claude")
     assert program is not None
     (folder / "home").mkdir()

@@ -47,7 +47,7 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 
 def run(folder: Path, *command: str, offline: bool = True) -> str:
-    """What the client printed; it has to end with 0."""
+    """Returns the client's output; it has to end with 0."""
     program = find_tool(command[0])
     assert program is not None
     hidden = {"PYTHONPATH", "HF_HUB_OFFLINE"}

@@ -29,7 +29,7 @@ Change = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 2 layers, 32 dimensions and 512 tokens."""
+    """A target of 2 layers, 32 dimensions and 512 tokens."""
     return save_tiny_model(tmp_path_factory.mktemp("target"))
 
 

@@ -155,7 +155,8 @@ def test_workers_without_a_request_answer_until_the_others_have_none(tmp_path: P
 
 
 def figure(server: Server, name: str) -> set[float]:
-    """What ``/metrics`` says, asked over new connections, any of which may reach another process."""
+    """Returns the values that ``/metrics`` shows over new connections, any of which may reach another
+    process."""
     found = set()
     for _ in range(8):
         text = httpx.get(f"{server.url}/metrics", timeout=HANG).text
@@ -273,7 +274,7 @@ def ask_admin(server: Server, method: str, body: Any) -> httpx.Response:
 
 
 def default_depths(server: Server) -> set[int]:
-    """What the processes say that requests get."""
+    """Returns the defaults for requests that the processes show."""
     found = (ask_admin(server, "GET", None).json() for _ in range(8))
     return {each["defaults"]["num_speculative_tokens"] for each in found}
 

@@ -45,7 +45,7 @@ def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def refused(*arguments: str) -> str:
-    """What the command says, which ends without having served."""
+    """Returns the output of a command that ends without having served."""
     done = subprocess.run(
         [
             sys.executable,

@@ -102,7 +102,7 @@ def test_bf16_runs_and_follows_the_model() -> None:
 def test_checkpoints_in_few_bits_are_served_as_floats_with_drafts_of_all_kinds(
     name: str, tmp_path: Path
 ) -> None:
-    """What they mean is what they mean on a CPU, and drafts change no bit."""
+    """Weights are the same floats as on a CPU, and drafts change no bit."""
     path = FORMATS[name](tmp_path)
     check_no_bit_changes(PackedTarget(path, True, CUDA), "mixed_batch")
     here = load_model(str(path), CUDA).state_dict()

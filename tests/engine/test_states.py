@@ -43,7 +43,7 @@ class Telling(Driver):
 
 @cache
 def alone(name: str, prompt: tuple[int, ...]) -> list[int]:
-    """What transformers writes, without any cache."""
+    """Returns the text that transformers writes, without any cache."""
     return greedy_text(reference_model(name), prompt, NUM_WRITTEN)
 
 

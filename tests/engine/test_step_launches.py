@@ -1,5 +1,5 @@
-"""What a step launches beside its forward's graph, counted on a CPU that passes for a device, and that
-tokens chosen within the graph are those of every other way."""
+"""Counts a step's launches beside its forward's graph, on a CPU that passes for a device; and tokens
+chosen within the graph are those of every other way."""
 
 from __future__ import annotations
 

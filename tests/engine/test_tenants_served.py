@@ -1,5 +1,5 @@
-"""What one tenant is drafted does not depend on what other tenants were written: for every drafter in
-the registry, in the engine, over blocks and stores that change hands."""
+"""A tenant's drafts do not depend on what other tenants were written: for every drafter in the registry,
+in the engine, over blocks and stores that change hands."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def wanted(
 def drafts_of(
     target: EveryDrafterTarget, drafter: str, before: Sequence[GenerationRequest]
 ) -> list[tuple[list[int], list[int], list[int]]]:
-    """What is proposed for a tenant at every step, after others' requests ``before``, in blocks that
+    """Returns the drafts for a tenant at every step, after others' requests ``before``, in blocks that
     were theirs."""
     core = target.core(Setup(num_blocks=16, max_num_seqs=2))
     driver = Driver(core).run(*before)

@@ -137,7 +137,7 @@ NO_LIMIT = {"min_confidence": 0.0}
 def drafts_of_models(
     width: int, verification: VerificationName = "match"
 ) -> list[GenerationRequest]:
-    """Of every model, drafts of different depths in one batch."""
+    """Returns requests for drafts of every model, of different depths in one batch."""
     return [
         request(
             f"{drafter}, {depth}, {sampling}",
@@ -166,7 +166,8 @@ def every_drafter(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarge
 
 
 class Drafts:
-    """What a core's drafters propose from now on, by step and request, and how often they wait for it."""
+    """Records what a core's drafters propose from now on, by step and request, and how often they
+    wait."""
 
     def __init__(self, driver: Driver) -> None:
         self.steps: list[dict[str, DraftTree]] = []

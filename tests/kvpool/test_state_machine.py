@@ -99,7 +99,7 @@ class StateMachine(PoolMachine):
         return Part(name, num_known, num_nodes, min(num_nodes, num_accepted), rows)
 
     def _forward(self, parts: list[Part]) -> None:
-        """What each walk reads is what it needs, and nobody else writes there in the step."""
+        """Each walk reads the states that it needs, and no other writes there in the step."""
         wrote: dict[int, Any] = {}
         for name, num_known, _, _, rows in parts:
             request = self.model[name]
@@ -177,7 +177,7 @@ class TieredStateMachine(StateMachine):
 
     @rule(most=st.integers(1, 3))
     def save(self, most: int) -> None:
-        """What was used last is there then, unless its request has come further."""
+        """The snapshots used last are in the tier then, unless their requests have come further."""
         while self.states.save(most):
             self.states.check_integrity([*self.model])
         lasting = self.states._snapshots.keys() - self.states._passed

@@ -72,7 +72,7 @@ def test_a_prompt_leaves_snapshots_where_others_may_begin() -> None:
 
 
 def test_a_long_prompt_leaves_no_more_than_its_share() -> None:
-    """Of eight snapshots for three requests, two: further apart, the longer it is."""
+    """Three requests share eight snapshots, so a prompt gets two: further apart, the longer it is."""
     for length, expected in ((47, [16, 32]), (48, [32]), (95, [32, 64]), (96, [48])):
         pool, _ = make()
         begin(pool, "long", TEXT[:length])

@@ -74,7 +74,7 @@ class TierMachine(PoolMachine):
 
     @rule()
     def save_everything(self) -> None:
-        """What is idle in memory is in the tier then, or as much of it as there is room for."""
+        """All that is idle in memory is in the tier then, or as much of it as there is room for."""
         if not self.kept.is_ready:
             return
         self.pool.save_anew()

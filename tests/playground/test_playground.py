@@ -51,7 +51,7 @@ def metrics(line: Line) -> dict[str, float]:
 
 
 def run_in_two(page: Visit, server: LiveServer) -> list[str]:
-    """What the panes show, drafted one first, before the rest comes. Returns when both have ended."""
+    """Returns what the panes show before the rest comes, the drafted one first, once both have ended."""
     page.at_once()
     with server.held():
         page.page.locator("#run").click()

@@ -64,7 +64,7 @@ SCHEMAS = {
         arguments=an_object(locations=_PLACES, unit={"enum": ["celsius", "fahrenheit"]}),
     ),
 }
-"""What has to be written, by what is asked."""
+"""The schema that each question's answer has to match."""
 JUDGES = [jsonschema.Draft202012Validator(schema) for schema in SCHEMAS.values()]
 
 
@@ -92,7 +92,7 @@ POLICIES = {
 FAST = ("prefix_hit", "preempted")
 """Situations that all lanes look at."""
 Asked = Mapping[str, tuple[GenerationRequest, Signature]]
-"""By id: a request, and what it has to write."""
+"""A request and what it has to write, by its id."""
 
 
 @cache

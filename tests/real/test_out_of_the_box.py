@@ -1,5 +1,5 @@
-"""What a first visitor does, on weights that others trained: a chat, an edit, a schema, a tool call; by
-the official client, in the browser and in the terminal."""
+"""A first visitor's way, on weights that others trained: a chat, an edit, a schema, a tool call; by the
+official client, in the browser and in the terminal."""
 
 from __future__ import annotations
 

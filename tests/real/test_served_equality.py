@@ -77,7 +77,7 @@ def served(
 
 
 async def replies(served: Server, bodies: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Of all at once, by name."""
+    """Returns the replies to all bodies, sent at once, by name."""
     url = f"{served.url}/v1"
     async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=HANG) as client:
         found = await asyncio.gather(
@@ -126,7 +126,7 @@ def test_replies_are_the_same_whoever_drafts(served: Server, count: Callable[[in
 
 
 def judge(plain: Mapping[str, Any]) -> None:
-    """What was written without drafts is what was asked for."""
+    """Checks that the texts written without drafts are what was asked for."""
     assert all(speculation_of(reply)["num_draft_tokens"] == 0 for reply in plain.values())
     (schema,) = plain["schema"].choices
     jsonschema.validate(json.loads(schema.message.content), _PLACE)

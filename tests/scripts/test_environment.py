@@ -69,7 +69,7 @@ class Sandbox:
         return subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
 
     def calls(self) -> list[str]:
-        """What the last command asked the interpreter."""
+        """Returns the calls of the interpreter by the last command."""
         return self._calls.read_text().splitlines() if self._calls.exists() else []
 
 

@@ -11,6 +11,6 @@ from worlds.serving import serve
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """Of a server around a scripted engine, with the default settings."""
+    """A client of a server around a scripted engine, with the default settings."""
     async with serve(ScriptedEngine()) as found:
         yield found

@@ -1,4 +1,4 @@
-"""What the log says of requests, and what it must not."""
+"""The log has a line for each request, with its figures and without its text."""
 
 from __future__ import annotations
 

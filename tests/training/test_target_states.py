@@ -1,4 +1,5 @@
-"""What heads take from their target: its states in texts, kept or not, and its weights in floats."""
+"""Heads take two things from their target: its states in texts, kept or not, and its weights in
+floats."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 PLAIN = AttentionOptions(None, None, None, None)
 NUM_SLOTS = 3840
 Part = tuple[int, int, int, Sequence[int]]
-"""Of a step: text, base, known rows, parents."""
+"""A part of a step: text, base, known rows, parents."""
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -164,7 +164,7 @@ def world_of(
 
 @st.composite
 def parts(draw: Any, bases: Sequence[tuple[int, int]]) -> list[Part]:
-    """Of ragged steps: chunks, chains and trees of texts, beside each other."""
+    """Draws ragged steps: chunks, chains and trees of texts, beside each other."""
     found: list[Part] = []
     for text in range(draw(st.integers(1, 3))):
         base = draw(st.one_of(*(st.integers(*each) for each in bases)))

@@ -107,7 +107,7 @@ class Visit:
         expect(self.page.locator("#log")).to_have_attribute("aria-busy", "false")
 
     def set_speculation(self, name: str, value: str) -> None:
-        """Of a field of the speculative object, ``options.n`` say."""
+        """Sets a field of the speculative object, ``options.n`` say."""
         field = self.page.locator(f'[data-name="{name}"]')
         if field.evaluate("field => field.tagName") == "SELECT":
             field.select_option(value)
@@ -138,7 +138,7 @@ class Visit:
         return self.page.locator("#verdict").inner_text()
 
     def barriers(self) -> list[str]:
-        """What axe finds to be in somebody's way: rules, and where."""
+        """Returns the barriers that axe finds: rules, and where they are broken."""
         found = Axe().run(self.page).response["violations"]
         return [f"{each['id']}: {node['target']}" for each in found for node in each["nodes"]]
 
@@ -150,7 +150,7 @@ class Visit:
         return total
 
     def bodies(self) -> list[dict[str, Any]]:
-        """What was posted, the drafted request of each run first."""
+        """Returns the bodies that were posted, the drafted request of each run first."""
         return [each.post_data_json for each in self.requests if each.method == "POST"]
 
 

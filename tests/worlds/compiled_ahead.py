@@ -71,7 +71,8 @@ ROWS: dict[str, tuple[torch.dtype, bool, int, int]] = {
     "products, fp16": (torch.float16, False, 4096, 14336),
     "products, fp32": (torch.float32, False, 4096, 14336),
 }
-"""Of rows with weights: types, whether chunks of inputs go to several programs, inputs and outputs."""
+"""Programs for rows with weights: types, whether chunks of inputs go to several programs, inputs and
+outputs."""
 CODES: dict[str, tuple[str, torch.dtype, int, int]] = {
     "codes, Q4_0": ("Q4_0", BF16, 1, 4096),
     "codes, Q4_K": ("Q4_K", BF16, 16, 4096),
@@ -83,7 +84,7 @@ CODES: dict[str, tuple[str, torch.dtype, int, int]] = {
     "codes, W8A8": ("W8A8", torch.float16, 17, 4096),
     "codes, fp8": ("e4m3", BF16, 17, 4096),
 }
-"""Of rows with weights in few bits: schemes, types of rows, rows and inputs."""
+"""Programs for rows with weights in few bits: schemes, types of rows, rows and inputs."""
 JOINT: list[dict[str, Any]] = [
     {"NUM_CHUNKS": 1, "HAS_BIAS": False},
     {"NUM_CHUNKS": 3, "HAS_BIAS": True},

@@ -32,14 +32,14 @@ _LOOKING_METHODS = frozenset(
     for name in ("item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__")
     + ("__float__", "__index__", "__contains__")
 )
-"""What reads memory of a CPU without an operation of its own, or would copy a device's."""
+"""Methods that read a CPU's memory without an operation of their own, or would copy a device's."""
 _LOOKING_OPERATIONS = frozenset(
     {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
     | {"aten::is_nonzero", "aten::unique_dim", "aten::_unique2", "aten::unique_consecutive"}
     | {"aten::bincount", "aten::repeat_interleave.Tensor", "aten::nonzero_static"}
 )
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
-"""By masks, they ask where these are true."""
+"""Given masks, they ask where these are true."""
 _CREATING = frozenset({torch.tensor, torch.as_tensor, torch.from_numpy, Tensor.new_tensor})
 """A copy from memory that is not pinned waits as well."""
 
@@ -60,8 +60,8 @@ def no_host() -> Iterator[None]:
 
 
 class Looks:
-    """What was seen while it was watching. ``num_waits``: readbacks that had something to fetch.
-    ``looks``: by name, whatever else would have made the host wait."""
+    """Counts what the host does while it is watched. ``num_waits``: readbacks that had something to
+    fetch. ``looks``: by name, whatever else would have made the host wait."""
 
     def __init__(self) -> None:
         self.num_waits = 0

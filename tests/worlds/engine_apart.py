@@ -45,7 +45,7 @@ class PacedRunner(GatedRunner):
 
 
 def build(config: EngineConfig) -> tuple[Engine, None]:
-    """What the engine's process calls. ``config.model`` says what is to happen: ``refuse``, ``crash``,
+    """Builds the engine in its process. ``config.model`` says what is to happen: ``refuse``, ``crash``,
     ``die:N`` or ``hang:N`` at the Nth forward, or nothing."""
     if config.model == "refuse":
         raise UnsupportedModelError("it has wheels")

@@ -102,8 +102,8 @@ def write_all(
     speculative: SpeculativeParams = PLAIN,
     temperature: float = 0.0,
 ) -> tuple[list[list[int]], int]:
-    """What the engine writes after each prompt, all at the same time, and how many of those tokens
-    were drafts. Starts and stops the engine."""
+    """Returns the texts that the engine writes after each prompt, all at the same time, and how many of
+    those tokens were drafts. Starts and stops the engine."""
     return asyncio.run(_write_all(engine, prompts, max_tokens, speculative, temperature))
 
 

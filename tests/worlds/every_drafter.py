@@ -42,7 +42,7 @@ _TICK = 0.0001
 
 
 class _Source(NamedTuple):
-    """What the drafts of engines with blocks of one size are made of."""
+    """Models that the drafts of engines with blocks of one size are made of."""
 
     target: PreTrainedModel
     models: DraftModels

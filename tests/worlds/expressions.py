@@ -27,7 +27,7 @@ def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def folded_panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of which Grafana shows the row's heading only, until somebody opens it."""
+    """Returns the panels whose row shows its heading only, until somebody opens it in Grafana."""
     rows = [panel for panel in dashboard["panels"] if panel["type"] == "row" and panel["collapsed"]]
     return [panel for row in rows for panel in row["panels"]]
 

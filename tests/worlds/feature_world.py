@@ -40,9 +40,10 @@ class FakeFeatureModel(FakeDraftModel):
         self.first_row = first_row
         self.keeps_anchor = keeps_anchor
         self.states: dict[str, dict[int, int]] = {}
-        """By request and position: those of rows that were not run, and of the last one that was."""
+        """States by request and position: those of rows that were not run, and of the last one that
+        was."""
         self.ends: dict[int, int] = {}
-        """By block: the state of its last token."""
+        """The state of a block's last token, by block."""
         self.dropped: set[int] = set()
         """Slots of rows that are of use to one draft alone."""
 
@@ -75,8 +76,8 @@ class FakeFeatureModel(FakeDraftModel):
         return super().forward(rows)
 
     def _read_states(self, rows: DraftRows) -> None:
-        """Of known tokens: the state before each; with ``keeps_anchor`` False its own, but the
-        anchor's."""
+        """Checks the states of known tokens: the state before each; with ``keeps_anchor`` False its own,
+        but the anchor's."""
         assert rows.base >= self.first_row, "a row that the method does not have"
         states = self.states.get(rows.ask.request_id, {})
         end = rows.base + len(rows.token_ids)

@@ -50,7 +50,7 @@ def _first(config: Mapping[str, Any], *names: str) -> Any:
 
 
 def metadata_of(architecture: str, config: Any) -> Values:
-    """What every conversion says, by the names that configurations have for it."""
+    """Returns the keys of every conversion, by the names that configurations have for them."""
     own = config.to_dict()
     for name in ("head_dim", "num_key_value_heads", "layer_types"):
         if name not in own:
@@ -350,7 +350,8 @@ _WITH_ONE = ["gemma", "gemma2", "gemma3", "nemotron", "qwen3next", "qwen35", "qw
 
 
 def _converted(architecture: str, config: Any, name: str, weight: Array) -> Tensors:
-    """What the conversion makes of one parameter, by names of transformers that its table knows."""
+    """Returns the tensors that the conversion makes of one parameter, by names of transformers that its
+    table knows."""
     if architecture in _TURNING and re.search(r"[qk]_proj\.", name):
         is_query = "q_proj" in name
         heads = config.num_attention_heads if is_query else config.num_key_value_heads
@@ -508,7 +509,7 @@ def tensors_of(architecture: str, model: PreTrainedModel) -> Tensors:
 
 
 def _frequencies(model: PreTrainedModel) -> Tensors:
-    """By what frequencies are divided, where they are scaled in ways that no key has a word for."""
+    """Returns the divisors of frequencies, where they are scaled in ways that no key has a word for."""
     rope = model.config.to_dict().get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
         return {
@@ -528,7 +529,7 @@ def _frequencies(model: PreTrainedModel) -> Tensors:
 
 
 def _activations(model: PreTrainedModel) -> Values:
-    """What files have of xIELU for each layer."""
+    """Returns the values of xIELU that files have for each layer."""
     acts: list[Any] = [
         module for name, module in model.named_modules() if name.endswith("mlp.act_fn")
     ]

@@ -62,7 +62,7 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
 
 
 def values_of(model: LlamaForCausalLM) -> Values:
-    """What its file says of it, tokenizer included."""
+    """Returns the keys and values of a model's file, tokenizer included."""
     config = model.config
     return {
         "general.architecture": "llama",
@@ -115,7 +115,7 @@ def gemma_vocabulary(space: str) -> Values:
 
 
 def tensors_of(model: LlamaForCausalLM) -> Tensors:
-    """By llama.cpp's names, queries and keys in its order of dimensions."""
+    """Returns the tensors by llama.cpp's names, queries and keys in its order of dimensions."""
     names = gguf.get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     heads = {
         "q_proj": model.config.num_attention_heads,

@@ -38,7 +38,7 @@ class WaitsForDeviceError(RuntimeError):
 
 
 class _Log(TorchDispatchMode):
-    """What operations are done, with what, and where it lies."""
+    """Logs the operations that are done, with what, and where it lies."""
 
     def __init__(self) -> None:
         super().__init__()

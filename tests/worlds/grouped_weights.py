@@ -113,7 +113,7 @@ SCHEMES: dict[str, Scheme] = {
     "by channel": _by_channel,
     "W8A8": _by_channel_and_row,
 }
-"""By the names of formats that have them."""
+"""Schemes by the names of formats that have them."""
 
 
 def drawn_weight(scheme: str, channels: int, features: int, seed: int = 0) -> GroupedWeight:

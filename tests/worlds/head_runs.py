@@ -53,9 +53,9 @@ class Reading(Protocol):
     def is_parallel(self) -> bool: ...
 
     def after(self, text: Text, path: Text, states: torch.Tensor, num_slots: int) -> Said:
-        """What may follow ``path`` behind ``text``, whose last token has no states yet: ``states``
-        ``[len(text) - 1, sum of sizes]``. ``num_slots``: those that the block may take, from that of the
-        text's last token on."""
+        """Returns what may follow ``path`` behind ``text``, whose last token has no states yet:
+        ``states`` ``[len(text) - 1, sum of sizes]``. ``num_slots``: those that the block may take, from
+        that of the text's last token on."""
 
     def num_positions(self, num_slots: int) -> int:
         """Returns of how many positions a parallel head says something."""
@@ -216,7 +216,7 @@ class HeadWorld(Driver):
         """How long a text was when it drafted, by request."""
         self.most_nodes = 0
         self.fewest_positions = 1000
-        """Of which a parallel head said something."""
+        """The fewest positions of which a parallel head said something."""
         self.fewest_slots = 1000
         """From the anchor's on, where something was drafted."""
         self.num_together = 0
@@ -286,7 +286,7 @@ class HeadWorld(Driver):
             def finish() -> Levels:
                 found: Levels = pending()
                 chosen: dict[str, int] = {}
-                """Of chains whose later rows were run before the host knew their tokens."""
+                """Tokens of chains whose later rows were run before the host knew them."""
                 for level, candidates in zip(levels, found.candidates, strict=True):
                     for rows, each in zip(level, candidates, strict=True):
                         name = rows.ask.request_id
@@ -380,7 +380,7 @@ class HeadWorld(Driver):
 
 
 def _shares(said: Said, ids: torch.Tensor, sampling: DraftSampling, position: int) -> torch.Tensor:
-    """What the head gives to each column: with the verifier's noise, how clearly it wins."""
+    """Returns what the head gives to each column: with the verifier's noise, how clearly it wins."""
     if sampling.temperature == 0:
         return said.logits.softmax(0)
     scores = (said.logits / sampling.temperature).log_softmax(0)

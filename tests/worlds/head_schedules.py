@@ -20,7 +20,7 @@ class HeadSchedules:
 
     vocab_size: int
     fewest_drafts: int
-    """Of a request: heads that draft more tokens at a time draft less often."""
+    """For a request: heads that draft more tokens at a time draft less often."""
 
     def prompt(self, seed: int, count: int = 22) -> list[int]:
         return prompt_of(seed, count, self.vocab_size)

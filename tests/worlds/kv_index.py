@@ -1,4 +1,5 @@
-"""Who reads KV events: an index of blocks, by the contract of vLLM's consumers and none of our types."""
+"""A reader of KV events: an index of blocks, by the contract of vLLM's consumers and none of our
+types."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ class Wire:
 
 
 def cached_hashes(pool: BlockPool) -> set[int]:
-    """What the pool's prefix cache holds, as consumers name it."""
+    """Returns the blocks of the pool's prefix cache, as consumers name them."""
     return {int.from_bytes(digest[-8:], "big") for digest in pool._cache._block_of}
 
 

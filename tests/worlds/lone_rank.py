@@ -1,4 +1,4 @@
-"""What ranks that follow nobody do in place of following."""
+"""Ranks that follow nobody do this instead."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ReferenceLookahead:
         return [(r, c) for r in range(len(self.rows)) for c in range(columns)]
 
     def paths(self, anchor: int) -> set[tuple[int, ...]]:
-        """What every row of the forward sees after the anchor: the draft tree as a set."""
+        """Returns the paths that rows of the forward see after the anchor: the draft tree as a set."""
         window = {tuple(self.seen_by(row, column)) for row, column in self.entries()}
         guesses = {guess[:length] for guess in self.guesses(anchor) for length in range(1, self.n)}
         return (window | guesses) - {()}

@@ -38,7 +38,8 @@ def target(text: Sequence[int]) -> int:
 
 
 class Forwards:
-    """What of a draft model follows from its ``forward`` of one level. It takes half a second."""
+    """The methods of a draft model that follow from its ``forward`` of one level, which takes half a
+    second."""
 
     runs_ahead = False
     first_row = 0
@@ -68,7 +69,7 @@ class Forwards:
         return lambda: Levels(found, 0.5 * (len(found) - 1))
 
     def forward(self, rows: Sequence[DraftRows]) -> list[list[Candidates]]:
-        """Of all rows at once; per request, candidates per scored row."""
+        """Runs all rows at once; returns, per request, the candidates of each scored row."""
         raise NotImplementedError
 
 

@@ -31,7 +31,7 @@ TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", 
 
 
 def configuration(layout: str, weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """What compressed-tensors says of a model whose inputs keep their floats."""
+    """Returns compressed-tensors' configuration of a model whose inputs keep their floats."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -31,7 +31,7 @@ from worlds.packed_checkpoints import (
 _GROUPS: dict[str, Any] = {"bits": 4, "group_size": 32}
 _BY_CHANNEL = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
 _Q6_K = ("token_embd", "output", "blk.0.attn_v", "blk.1.attn_output")
-"""What a mixture has in more bits."""
+"""The tensors that have more bits in a mixture."""
 
 
 def _gguf(

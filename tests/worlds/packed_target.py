@@ -69,7 +69,7 @@ class PackedTarget(BuiltEngine):
 
     @cached_property
     def expected(self) -> list[Signature]:
-        """What is written alone and without drafts, of each prompt."""
+        """The texts of all prompts, written alone and without drafts."""
         found = []
         for index, (prompt, sampling) in enumerate(zip(self.prompts, _SAMPLINGS, strict=True)):
             each = request("plain", prompt, replace(sampling, seed=index))
@@ -101,7 +101,7 @@ def random_heads(root: Path, facts: TargetFacts) -> list[str]:
 
 
 def check_no_bit_changes(target: PackedTarget, situation: str) -> None:
-    """By drafts of all kinds, accepted and refused ones."""
+    """Checks that drafts of all kinds, accepted and refused ones, change no bit."""
     requests = []
     for index, way in enumerate(_SPECULATIONS):
         at = index // 2 % 2

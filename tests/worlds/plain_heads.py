@@ -22,7 +22,7 @@ class Sizes:
     dim: int
     theta: float
     factor: float = 1.0
-    """By which positions are divided."""
+    """Positions are divided by it."""
 
 
 def rms(rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -91,7 +91,7 @@ def layer_of(own: Tensors, hidden: torch.Tensor, read: torch.Tensor, sizes: Size
 
 
 class Chain:
-    """What heads have in common that draft token after token: row j is of token j and the states of token
+    """The common part of heads that draft token after token: row j is of token j and the states of token
     j - 1. A mask token makes it one that drafts ``num_parallel`` tokens at once."""
 
     most_depth: int | None = None

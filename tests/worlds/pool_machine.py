@@ -203,7 +203,7 @@ class PoolMachine(RuleBasedStateMachine):
         request.num_draft_blocks = min(request.num_draft_blocks, num_past)
 
     def _names_are_its_own(self, request_id: str, first: int, end: int) -> None:
-        """What the request has filled is what the next one finds."""
+        """Checks that blocks which the request has filled are those that the next one finds."""
         request, size = self.model[request_id], self.pool.block_size
         digest, table = root_digest(request.cache_salt), self.pool.block_table(request_id)
         for index in range(end // size):

@@ -26,8 +26,8 @@ DRAFTERS = tuple(name for name in drafter_names() if name not in ("none", "mtp")
 NUM_LAYERS = 30
 _NUM_BLOCKS = 768
 _SKIPPED_LAYERS = (12, 18)
-"""By ``prefix_layers``, which takes any: a model that was not trained to end early knows nothing before
-its last layers."""
+"""Layers that ``prefix_layers`` leaves out; it takes any: a model that was not trained to end early knows
+nothing before its last layers."""
 _USUAL = EngineConfig(
     model=SMOLLM2,
     dtype="bfloat16",
@@ -45,7 +45,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     # The file's own bits.
     "q4_1": {"quantized": "int8", "quantized_model": "draft"},
 }
-"""What an engine is built with beside the usual."""
+"""Settings that an engine is built with beside the usual."""
 _LICENCE = Path(__file__).resolve().parents[2] / "LICENSE"
 _QUESTIONS = (
     "Why is the sky blue by day and red in the evening? Answer in three sentences.",

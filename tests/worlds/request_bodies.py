@@ -64,7 +64,7 @@ STRICT = with_values({"tools": TOOLS}, {"tools.function.strict": True})["tools"]
 
 
 class Outcome:
-    """What one request led to."""
+    """Everything that one request led to."""
 
     def __init__(
         self, requests: list[GenerationRequest], reply: Any, raw: str, log: str, ignored: str

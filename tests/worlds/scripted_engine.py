@@ -47,7 +47,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 THINKING = CHAT_TEMPLATE + "{% if false %}</think>{% endif %}"
-"""Of a model that may reason, as it seems."""
+"""The template of a model that may reason, as it seems."""
 
 
 def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

@@ -41,7 +41,8 @@ class ScriptedTarget:
         return build_core(runner, self.vocab_size, setup)
 
     def value(self, token_id: int, position: int, seen: Sequence[int]) -> int:
-        """What a row leaves in its slot; ``seen`` are the values it sees, in order of position."""
+        """Returns the value that a row leaves in its slot; ``seen`` are the values it sees, in order of
+        position."""
         # hash() of integers is the same in every process.
         return hash((token_id, position, *seen)) & _MASK
 
@@ -55,7 +56,7 @@ class ScriptedTarget:
         return self._bank[list(rows)]
 
     def values(self, token_ids: Sequence[int]) -> list[int]:
-        """What the rows of a text leave, one after the other."""
+        """Returns the values that the rows of a text leave, one after the other."""
         values: list[int] = []
         for position, token_id in enumerate(token_ids):
             values.append(self.value(token_id, position, values))
@@ -68,7 +69,7 @@ class ScriptedTarget:
     def stream(
         self, each: GenerationRequest, eos_token_ids: Sequence[int], max_model_len: int
     ) -> tuple[list[int], str]:
-        """What the request has to get, by the definition: one token at a time, nothing reused."""
+        """Returns what the request has to get, by the definition: one token at a time, nothing reused."""
         return _stream(self, _Hashable(each, eos_token_ids, max_model_len))
 
     def _stream(

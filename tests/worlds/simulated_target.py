@@ -114,7 +114,7 @@ def ask(
     request_id: str = "r",
     tokens_per_second: float = 0.0,
 ) -> DraftTree:
-    """What an open request is offered."""
+    """Returns the draft that an open request is offered."""
     request = DraftRequest(
         request_id, token_ids, max_nodes, shape, sampling, tokens_per_second=tokens_per_second
     )
@@ -175,7 +175,7 @@ def propose_once(
     shape: DraftShape | None = None,
     options: Mapping[str, OptionValue] | None = None,
 ) -> DraftTree:
-    """What a fresh request with this prompt is offered."""
+    """Returns the draft that a fresh request with this prompt is offered."""
     drafter.open("once", token_ids, options or {}, "")
     tree = ask(drafter, token_ids, max_nodes, shape or CHAIN, request_id="once")
     drafter.close("once")

@@ -111,7 +111,7 @@ class TextStep(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a text's rows got, and the state behind the last."""
+    """The outputs of a text's rows, and the state behind the last."""
 
     outputs: Tensor
     state: Tensor

@@ -39,7 +39,7 @@ class StaticAttention(AttentionBackend):
 
 
 def _seen(request: RequestRows, size: int) -> list[list[int]]:
-    """Of each row the slots that it sees, its own last."""
+    """Returns the slots that each row sees, its own last."""
     anchor = request.base + request.num_known - 1
     table = request.block_table
     first = request.first_key

@@ -20,7 +20,7 @@ VOCAB, HIDDEN, NUM_LAYERS = 64, 64, 8
 HALF = HIDDEN // 2
 _GROWTH = 1.6
 LAYERS = (2, 4, 6)
-"""What the heads read: whatever their files say."""
+"""The layers that the heads read, whatever their files say."""
 WIDTH, BLOCK, MASK = 96, 4, 63
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _LAYER: dict[str, Any] = {

@@ -33,8 +33,8 @@ _WITHOUT_A_PLACE = re.compile(r"\x1b\[\?25[lh]|\x1b\[[0-9;]*m")
 
 
 def rows(seen: str) -> list[str]:
-    """What a terminal shows in the end of what was sent to it, for the few controls that are sent: up a
-    row, erase a row, colours, the cursor."""
+    """Returns the rows that a terminal shows in the end of what was sent to it, for the few controls that
+    are sent: up a row, erase a row, colours, the cursor."""
     shown, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[\d+A|\x1b\[2K|[^\x1b]", _WITHOUT_A_PLACE.sub("", seen)):
         if part.endswith("A") and len(part) > 1:

@@ -19,7 +19,7 @@ class ModelBytes:
     def __init__(self, contents: dict[int, Any], block_size: int) -> None:
         self.contents = contents
         self.extra: dict[int, tuple[bytes, int]] = {}
-        """By block the marks that it has for a digest."""
+        """The marks that a block has for a digest, by block."""
         self._block_size = block_size
         self._copies: list[list[Any]] = []
 

@@ -1,4 +1,4 @@
-"""What a copy got wrong before is drafted instead, or beside it."""
+"""Where copies went wrong before, the correction is drafted in their place, or beside them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_tree_has_the_original_and_the_correction() -> None:
 
 
 def drafts_of(original: list[int], actual: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
-    """What is drafted for a third place, after ``original`` became ``actual`` at two others."""
+    """Returns the drafts for a third place, after ``original`` became ``actual`` at two others."""
     between = [list(range(start, start + 30)) for start in (100, 200, 300, 400)]
     prompt = [
         *between[0],
@@ -109,7 +109,7 @@ def test_a_change_that_was_begun_is_gone_through_with(shape: DraftShape) -> None
 
 
 def paths_after(prompt: list[int], text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
-    """What is drafted after ``text`` has been written, a token at a time."""
+    """Returns the drafts after ``text`` has been written, a token at a time."""
     drafter = SuffixDrafter()
     drafter.open("r", prompt, {}, "")
     known = list(prompt)

@@ -242,7 +242,7 @@ def test_longer_matches_never_weigh_less():
 
 
 def after(history, token_id):
-    """What a tenant's texts say after a token, as far as they are indexed."""
+    """Returns the tokens that follow this one in a tenant's texts, as far as these are indexed."""
     found = []
     for text in (history.young, history.old):
         places = text.find([token_id], 8, 8)

@@ -88,7 +88,7 @@ def test_nothing_is_drafted_until_the_anchors_choice_was_seen() -> None:
 
 
 def test_rows_of_accepted_drafts_are_fed_again() -> None:
-    """What they read in the draft was expected, not known."""
+    """The features that they read in the draft were expected, not known."""
     features = FakeFeatures()
     drafter = Eagle3Drafter(features)
     text = [10, 11, 12]

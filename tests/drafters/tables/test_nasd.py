@@ -31,7 +31,8 @@ def chain_of(drafter, token_ids, num_tokens, **options):
 
 
 def naive_next(token_ids, context):
-    """What followed ``context`` most often in the text, and last among equals; None: nothing."""
+    """Returns the token that followed ``context`` most often in the text, the latest of equals; None:
+    there is none."""
     counts, newest = Counter(), {}
     for end in range(len(context), len(token_ids)):
         if token_ids[end - len(context) : end] == context:

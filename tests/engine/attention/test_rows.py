@@ -1,5 +1,5 @@
-"""What a row gets from attention, whatever the backend: a plain sum over what it may see, and where
-determinism is exact the same bits in any company. Without a GPU Triton's programs are interpreted."""
+"""Every backend gives a row a plain sum over the keys that it may see and, where determinism is exact,
+the same bits in any company. Without a GPU Triton's programs are interpreted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 class Scale(NamedTuple):
-    """What shows a backend's seams: ``bases`` of texts that begin and end about its chunks."""
+    """Sizes that show a backend's seams: ``bases`` of texts that begin and end about its chunks."""
 
     shapes: list[tuple[int, int, int, int]]
     windows: list[int | None]

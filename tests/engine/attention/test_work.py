@@ -1,5 +1,5 @@
-"""What a step's work says, read as the programs read it: every row gets the keys of its text, each
-once, in chunks that no batch changes."""
+"""A step's work, read as the programs read it: every row gets the keys of its text, each once, in chunks
+that no batch changes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def batches(draw: Any) -> list[RequestRows]:
 
 
 def expected(request: RequestRows, sees_block: bool = False) -> Iterator[Slots]:
-    """Of each row, in the order of its text, from the text's first key on."""
+    """Yields the slots that each row sees, in the order of its text, from the text's first key on."""
     root_end = request.base + request.num_known
     for index in range(request.num_rows):
         node = index - request.num_known + request.num_stored
@@ -73,7 +73,7 @@ def expected(request: RequestRows, sees_block: bool = False) -> Iterator[Slots]:
 
 
 def read(work: Work, ints: Ints) -> dict[int, dict[int, Slots]]:
-    """Of each row its keys by chunk. Chunks of one row come from one item each, have one length, which
+    """Returns each row's keys by chunk. Chunks of one row come from one item each, have one length, which
     follows from the keys that it sees, and are joined if they come from several."""
     rows: dict[int, dict[int, Slots]] = {}
     partials: dict[int, tuple[int, int]] = {}
@@ -267,8 +267,8 @@ def test_one_long_text_keeps_a_device_busy(num_keys: int) -> None:
 def test_a_step_moves_hardly_more_than_each_key_and_value_once(
     num_requests: int, num_keys: int, num_drafts: int, most: float
 ) -> None:
-    """What is counted here, ``test_triton.py`` finds the interpreter to load. Sums that wait are written
-    and read."""
+    """Loads are counted here, and ``test_triton.py`` finds that the interpreter does as many. Sums that
+    wait are written and read."""
     parents, count = range(-1, num_drafts - 1), 1 + num_drafts
     table = range(-(-(num_keys + num_drafts) // SIZE))
     rows = [

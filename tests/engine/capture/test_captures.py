@@ -54,7 +54,7 @@ def runner_of(model: PreTrainedModel, is_open: bool = True) -> ModelRunner:
 
 
 def steady_runner(is_open: bool = True) -> ModelRunner:
-    """Of a model whose rows have the same bits in any company, which padding is."""
+    """Returns the runner of a model whose rows have the same bits in any company, which padding is."""
     runner = runner_of(tiny_model("llama"), is_open)
     assert pack_linears(runner.model, 256, exact=True) == set()
     return runner
@@ -71,7 +71,7 @@ def recorded(runner: ModelRunner) -> list[int]:
 
 
 def only(runner: ModelRunner) -> Any:
-    """What there is of the only shape."""
+    """Returns the capture of the only shape."""
     (capture,) = runner._replays._captures.values()
     return capture
 
@@ -134,7 +134,7 @@ def test_results_have_the_models_bits(
 
 
 def test_blocks_and_first_keys_are_those_of_the_step_that_is_run_again() -> None:
-    """Of a model whose first layer's rows see their block, while the second's do not."""
+    """The rows of the model's first layer see their block, those of the second do not."""
     model = tiny_model("llama")
     model.model.layers[0].self_attn.sees_block = True
     recording, plain = runner_of(model), runner_of(model, is_open=False)

@@ -198,7 +198,7 @@ def test_results_of_a_replay_outlive_the_next() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_hidden_states_leave_a_graph_for_those_who_want_them(name: str) -> None:
-    """What a graph holds for all drafters serves steps that want some or none of it."""
+    """A graph holds the states for all drafters, and serves steps that want some or none of them."""
     maker = ReplayingMaker()
     graphed, plain = (graph_runner(name, each, hidden_layers=LAYERS) for each in (maker, None))
     text, table = random_ids(1, 20), scattered_table(0, 12)
@@ -328,7 +328,7 @@ def test_padding_leaves_the_batch_as_it_is_and_is_stored_nowhere(
 
 @ON_CPU
 def test_tokens_are_chosen_within_a_graph() -> None:
-    """Of rows that ask for one, from the logits that the graph leaves; padding asks for none."""
+    """Rows that ask for a token get one, from the logits that the graph leaves; padding asks for none."""
     maker = ReplayingMaker()
     with no_host(), patching_once():
         sizes = SIZES._replace(most_rows=8, most_requests=2)

@@ -125,7 +125,7 @@ def test_texts_are_the_targets_own_and_so_are_their_states() -> None:
 def test_agreement_is_the_share_of_places_with_the_targets_own_token(
     kind: str, tmp_path: Path
 ) -> None:
-    """By hand: what decodes the states of the token before each place."""
+    """The share is computed by hand from the states of the token before each place."""
     head, texts = head_of(KINDS[kind](tmp_path, 0), counting_target(0)), texts_of(0)
     tensors = DraftFolder.open(tmp_path).read(["fc.weight", "lm_head.weight"])
     guesses, right = [], []

@@ -1,4 +1,5 @@
-"""What an engine says of its drafts when it starts: in its information, in the log, and by refusing."""
+"""An engine checks its drafts when it starts, and tells the outcome in its information, in the log, and
+by refusing."""
 
 from __future__ import annotations
 

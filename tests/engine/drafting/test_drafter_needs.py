@@ -1,4 +1,4 @@
-"""What drafters may ask of the engine besides token ids: hidden states, slots, probabilities, noise."""
+"""Drafters may ask the engine for more than token ids: hidden states, slots, probabilities, noise."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, seed=3)
 
 
 def check_states(drafter: NeedyDrafter, request_id: str, token_ids: Sequence[int]) -> None:
-    """Of every token of the text but the last, in the order of the drafter's layers."""
+    """Checks the states of every token of the text but the last, in the order of the drafter's layers."""
     with torch.inference_mode(), kept_states(TARGET.reference, drafter.hidden_layers) as wanted:
         TARGET.reference(input_ids=torch.tensor([token_ids]), use_cache=False)
     position = 0

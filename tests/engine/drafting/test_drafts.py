@@ -24,7 +24,7 @@ from worlds.plugin_site import SOUND, install
 from worlds.trained_heads import BLOCK_CONFIGS, EAGLE3_FORMS, write_heads
 
 FOLDERS = {"small_model": "draft", "medusa": "medusa"}
-"""Of the bundled target's own drafts."""
+"""The folders of the bundled target's own drafts."""
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def target(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """Of a draft model with the target's weights."""
+    """The folder of a draft model with the target's weights."""
     target().save_pretrained(tmp_path)
     return str(tmp_path)
 
@@ -71,7 +71,7 @@ def attached(model: PreTrainedModel, drafts: DraftModels, kind: str) -> EngineDr
 
 
 def drafted(model: EngineDraftModel) -> list[Candidates]:
-    """Of every token of some texts, four candidates for the next."""
+    """Returns four candidates for what follows every token of some texts."""
     rows = []
     for index, text in enumerate(TEXTS):
         table = list(range(8 * index, 8 * index + 8))
@@ -175,7 +175,7 @@ def test_rows_of_blocks_lie_beyond_the_longest_text(
 
 
 def logits_of(head: Any, network: Any) -> torch.Tensor:
-    """Of the rows of a text of 8 tokens, in one forward: all known, or a block."""
+    """Returns the logits of the rows of a text of 8 tokens, in one forward: all known, or a block."""
     text = random_ids(3, 8, 60)
     ask = DraftRequest("r", text, 4, DraftShape(1, 4), block_table=range(8))
     states = target_states(text[:-1])

@@ -258,7 +258,7 @@ def test_rows_of_chains_read_their_token_and_the_states_before_it(sampling: str)
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_after_a_cached_prefix_rows_read_the_state_behind_its_last_block(sampling: str) -> None:
-    """What another request computed without the head is computed again; then all is found."""
+    """Tokens that another request computed without the head are computed again; then all is found."""
     first = request("first", circle_prompt(3), SAMPLINGS[sampling])
     text = [*first.prompt_token_ids, *TARGET.recomputed(first, NUM_TOKENS + 40)]
     network = OracleNetwork(text)

@@ -97,7 +97,7 @@ def test_texts_share_memory_and_none_of_it_is_lost(turns: list[tuple[int, int, b
 def test_last_tokens_of_blocks_are_kept_under_their_ids(
     sizes: list[int], block_size: int, first: int
 ) -> None:
-    """Of two texts at once, of which the other one's are one position ahead."""
+    """There are two texts at once; one is a position ahead of the other."""
     tables = list(range(99, -1, -1)), list(range(100, 200))
     kept = BlockEnds(200, block_size, BLANK)
     end = first

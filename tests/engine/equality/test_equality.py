@@ -50,7 +50,7 @@ POLICIES = [
 ]
 WAYS = [replace(policy, tree_width=width) for width in WIDTHS.values() for policy in POLICIES]
 Streams = Mapping[tuple[str, int], Driver]
-"""By sampling and prompt: what a request writes at gamma 0."""
+"""The stream that a request writes at gamma 0, by sampling and prompt."""
 
 
 @pytest.fixture(scope="module", params=[tiny_llama, tiny_hybrid], ids=["llama", "hybrid"])

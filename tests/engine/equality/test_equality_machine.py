@@ -113,7 +113,7 @@ def longest_text(setup: Setup) -> int:
 
 @dataclass
 class Totals:
-    """What all schedules together have to have seen, else they show little."""
+    """Counts over all schedules that must not stay 0: without such events the schedules show little."""
 
     num_accepted: int = 0
     num_rejected: int = 0

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 NUM_TOKENS = 24
 PROMPT = circle_prompt(3)
 CIRCLE = [8 + step % 8 for step in range(19)]
-"""What follows is in the prompt already, so that a whole run of drafts comes true at once."""
+"""The text is in the prompt already, so that a whole run of drafts comes true at once."""
 SHORT_CIRCLE = circle_prompt(7)
 """Leads to a text of three tokens in turn."""
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)

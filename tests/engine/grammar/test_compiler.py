@@ -38,7 +38,8 @@ def test_without_a_token_that_ends_a_text_there_are_no_grammars() -> None:
 def test_what_the_first_grammar_would_wait_for_is_built_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By whoever prepares; no more is built then, and what does not fit is told to who asks."""
+    """``prepare`` builds it, nothing more is built then, and a grammar that does not fit raises in the
+    request."""
     num_built = []
     build = Vocabulary.build
     monkeypatch.setattr(Vocabulary, "build", lambda own: num_built.append(1) or build(own))

@@ -1,4 +1,4 @@
-"""What grammars may take of a step: measured, shared, and without a trace in the text."""
+"""Grammars' share of a step is measured and bounded, requests share it, and no text shows any of it."""
 
 from __future__ import annotations
 

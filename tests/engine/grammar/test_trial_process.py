@@ -1,4 +1,4 @@
-"""What a grammar may do to the process that tries it."""
+"""A grammar may break or block the process that tries it, and nothing else."""
 
 from __future__ import annotations
 

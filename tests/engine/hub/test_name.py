@@ -1,4 +1,4 @@
-"""What is a name on the hub, what is a path, and what lies in the cache under which name."""
+"""Names on the hub are told from paths, and are found in the cache."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ def test_the_lowest_of_equals_is_chosen() -> None:
 
 @ON_CPU
 def test_noise_is_that_of_its_definition() -> None:
-    """Of equal logits the noise decides alone; of two, the first to come is the definition's."""
+    """Noise alone decides between equal logits: of two tokens, the one that the definition puts first
+    comes first."""
     logits, noise = torch.full((30, 2100), -INF), noise_of(30)
     pairs = [(row * 61 % 2100, (row * 977 + 5) % 2100) for row in range(30)]
     for row, pair in enumerate(pairs):

@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 class Texts:
-    """Of a few requests, as a device keeps them."""
+    """The texts of a few requests, as a device keeps them."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._texts = torch.zeros(count, MOST_TOKENS, dtype=torch.int32, device=device)

@@ -270,7 +270,7 @@ def rows_for(gate: Gate | None, *shape: int) -> torch.Tensor:
 
 
 def plain(rows: torch.Tensor, gate: Gate | None) -> torch.Tensor:
-    """What is multiplied."""
+    """Returns the rows that are multiplied."""
     return gate_rows(rows.contiguous(), gate) if gate else rows.contiguous()
 
 

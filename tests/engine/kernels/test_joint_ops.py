@@ -31,7 +31,7 @@ def drawn(dtype: torch.dtype, *sizes: int, seed: int = 0) -> torch.Tensor:
 
 
 def left(dtype: torch.dtype, num_chunks: int, num_rows: int, features: int) -> Sums:
-    """What a product left, and a bias where it is in chunks."""
+    """Returns the sums that a product leaves, and a bias where they are in chunks."""
     if num_chunks == 1:
         return Sums(drawn(dtype, 1, num_rows, features))
     chunks = drawn(torch.float32, num_chunks, num_rows, features)

@@ -30,7 +30,7 @@ kernel_of = cache(Kernel)
 
 
 def mapped(function: Callable[[Any], None], source: torch.Tensor, like: torch.Tensor) -> Any:
-    """What ``function`` leaves in a tensor like ``like``."""
+    """Returns a tensor like ``like``, filled by ``function``."""
     target = torch.empty_like(like)
     kernel_of(function).run(Pair(source, target, source.numel()))
     return target

@@ -34,7 +34,7 @@ ADD = Kernel(add_neighbours)
 
 
 def summed(num_threads: list[int]) -> torch.Tensor:
-    """By so many kernels, each reading what the one before it wrote."""
+    """Returns the planes of so many kernels, each of which reads those that the one before it wrote."""
     planes = torch.zeros(len(num_threads) + 1, COUNT, dtype=torch.int64)
     planes[0] = torch.arange(COUNT) % 5 - 2
     pairs = zip(planes, planes[1:], strict=False)

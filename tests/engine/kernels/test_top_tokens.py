@@ -1,4 +1,4 @@
-"""What compiled loops find in rows of logits is what tensors find."""
+"""Compiled loops find the same in rows of logits as operations on tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of the prefix cache, and what is not."""
+"""Events tell of the prefix cache's blocks, each once, and of no salted text."""
 
 from __future__ import annotations
 

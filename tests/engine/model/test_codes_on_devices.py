@@ -41,7 +41,7 @@ BITS = {
     "Q4_0": 4.5, "Q4_1": 5, "Q8_0": 8.5, "awq": 4 + 24 / 32, "gptq_in_order": 4 + 24 / 32,
     "gptq_8_bits": 8 + 24 / 32, "w4a16": 4.5, "fp8": 9,
 }  # fmt: skip
-"""Of a weight whose inputs fill units, with all that belongs to it, where a layer has one scheme."""
+"""Bits of a weight whose inputs fill units, with all that belongs to it, where a layer has one scheme."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,8 @@ def device() -> Iterator[None]:
 
 
 def load(path: Path, monkeypatch: pytest.MonkeyPatch, **asked: Any) -> PreTrainedModel:
-    """What does not say on which device it is made is not there."""
+    """Loads a model while tensors that name no device get none, which shows where a device was
+    forgotten."""
 
     def elsewhere(model: PreTrainedModel, packed: bool) -> None:
         with torch.device("meta"):

@@ -78,7 +78,8 @@ def served(
 
 
 def plain(model: PreTrainedModel) -> ModelRunner:
-    """By the library's products and another backend's attention, which no program has a part in."""
+    """Returns a runner on the library's products and another backend's attention, without any of our
+    programs."""
     model = copy.deepcopy(model)
     shapes = attach_attention(model)
     needs = AttentionNeeds.of(model, shapes, "fast", BLOCK_SIZE)

@@ -62,7 +62,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def forwards(model: nn.Module, *kinds: type) -> list[Any]:
-    """What stands in the place of its modules' forwards."""
+    """Returns the replacements of its modules' forwards."""
     every = map(fused_forward, model.modules())
     return [each for each in every if isinstance(each, kinds)]
 
@@ -227,7 +227,7 @@ def test_norms_of_a_model_are_found_and_write_the_same(
     is_triton: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By Triton's program, too, whose interpreter does not round bfloat16 to the nearest."""
+    """Triton's program is one of the ways; its interpreter does not round bfloat16 to the nearest."""
     if is_triton:
         monkeypatch.setattr(kinds, "row_norm_for", lambda *_: row_norm)
     model = with_random_weights(name, dtype)
@@ -415,7 +415,7 @@ def test_networks_of_a_model_are_found_and_write_the_same(
 @needs_int8
 @pytest.mark.parametrize("name", ["phi3", "deepseek_v3"])
 def test_joint_layers_and_shared_experts_are_found_too(name: str) -> None:
-    """Of the dense layer, and beside the routed ones."""
+    """The dense layer and the experts beside the routed ones are both found."""
     model = ready(name, "int8")
     expected = own_logits(model, IDS)
     fuse(model)
@@ -431,8 +431,8 @@ def test_models_that_have_none_stay_as_they_are() -> None:
 
 
 class Network(nn.Module):
-    """Of a kind of layers; in 8 bits gate and up are one product. ``compute`` is told the network, and
-    rows."""
+    """A gated network of one kind of layers; in 8 bits gate and up are one product. ``compute`` takes the
+    network and rows."""
 
     def __init__(
         self,

@@ -272,7 +272,7 @@ def test_the_head_and_keys_get_their_own_names() -> None:
 def test_a_quantization_survives_to_the_half_with_its_own_names(
     part: str | None, tmp_path: Path
 ) -> None:
-    """By the checkpoint's names and by those of the modules in transformers' own model of the whole."""
+    """Names are the checkpoint's, or those of the modules in transformers' own model of the whole."""
     saved("llava", tmp_path)
     ignored = ["language_model.lm_head", "model.language_model.layers.0.mlp.up_proj"]
     scheme = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ignored}

@@ -1,4 +1,4 @@
-"""What a client that is turned away is told to wait, from figures alone."""
+"""The wait that a client is told when it is turned away, from figures alone."""
 
 from __future__ import annotations
 

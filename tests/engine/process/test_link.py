@@ -25,7 +25,7 @@ def links() -> tuple[Link, Link]:
 
 
 class Listening:
-    """What a link has been told to do, and that it has lost its peer."""
+    """Hears what a link is told, and that it has lost its peer."""
 
     def __init__(self, link: Link, act: Callable[[Any], Any] = lambda _: None) -> None:
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()

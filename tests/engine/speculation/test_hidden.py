@@ -19,7 +19,7 @@ from engine.speculation.hidden import _MOST_ROWS, _MOST_STEPS, WaitingStates
 
 LAYERS = (NORMED, 1, 3)
 WANTED = {"a": (3, NORMED), "b": (1,), "c": (), "d": (NORMED, 1, 3)}
-"""By request: some want layers in another order, one wants none."""
+"""Wanted layers by request: some want them in another order, one wants none."""
 SIZE = 2
 
 
@@ -34,7 +34,7 @@ class World:
             self.requests[name] = Request(params, SamplingState(params, (), 50, 500))
         self.num_rows = 0
         self.expected: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        """By request: position and number of row of what it is to be told."""
+        """Position and number of each row that a request has yet to be given, by request."""
 
     def step(self, asked: list[tuple[str, int, list[int]]]) -> None:
         """Each request's known rows, and rows of a draft of three that are accepted, in order."""
@@ -67,7 +67,7 @@ class World:
             each.fill_(-1.0)  # the next step's will lie there
 
     def check(self, taken: list[HiddenRows]) -> None:
-        """What was taken is what was to come, once."""
+        """Checks that exactly the expected rows were taken, once."""
         told: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for each in taken:
             layers = WANTED[each.request_id]

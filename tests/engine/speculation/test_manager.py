@@ -167,7 +167,8 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
 
 
 def test_the_price_of_a_call_is_learned_from_those_who_did_not_rest() -> None:
-    """Who did has more to take in. What a drafter has weighed by itself is no part of it."""
+    """A drafter that rested has more to take in. Time that a drafter has weighed by itself is not
+    counted."""
     cost, drafter = TimedCost(), fake()
     drafter.weighed_seconds = 100.0
     world = World(drafter, cost=cost)
@@ -313,7 +314,7 @@ def test_who_is_not_asked_hears_of_it_when_asked_again() -> None:
 
 
 def test_what_is_read_with_the_prompt_is_not_told_again() -> None:
-    """Who reads takes the text as it is by then, though it was not asked meanwhile."""
+    """A drafter that reads takes the text as it is by then, though it was not asked meanwhile."""
     slow, taking, other = SlowReader(1500), TakingDrafter(), fake("other")
     world = World(slow, taking, other, max_num_nodes=0)
     names = ("fake", "taking", "other")

@@ -1,4 +1,4 @@
-"""What takes the place of functions that carry a state."""
+"""Operators take the place of functions that carry a state."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from worlds.engine_harness import (
 from worlds.tiny_models import own_states
 
 TOLERANCE = 1e-5
-"""Of numbers of a vector of length 1; both models compute in fp32, in another order."""
+"""For numbers of a vector of length 1; both models compute in fp32, in another order."""
 POOLINGS: list[Pooling] = ["mean", "last"]
 READS = Setup(hidden_layers=(NORMED,), check_integrity=True)
 

@@ -1,4 +1,4 @@
-"""What rules out that ranks share a model, told before a weight is read."""
+"""Models that ranks cannot share are refused before a weight is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worlds.tiny_models import tiny_config
 
 @pytest.fixture(autouse=True)
 def placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused here is refused whatever is installed."""
+    """Every library passes for installed: refusals here do not depend on that."""
     monkeypatch.setattr(shards, "find_spec", lambda name: name)
 
 

@@ -23,7 +23,7 @@ async def change(client: httpx.AsyncClient, method: str = "PATCH", **body: Any) 
 
 
 async def drafts_of(client: httpx.AsyncClient, engine: ScriptedEngine, padding: int = 0) -> Any:
-    """What a request that says nothing of speculation is given."""
+    """Returns the speculation of a request that says nothing of it."""
     content = json.dumps({"prompt": "a"}) + " " * padding
     headers = {"content-type": "application/json"}
     reply = await client.post("/completions", content=content, headers=headers)

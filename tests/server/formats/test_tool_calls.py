@@ -294,7 +294,7 @@ ANY: dict[str, Any] = {
 
 
 def arguments_of(form: str, text: str, *, whole: bool = True) -> str:
-    """Of the only call in a text, which comes letter by letter."""
+    """Returns the arguments of the only call in a text, which comes letter by letter."""
     parser = CallParser(tool_call_formats()[form], ANY, "seed")
     parts = [part for char in text for part in parser.feed(char)]
     parts += parser.finish() if whole else []

@@ -1,4 +1,4 @@
-"""What clients are told while the server ends."""
+"""Clients get answers that say so while the server ends."""
 
 from __future__ import annotations
 

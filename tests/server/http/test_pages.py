@@ -26,7 +26,7 @@ PLAYGROUND, REFERENCE = httpx.URL("http://test/"), httpx.URL("http://test/docs")
 
 
 class Addresses(HTMLParser):
-    """What a page loads or links to."""
+    """The addresses that a page loads or links to."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

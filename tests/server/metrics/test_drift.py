@@ -15,7 +15,8 @@ GAMMA = 4
 
 
 def step(num_right: int, num_drafts: int = 10, gamma: int = GAMMA) -> SpeculativeStats:
-    """Of so many drafts, those whose first token was accepted, and a step without a draft."""
+    """Returns the figures of so many drafts, of those whose first token was accepted, and of a step
+    without a draft."""
     return SpeculativeStats(
         gammas=Counter({gamma: num_drafts, 0: 1}),
         accepted=Counter({2: num_right, 0: num_drafts - num_right + 1}),

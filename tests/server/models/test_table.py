@@ -186,7 +186,7 @@ async def test_an_engine_that_dies_is_told_and_loaded_again() -> None:
 
 
 async def test_the_least_recently_used_that_is_idle_goes_for_another() -> None:
-    """Of free memory others have been promised a part, which is not to be had."""
+    """Part of the free memory is promised to others, and does not count."""
     names = ("one", "two", "three", "four")
     async with several(*names, free=lambda: free()) as served:
 

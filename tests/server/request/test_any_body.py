@@ -58,7 +58,7 @@ VALUES = st.recursive(
 
 @pytest.fixture(scope="module")
 def post() -> Iterator[Post]:
-    """Of one server, for all bodies."""
+    """Sends bodies to one server, which serves all of them."""
     with asyncio.Runner() as runner:
         info = engine_info(embeddings="mean", hidden_size=2)
         server = serve(ScriptedEngine("hello", info=info))
@@ -74,7 +74,7 @@ def post() -> Iterator[Post]:
 
 
 def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Of fields that there are: some as they should be, some as they happen to be."""
+    """Returns bodies of known fields: some as they should be, some as they happen to be."""
     names = [*PATHS[path].model_fields, *PATHS[path].unsupported, *PATHS[path].fixed]
     nested = st.sampled_from(["speculative", "stream_options", "prediction", "response_format"])
     inside = st.sampled_from(

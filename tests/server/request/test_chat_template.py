@@ -1,4 +1,5 @@
-"""Who is to blame where a chat template makes nothing of a request, and which variables it has."""
+"""Where a chat template fails, the error blames the template or the request, whichever it is; and a
+template's variables are known."""
 
 from __future__ import annotations
 

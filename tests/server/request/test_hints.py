@@ -108,7 +108,7 @@ async def test_a_hint_goes_to_a_template_that_reads_it_and_is_told_with_others(
 async def test_an_effort_says_whether_to_think(
     effort: str, thinks: bool, said: bool | None
 ) -> None:
-    """Who says so in so many words has the last one, and is told that the other is without effect."""
+    """An explicit switch decides over an effort, and the reply lists the other as without effect."""
     template = "<{{ enable_thinking }}>"
     body = {"reasoning_effort": effort} | (
         {"chat_template_kwargs": {"enable_thinking": said}} if said is not None else {}

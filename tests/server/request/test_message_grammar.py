@@ -211,7 +211,8 @@ def test_without_a_schema_any_argument_may_be_given(form: str) -> None:
     ],
 )
 def test_what_a_format_cannot_be_held_to_is_a_400(form: str, schema: dict[str, Any]) -> None:
-    """By the field's own grammars, which the engine tries where the whole message's cannot be used."""
+    """The field's own grammars show it, which the engine tries where the whole message's cannot be
+    used."""
     spelling = tool_call_formats()[form].spelling("")
     with pytest.raises(ApiError) as caught:
         refuse_as_the_engine_does({"type": "object", **schema}, spelling)

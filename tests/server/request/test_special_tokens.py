@@ -43,7 +43,7 @@ def render(tokenizer: Any, *messages: tuple[str, Any], **variables: Any) -> Any:
 
 
 def prompt_of(template: str, content: Any, **variables: Any) -> list[int]:
-    """What a template that is given one message comes to, byte by byte."""
+    """Returns the tokens of a template that is given one message, byte by byte."""
     tokenizer = byte_tokenizer(template)
     text = render(tokenizer, ("user", content), **variables)
     return TextEncoder(tokenizer).encode("messages", text, add_special_tokens=False)

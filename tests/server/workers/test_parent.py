@@ -1,4 +1,4 @@
-"""What a worker asks the process that launched it, over a pipe in one process."""
+"""A worker asks the process that launched it, here over a pipe within one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Parent(Workers):
 
 
 def nothing() -> None:
-    """Of a peer that has gone."""
+    """Does as a peer that has gone."""
 
 
 def metrics() -> Metrics:

@@ -1,4 +1,4 @@
-"""What is made of a stream's chunks, without a server."""
+"""A stream's chunks become text, figures and errors, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees: the commands on a pseudo-terminal, and stopped by Ctrl-C."""
+"""People see this of the commands, on a pseudo-terminal, and when they stop them by Ctrl-C."""
 
 from __future__ import annotations
 

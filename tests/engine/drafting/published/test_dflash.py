@@ -46,7 +46,7 @@ THETA, NUM_KNOWN = 500.0, 21
 FULL, SLIDING = "full_attention", "sliding_attention"
 STATES = draw(500, NUM_KNOWN, 3 * HIDDEN)
 Sees = tuple[int | None, bool]
-"""Of a layer: the window, and whether the block's later rows are seen."""
+"""How a layer attends: its window, and whether rows see the later ones of their block."""
 
 
 def plain_block(
@@ -56,7 +56,8 @@ def plain_block(
     sees: Sequence[Sees],
     embed: torch.Tensor,
 ) -> torch.Tensor:
-    """What the facts say of a block behind all of ``states``: ``[BLOCK, HIDDEN]``."""
+    """Returns the block behind all of ``states`` by the plain reading of its definition: ``[BLOCK,
+    HIDDEN]``."""
     sizes = Sizes(HEADS, KV_HEADS, DIM, THETA)
     reading = PlainBlock(tensors, (), sizes, (embed, embed), sees, BLOCK, MASK)
     return reading.block(anchor, states, BLOCK)

@@ -165,7 +165,7 @@ def test_a_reduced_vocabulary_has_no_chance_beyond_it(tmp_path: Path, is_whole: 
 
 
 def as_stored(tensors: Tensors) -> Tensors:
-    """What bf16 leaves of their values."""
+    """Returns the tensors as bf16 rounds them."""
     return {name: each.bfloat16().float() for name, each in tensors.items()}
 
 
@@ -197,7 +197,7 @@ def test_what_is_written_is_read_with_the_bits_it_had_and_in_front_of_the_target
 
 
 def test_what_is_written_with_an_output_head_has_all_that_vllm_looks_for(tmp_path: Path) -> None:
-    """By vLLM's rules: keys with num and heads or layers are counts, and no parameter may be missing."""
+    """vLLM's rules: keys with num and heads or layers are counts, and no parameter may be missing."""
     output_head = target_head().weight
     write_medusa(tmp_path, own_heads(), FACTS, {"num_training_steps": 9}, output_head)
     config = json.loads((tmp_path / "config.json").read_text())

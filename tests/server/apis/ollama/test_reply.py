@@ -19,7 +19,7 @@ START = CallStart(0, "call-1", "f")
 
 
 def calls_of(*steps: list[Part]) -> tuple[list[Any], str]:
-    """What comes of parts in these steps, the last of which ends the choice."""
+    """Returns the calls and the text of parts in these steps, the last of which ends the choice."""
     under_way = CallsUnderWay()
     calls, text = [], ""
     for index, parts in enumerate(steps):

@@ -121,7 +121,7 @@ def test_the_official_synchronous_client_is_served() -> None:
 
 
 async def test_a_loop_of_tools_goes_round() -> None:
-    """What came out goes in again as the client has it: without the calls' ids."""
+    """The model's calls come back as the client has them: without their ids."""
     engine = ScriptedEngine(f"Look.{CALL}{CALL}")
 
     def get_weather(city: str) -> str:

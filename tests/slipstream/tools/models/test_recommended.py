@@ -1,4 +1,4 @@
-"""What is said of recommended models, held to what is known of their files, and to the arithmetic."""
+"""Statements about recommended models, held to what is known of their files, and to the arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is decoded here word by word, as compressed-tensors describes its format."""
+"""Written files are decoded here word by word, as compressed-tensors describes its format."""
 
 from __future__ import annotations
 

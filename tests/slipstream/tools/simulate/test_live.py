@@ -1,4 +1,4 @@
-"""What is made of what real servers answer; the server here is the real one around a scripted engine."""
+"""Answers of real servers are read; the server here is the real one around a scripted engine."""
 
 from __future__ import annotations
 

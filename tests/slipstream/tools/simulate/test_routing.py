@@ -1,4 +1,4 @@
-"""Who gets which request."""
+"""Each policy of routing gives a request to the replica that its rule names."""
 
 from __future__ import annotations
 
