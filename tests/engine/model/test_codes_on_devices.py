@@ -52,8 +52,7 @@ def device() -> Iterator[None]:
 
 
 def load(path: Path, monkeypatch: pytest.MonkeyPatch, **asked: Any) -> PreTrainedModel:
-    """Loads a model while tensors that name no device get none, which shows where a device was
-    forgotten."""
+    """Loads a model; a tensor that names no device is made on "meta" meanwhile, and has no values."""
 
     def elsewhere(model: PreTrainedModel, packed: bool) -> None:
         with torch.device("meta"):
