@@ -118,8 +118,7 @@ class Ledger:
         self._num_trial_steps = num_trial_steps
         self._trial_times = BatchTimes()
         self._trial_seconds = 0.0
-        """What the last trial took, for each who was tried: they differ by how much of a text was
-        missed."""
+        """The last trial's time for each request: they differ by how much of a text was missed."""
         self._num_written, self._num_missing = 0, 0.0
         """Tokens since the last trial, and how many more the next one waits for."""
         self._num_trials = self._num_vain = 0

@@ -56,7 +56,7 @@ logger = logging.getLogger("slipstream")
 _KEEP_ALIVE = 300.0
 """Seconds that each of several models stays loaded where no setting says it: as in Ollama."""
 _BODY_BYTES = 64 << 20
-"""Of the longest body where no setting says it and the models' lengths are not known."""
+"""The longest body where no setting says it and the models' lengths are not known."""
 OneModel = tuple[Settings, EngineConfig]
 
 

@@ -54,8 +54,8 @@ class HeadModel(LevelModel):
         self._memory_of_states = StateMemory()
         self._ends: BlockEnds | None = None
         self._drafted: dict[str, Any] = {}
-        """What later levels of a request's draft read of its first. It is part of all that the batch has
-        made, so it is kept while drafts are made, and no longer."""
+        """Outputs of a request's first level that later levels of its draft read. They are part of the
+        batch's, so they are kept while drafts are made, and no longer."""
 
     def read_layers(self, layers: tuple[int, ...]) -> None:
         """From now on it reads these, one of ``candidate_layers``."""

@@ -1,4 +1,5 @@
-"""What functions of transformers' modeling files ask of a step's plan: a file in ``operators`` each."""
+"""Operators take the place of functions in transformers' modeling files, by a step's plan: a file in
+``operators`` each."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ one text, its rows those of the step; returns what the function does."""
 _Kind = TypeVar("_Kind", bound=Operator)
 
 OPERATORS: dict[str, Operator] = {}
-"""By the name of the function that it takes the place of."""
+"""Each by the name of the function whose place it takes."""
 NEVER_CALLED: set[str] = set()
 """Functions that layers call with a cache of transformers' own, or in training: never here."""
 

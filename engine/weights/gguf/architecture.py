@@ -1,4 +1,4 @@
-"""What is said of a GGUF architecture that files of it do not say."""
+"""The facts of a GGUF architecture that its files leave out."""
 
 from __future__ import annotations
 
