@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, JsonValue
 
 from engine.sampling.processor import parameters
+from server.errors import OwnNames
 from server.request.body import (
     MAX_SEED,
     SWITCHES,
@@ -33,6 +34,7 @@ from server.request.messages import (
     ContentField,
     ToolFields,
 )
+from server.request.parsing import check
 from server.request.speculative import SpeculativeField
 
 MAX_LOGPROBS = 20
@@ -274,14 +276,30 @@ class TemplateFields(Body):
     verbosity: Annotated[Verbosity | None, VERBOSITY] = optional("For chat templates that read it.")
 
 
+_Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class _Conversation(ToolFields):
+    messages: _Messages
+
+
 class Chat(SamplingFields, TemplateFields, ToolFields):
     """Messages that are answered: what the request of every API comes to."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: _Messages
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = optional("Begin with the last message, the assistant's own.", default=False)
     add_special_tokens: bool = optional("Templates write their own BOS.", default=False)
+
+    @classmethod
+    def saying(cls, given: dict[str, Any], names: OwnNames) -> Chat:
+        """Returns the chat of fields that a client's own model has checked. What one of them became
+        together with others (messages, tools and the choice among these) is checked here. Raises
+        ApiError 400 with the client's ``names`` of them."""
+        parts = {name: given[name] for name in given.keys() & {"messages", "tools", "tool_choice"}}
+        made = check(_Conversation, parts, names)
+        return cls.of(**given | {name: getattr(made, name) for name in made.model_fields_set})
 
     @property
     def num_logprobs(self) -> int | None:

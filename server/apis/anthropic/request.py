@@ -34,6 +34,7 @@ from server.request.chat import (
     Chat,
     CommonFields,
     Effort,
+    ReasoningOptions,
 )
 from server.request.foreign_parts import refuse_foreign_parts
 from server.request.grammars import ResponseFormat
@@ -46,7 +47,6 @@ from server.request.messages import (
     ParametersField,
     Tool,
 )
-from server.request.parsing import check
 from server.request.translate import Translator
 
 _NOTHING_RUNS = "no tool runs here"
@@ -205,7 +205,7 @@ class MessageFields(Body):
         }
         if self.thinking is not None and self.thinking.type != "adaptive":
             given["thinking"] = self.thinking.type
-            given["reasoning"] = {"max_tokens": self.thinking.budget_tokens}
+            given["reasoning"] = ReasoningOptions.of(max_tokens=self.thinking.budget_tokens)
         last = found[-1].message
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             given |= {"add_generation_prompt": False, "continue_final_message": True}
@@ -255,12 +255,12 @@ class MessagesRequest(CommonFields, MessageFields):
         given, names = self.for_chat()
         own = (*CommonFields.model_fields, "top_p", "top_k", "max_tokens")
         given |= {name: getattr(self, name) for name in own}
-        given["stop"] = self.stop_sequences
+        given["stop"] = tuple(self.stop_sequences or ())
         if (form := self.form()) is not None:
             given["response_format"] = ResponseFormat.matching("output", form.schema_)
         if self.thinking is not None and self.thinking.display == "omitted":
             given["include_reasoning"] = not translator.formats.splits_reasoning
-        return check(Chat, given, names), names
+        return Chat.saying(given, names), names
 
 
 def plan_messages(
@@ -277,7 +277,7 @@ def count_tokens(translator: Translator, body: CountTokensRequest) -> int:
     _refuse_the_unserved(body, translator)
     body.form()
     given, names = body.for_chat()
-    chat = check(Chat, given | {"model": body.model}, names)
+    chat = Chat.saying(given | {"model": body.model}, names)
     return len(translator.tokenize(chat, names))
 
 

@@ -36,7 +36,6 @@ from server.request.messages import (
     MessageToolCall,
     Tool,
 )
-from server.request.parsing import check
 from server.request.translate import Translator
 from server.request.wish import DURATION, known_name, seconds_of
 
@@ -53,7 +52,9 @@ class OllamaOptions(Body):
     without_effect: ClassVar[WithoutEffect] = WITHOUT_EFFECT
 
     temperature: float | None = optional("0 is greedy.", ge=0, le=2)
-    top_k: int | None = optional("Keep so many of the likeliest tokens; 0: all.", ge=-1)
+    top_k: int | None = optional(
+        "Keep so many of the likeliest tokens; 0: all.", ge=-1, le=MAX_COUNT
+    )
     top_p: float | None = optional("Keep the likeliest of this probability.", gt=0, le=1)
     min_p: float | None = optional("Keep those of this share of the likeliest.", ge=0, le=1)
     seed: int = optional("-1: drawn, and reported.", default=-1, ge=-1, le=MAX_SEED)
@@ -65,13 +66,13 @@ class OllamaOptions(Body):
     )
     stop: StopField = ()
     repeat_penalty: float | None = optional("Over prompt and output.", gt=0, le=10)
-    presence_penalty: float = optional("Over the output.", default=0, ge=-2, le=2)
-    frequency_penalty: float = optional("Over the output.", default=0, ge=-2, le=2)
+    presence_penalty: float = optional("Over the output.", default=0.0, ge=-2, le=2)
+    frequency_penalty: float = optional("Over the output.", default=0.0, ge=-2, le=2)
 
     def for_request(self, models: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a chat or a completion that say the same, but for its length. ``models``:
         defaults that go before Ollama's."""
-        given = {**dict(self), "stop": list(self.stop)}
+        given = dict(self)
         given["repetition_penalty"] = given.pop("repeat_penalty")
         del given["num_predict"]
         for name, usual in _USUAL.items():
@@ -170,8 +171,8 @@ class _OllamaRequest(Body):
         """Whether nothing is asked but that the model goes."""
         return self.is_empty and self.keep_alive is not None and seconds_of(self.keep_alive) == 0
 
-    def for_translator(self, translator: Translator) -> tuple[type[Asked], dict[str, Any]]:
-        """The kind of the request that says the same, and its fields. Raises ApiError 400."""
+    def for_translator(self, translator: Translator) -> Asked:
+        """The request that says the same. Raises ApiError 400."""
         raise NotImplementedError
 
     def _for_request(self, translator: Translator) -> dict[str, Any]:
@@ -187,15 +188,11 @@ class _OllamaRequest(Body):
 
     def _for_chat(
         self, translator: Translator, messages: list[ChatMessage], tools: list[Tool] | None = None
-    ) -> tuple[type[Asked], dict[str, Any]]:
-        return Chat, {
-            **self._for_request(translator),
-            **thinking_fields(self.think, translator),
-            "messages": messages,
-            "tools": tools,
-            "logprobs": self.logprobs,
-            "top_logprobs": self.top_logprobs,
-        }
+    ) -> Chat:
+        given = self._for_request(translator) | thinking_fields(self.think, translator)
+        given |= {"messages": messages, "tools": tools}
+        given |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        return Chat.saying(given, self.names)
 
 
 class OllamaChatRequest(_OllamaRequest):
@@ -206,7 +203,7 @@ class OllamaChatRequest(_OllamaRequest):
     messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
 
-    def for_translator(self, translator: Translator) -> tuple[type[Asked], dict[str, Any]]:
+    def for_translator(self, translator: Translator) -> Asked:
         return self._for_chat(translator, list(_messages(self.messages)), self.tools)
 
 
@@ -235,23 +232,23 @@ class OllamaGenerateRequest(_OllamaRequest):
     def is_empty(self) -> bool:
         return not (self.prompt or self.suffix)
 
-    def for_translator(self, translator: Translator) -> tuple[type[Asked], dict[str, Any]]:
+    def for_translator(self, translator: Translator) -> Asked:
         if self.raw or self.suffix:
-            return Completion, self._for_completion(translator)
+            return self._for_completion(translator)
         said = {"system": self.system, "user": self.prompt}
         messages = [ChatMessage.of(role=x, content=said[x]) for x in said if said[x] or x == "user"]
         return self._for_chat(translator, messages)
 
-    def _for_completion(self, translator: Translator) -> dict[str, Any]:
+    def _for_completion(self, translator: Translator) -> Completion:
         for name in ("system", "think"):
             if getattr(self, name):
                 raise refused(name, "has no effect with 'raw' or 'suffix'")
-        return {
+        return Completion.of(
             **self._for_request(translator),
-            "prompt": self.prompt,
-            "suffix": self.suffix,
-            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
-        }
+            prompt=[self.prompt],
+            suffix=self.suffix,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
 
 
 class OllamaShowRequest(Body):
@@ -404,6 +401,5 @@ def plan_ollama(
     """``Translator.plan`` for the request that says the same. Raises ApiError."""
     if body.is_empty:
         raise refused(body.asks_by, "is missing")
-    kind, given = body.for_translator(translator)
-    plan = translator.plan(check(kind, given, body.names), arrival_time, body.names)
+    plan = translator.plan(body.for_translator(translator), arrival_time, body.names)
     return _as_called(plan, body, translator)

@@ -58,7 +58,6 @@ from server.request.messages import (
     Tool,
     text_of,
 )
-from server.request.parsing import check
 from server.request.translate import SERVICE_TIER, Translator
 
 MAX_ITEMS = 1 << 14
@@ -328,7 +327,7 @@ class ResponsesRequest(CommonFields):
             given["response_format"] = ResponseFormat.of(type=form.type, json_schema=schema)
         if self.text is not None:
             given["verbosity"] = self.text.verbosity
-        return check(Chat, given, names)
+        return Chat.saying(given, names)
 
     def repeated(self, sampling: SamplingParams) -> dict[str, JsonValue]:
         """Returns the fields that a response repeats. ``sampling``: what became of its fields."""
