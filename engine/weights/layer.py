@@ -64,6 +64,13 @@ def room(
     return fixed(torch.empty(shape, dtype=found.dtype))
 
 
+def room_if(
+    tensors: TensorIndex, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]
+) -> nn.Parameter | None:
+    """Returns the same for a tensor that may be missing; None: it is."""
+    return room(tensors, name, shape, dtypes) if name in tensors else None
+
+
 def type_name(dtype: torch.dtype | None) -> str:
     return "an unknown type" if dtype is None else str(dtype).removeprefix("torch.")
 

@@ -22,14 +22,8 @@ from engine.request.errors import UnsupportedModelError
 from engine.weights.fields import Fields, Fits
 from engine.weights.formats import fp8
 from engine.weights.index import TensorIndex
-from engine.weights.layer import Place, StoredLinear, fixed, room
-from engine.weights.words import (
-    INDICES,
-    SCALES,
-    WordsLinear,
-    num_words,
-    unpack,
-)
+from engine.weights.layer import Place, room, room_if
+from engine.weights.words import INDICES, SCALES, WordsLinear, num_words, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -49,48 +43,11 @@ SCHEME = {
 """Weights by channel and inputs by token, which a kernel computes as they are."""
 
 
-class StoredInt8Linear(StoredLinear):
-    """A layer whose weights have a scale for each channel, and whose inputs one for each token.
-
-    ``weight`` ``[out_features, in_features]`` int8, ``weight_scale`` ``[out_features, 1]``.
-    """
-
-    scheme = "8 bits, a scale per channel"
-    method = METHOD
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        dtype: torch.dtype,
-        scale_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, dtype)
-        self.weight = fixed(torch.empty(out_features, in_features, dtype=torch.int8))
-        self.weight_scale = fixed(torch.empty(out_features, 1, dtype=scale_dtype))
-        self.bits = 8 + 8 * self.weight_scale.itemsize / in_features
-
-    def part(self, first: int, end: int) -> GroupedWeight:
-        return GroupedWeight(
-            codes=_from_signed(self.weight[first:end]),
-            bits=8,
-            zero=128,
-            span=self.in_features,
-            scales=None,
-            channel_scales=self.weight_scale[first:end].detach().float().flatten(),
-        )
-
-
-def _from_signed(values: torch.Tensor) -> torch.Tensor:
-    """Returns int8 numbers plus 128, as uint8."""
-    return values.detach().contiguous().view(torch.uint8) ^ 128
-
-
 class _Scheme(NamedTuple):
     """A group of the configuration. ``layout``: the format, ``INTS`` or ``_FLOATS`` for a naive one.
     ``group_size``: -1: a row. ``block``: of floats, None where shapes say it. ``by_token``: inputs have
-    one scale for each token. ``has_ranges``: the checkpoint has scales for inputs, too."""
+    one scale for each token, and weights one for each channel: a product of whole numbers.
+    ``has_ranges``: the checkpoint has scales for inputs, too."""
 
     targets: Sequence[str | Fits]
     layout: str
@@ -100,59 +57,40 @@ class _Scheme(NamedTuple):
     block: tuple[int, int] | None
     symmetric: bool
     by_token: bool
-    has_ranges: bool = False
+    has_ranges: bool
 
 
-class _Scaled(WordsLinear):
-    """A layer with ``weight_scale``: by group, by channel, or one for all."""
+class ScaledLinear(WordsLinear):
+    """A layer of whole numbers with ``weight_scale``: by group, by channel, or one for all."""
 
     method = METHOD
 
     def __init__(self, name: str, linear: nn.Linear, tensors: TensorIndex, scheme: _Scheme) -> None:
         super().__init__(name, linear, tensors, scheme.bits, scheme.group_size)
+        self.is_packed, self.by_token = scheme.layout == PACKED, scheme.by_token
         shape: tuple[int, ...] = self.out_features, self.num_groups
         if scheme.strategy == "tensor":
             found = tensors.get(f"{name}.weight_scale")
             shape = found.shape if found and found.shape in ((), (1,), (1, 1)) else (1,)
         self.weight_scale = room(tensors, f"{name}.weight_scale", shape, SCALES)
-        self.weight_g_idx = None
-        if f"{name}.weight_g_idx" in tensors:
-            shape = (self.in_features,)
-            self.weight_g_idx = room(tensors, f"{name}.weight_g_idx", shape, INDICES)
-        self._describe(scheme.group_size, 8 * self.weight_scale.itemsize, not scheme.symmetric)
-
-    def loaded(self, name: str) -> None:
-        self._set_zeros(self._zeros())
-        # The package fills with -1 what says nothing.
-        if self.weight_g_idx is not None and bool((self.weight_g_idx != -1).any()):
-            self._set_order(f"{name}.weight_g_idx", self.weight_g_idx)
-
-    def _zeros(self) -> torch.Tensor | None:
-        """Returns zero points ``[out_features, groups]`` as codes, None where there are none."""
-        raise NotImplementedError
-
-    def group_scales(self, first: int, end: int) -> torch.Tensor:
-        scales = self.weight_scale.detach()
-        if scales.ndim < 2 or len(scales) == 1:
-            return scales.reshape(1, 1).expand(end - first, 1)
-        return scales[first:end]
-
-
-class PackedLinear(_Scaled):
-    """A layer in the format "pack-quantized"."""
-
-    def __init__(self, name: str, linear: nn.Linear, tensors: TensorIndex, scheme: _Scheme) -> None:
-        super().__init__(name, linear, tensors, scheme)
-        words = self.out_features, num_words(self.in_features, scheme.bits)
-        self.weight_packed = room(tensors, f"{name}.weight_packed", words, (torch.int32,))
+        dtypes, width = (torch.int8,), self.in_features
+        if self.is_packed:
+            dtypes, width = (torch.int32,), num_words(self.in_features, scheme.bits)
+            shape = num_words(self.out_features, scheme.bits), self.num_groups
+        weight = room(tensors, f"{name}.{self._weight}", (self.out_features, width), dtypes)
+        self.register_parameter(self._weight, weight)
         self.weight_zero_point = None
         if not scheme.symmetric:
-            shape = num_words(self.out_features, scheme.bits), self.num_groups
-            zeros = room(tensors, f"{name}.weight_zero_point", shape, (torch.int32,))
-            self.weight_zero_point = zeros
+            self.weight_zero_point = room(tensors, f"{name}.weight_zero_point", shape, dtypes)
+        self.weight_g_idx = room_if(tensors, f"{name}.weight_g_idx", (self.in_features,), INDICES)
         self.weight_shape = None
-        if f"{name}.weight_shape" in tensors:
-            self.weight_shape = room(tensors, f"{name}.weight_shape", (2,), INDICES)
+        if self.is_packed:
+            self.weight_shape = room_if(tensors, f"{name}.weight_shape", (2,), INDICES)
+        self._describe(scheme.group_size, 8 * self.weight_scale.itemsize, not scheme.symmetric)
+
+    @property
+    def _weight(self) -> str:
+        return "weight_packed" if self.is_packed else "weight"
 
     def loaded(self, name: str) -> None:
         sizes = [self.out_features, self.in_features]
@@ -160,41 +98,42 @@ class PackedLinear(_Scaled):
             raise UnsupportedModelError(
                 f"{name}.weight_shape says {self.weight_shape.tolist()} instead of {sizes}"
             )
-        super().loaded(name)
+        zeros = self.weight_zero_point
+        self._set_zeros(None if zeros is None else self._zeros(zeros.detach()))
+        # The package fills with -1 what says nothing.
+        if self.weight_g_idx is not None and bool((self.weight_g_idx != -1).any()):
+            self._set_order(f"{name}.weight_g_idx", self.weight_g_idx)
 
-    def _zeros(self) -> torch.Tensor | None:
-        if self.weight_zero_point is None:
-            return None
-        codes = unpack(self.weight_zero_point.detach().T, self.code_bits)
-        return codes[:, : self.out_features].T
-
-    def codes(self, first: int, end: int) -> torch.Tensor:
-        codes = unpack(self.weight_packed.detach()[first:end], self.code_bits)
-        return self._in_order(codes[:, : self.in_features])
-
-
-class IntLinear(_Scaled):
-    """A layer of signed bytes with scales by group, or with zero points."""
-
-    def __init__(self, name: str, linear: nn.Linear, tensors: TensorIndex, scheme: _Scheme) -> None:
-        super().__init__(name, linear, tensors, scheme)
-        sizes = self.out_features, self.in_features
-        self.weight = room(tensors, f"{name}.weight", sizes, (torch.int8,))
-        self.weight_zero_point = None
-        if not scheme.symmetric:
-            shape = tuple(self.weight_scale.shape)
-            self.weight_zero_point = room(
-                tensors, f"{name}.weight_zero_point", shape, (torch.int8,)
-            )
-
-    def _zeros(self) -> torch.Tensor | None:
-        if self.weight_zero_point is None:
-            return None
-        zeros = _from_signed(self.weight_zero_point)
+    def _zeros(self, stored: torch.Tensor) -> torch.Tensor:
+        """Returns zero points ``[out_features, groups]`` as codes, or the only one."""
+        if self.is_packed:
+            return unpack(stored.T, self.code_bits)[:, : self.out_features].T
+        zeros = _from_signed(stored)
         return zeros if zeros.shape == (self.out_features, self.num_groups) else zeros.view(1, 1)
 
     def codes(self, first: int, end: int) -> torch.Tensor:
-        return self._in_order(_from_signed(self.weight[first:end]))
+        stored = self.get_parameter(self._weight).detach()[first:end]
+        if not self.is_packed:
+            return self._in_order(_from_signed(stored))
+        return self._in_order(unpack(stored, self.code_bits)[:, : self.in_features])
+
+    def group_scales(self, first: int, end: int) -> torch.Tensor:
+        scales = self.weight_scale.detach()
+        if scales.ndim < 2 or len(scales) == 1:
+            return scales.reshape(1, 1).expand(end - first, 1)
+        return scales[first:end]
+
+    def part(self, first: int, end: int) -> GroupedWeight:
+        part = super().part(first, end)
+        if not self.by_token:
+            return part
+        scales = self.group_scales(first, end).float().flatten()
+        return part._replace(scales=None, channel_scales=scales)
+
+
+def _from_signed(values: torch.Tensor) -> torch.Tensor:
+    """Returns int8 numbers plus 128, as uint8."""
+    return values.contiguous().view(torch.uint8) ^ 128
 
 
 def read(config: Any) -> Place:
@@ -225,10 +164,14 @@ def read(config: Any) -> Place:
             return None
         fitting = [(_how_near(each.targets, name, module), each) for each in schemes]
         found = [(near, each) for near, each in fitting if near is not None]
-        if not found:
+        stored = tensors.get(f"{name}.weight")
+        keeps_type = stored and stored.dtype in SCALES and f"{name}.weight_scale" not in tensors
+        if not found or keeps_type:
             return None
         scheme = min(found, key=lambda pair: pair[0])[1]
-        return _make(name, module, tensors, scheme)
+        if scheme.layout == _FLOATS:
+            return fp8.Fp8Linear(name, module, tensors, scheme.block)
+        return ScaledLinear(name, module, tensors, scheme)
 
     return place
 
@@ -242,29 +185,6 @@ def _how_near(patterns: Sequence[str | Fits], name: str, module: nn.Module) -> i
         (2, type(module).__name__ in patterns),
     )
     return next((near for near, fits in nearness if fits), None)
-
-
-def _make(
-    name: str, linear: nn.Linear, tensors: TensorIndex, scheme: _Scheme
-) -> StoredLinear | None:
-    """Returns the place; None for a layer that the checkpoint holds in a type of its own."""
-    stored = tensors.get(f"{name}.weight")
-    if stored and stored.dtype in SCALES and f"{name}.weight_scale" not in tensors:
-        return None
-    if scheme.layout == PACKED:
-        return PackedLinear(name, linear, tensors, scheme)
-    if scheme.layout == _FLOATS:
-        block = scheme.block
-        if scheme.strategy == "group":
-            block = 1, scheme.group_size
-        return fp8.Fp8Linear(name, linear, tensors, block)
-    if not scheme.by_token:
-        return IntLinear(name, linear, tensors, scheme)
-    sizes = linear.out_features, linear.in_features
-    room(tensors, f"{name}.weight", sizes, (torch.int8,))
-    scale = room(tensors, f"{name}.weight_scale", (sizes[0], 1), SCALES)
-    has_bias = linear.bias is not None or f"{name}.bias" in tensors
-    return StoredInt8Linear(*sizes[::-1], has_bias, linear.weight.dtype, scale.dtype)
 
 
 def _read_scheme(group: Fields, layout: str) -> _Scheme:
@@ -281,17 +201,20 @@ def _read_scheme(group: Fields, layout: str) -> _Scheme:
     bits = weights.integer("num_bits", (4, 8) if layout == PACKED else (8,), 8)
     strategy, group_size = _read_groups(weights, layout)
     symmetric = weights.flag("symmetric", True)
+    block, by_token, has_ranges = None, False, False
     if layout == _FLOATS:
         if not symmetric:
             raise weights.refused("symmetric", "true for floats")
-        block = fp8.read_block(weights, "block_structure") if strategy == "block" else None
+        block = (1, group_size) if strategy == "group" else None
+        block = fp8.read_block(weights, "block_structure") if strategy == "block" else block
         inputs = group.found.get("input_activations")
         has_ranges = isinstance(inputs, Mapping) and not inputs.get("dynamic")
-        return _Scheme(
-            targets, layout, bits, strategy, group_size, block, symmetric, False, has_ranges
-        )
-    by_token = _read_inputs(group, layout) and symmetric and strategy == "channel"
-    return _Scheme(targets, layout, bits, strategy, group_size, None, symmetric, by_token)
+    elif group.has("input_activations"):
+        _check_inputs(group, layout)
+        by_token = symmetric and strategy == "channel"
+    return _Scheme(
+        targets, layout, bits, strategy, group_size, block, symmetric, by_token, has_ranges
+    )
 
 
 def _read_groups(weights: Fields, layout: str) -> tuple[str, int]:
@@ -308,21 +231,11 @@ def _read_groups(weights: Fields, layout: str) -> tuple[str, int]:
     return strategy, size if strategy == "group" else -1
 
 
-def _read_inputs(group: Fields, layout: str) -> bool:
-    """Returns whether inputs have one scale for each token; raises UnsupportedModelError where they have
-    something else than that or nothing."""
-    if not group.has("input_activations"):
-        return False
+def _check_inputs(group: Fields, layout: str) -> None:
+    """Raises UnsupportedModelError where inputs have something else than one scale for each token."""
     if layout == PACKED:
         raise group.refused("input_activations", "nothing with packed weights")
     given = Fields(group.found["input_activations"], f"{group.where}: input_activations")
-    wrong = [
-        key for key, value in SCHEME["input_activations"].items() if given.found.get(key) != value
-    ]
-    if wrong:
-        said = ", ".join(f"{key}={given.found.get(key)!r}"[:60] for key in wrong)
-        raise UnsupportedModelError(
-            f"the checkpoint's input_activations have {said}; in 8 bits they are served by token, "
-            "dynamic and symmetric"
-        )
-    return True
+    for key, served in SCHEME["input_activations"].items():
+        if given.found.get(key) != served:
+            raise given.refused(key, f"{served!r}: inputs in 8 bits by token")

@@ -19,7 +19,7 @@ from torch import nn
 
 from engine.weights.fields import Fields, Fits
 from engine.weights.index import TensorIndex
-from engine.weights.layer import Place, room
+from engine.weights.layer import Place, room, room_if
 from engine.weights.words import INDICES, SCALES, WordsLinear, num_words, unpack
 
 _BITS = (4, 8)
@@ -48,9 +48,7 @@ class GptqLinear(WordsLinear):
         self.qzeros = room(tensors, f"{name}.qzeros", shape, (torch.int32,))
         shape = self.num_groups, self.out_features
         self.scales = room(tensors, f"{name}.scales", shape, SCALES)
-        self.g_idx = None
-        if f"{name}.g_idx" in tensors:
-            self.g_idx = room(tensors, f"{name}.g_idx", (self.in_features,), INDICES)
+        self.g_idx = room_if(tensors, f"{name}.g_idx", (self.in_features,), INDICES)
         self._group_size = group_size
         self._describe(group_size, 8 * self.scales.itemsize, True)
 

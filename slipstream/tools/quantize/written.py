@@ -16,13 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
-from engine.weights.formats.compressed_tensors import (
-    INTS,
-    METHOD,
-    PACKED,
-    SCHEME,
-    StoredInt8Linear,
-)
+from engine.weights.formats.compressed_tensors import INTS, METHOD, PACKED, SCHEME
 from engine.weights.rounding.gptq import BITS, SPAN
 from engine.weights.rounding.int8 import quantize_by_channel
 from engine.weights.words import unpack
@@ -100,12 +94,11 @@ def store_int8(model: PreTrainedModel) -> list[str]:
     names = [name for name, module in plain.items() if module is not head]
     for name in names:
         linear = plain.pop(name)
-        with torch.device("meta"):
-            stored = StoredInt8Linear(linear.in_features, linear.out_features, False, model.dtype)
         weight = quantize_by_channel(linear.weight)
+        assert weight.channel_scales is not None
+        stored = nn.Module()
         values = (weight.codes.short() - weight.zero).to(torch.int8)
         stored.weight = nn.Parameter(values, requires_grad=False)
-        assert weight.channel_scales is not None
         stored.weight_scale = nn.Parameter(weight.channel_scales[:, None], requires_grad=False)
         stored.bias = linear.bias
         model.set_submodule(name, stored)
@@ -117,7 +110,7 @@ def written_scheme(
     ignored: Sequence[str], layout: str = INTS, scheme: Mapping[str, Any] = SCHEME
 ) -> dict[str, Any]:
     """Returns what a configuration says of a model whose linear layers, but for the ``ignored``, are
-    written in the format ``layout`` by one ``scheme``: by default ``StoredInt8Linear``'s."""
+    written in the format ``layout`` by one ``scheme``: by default ``store_int8``'s."""
     return {
         "quant_method": METHOD,
         "format": layout,

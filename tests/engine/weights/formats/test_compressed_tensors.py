@@ -17,11 +17,11 @@ from torch import nn
 from engine.model.loader import load_model
 from engine.request.errors import UnsupportedModelError
 from engine.weights.files import described
-from engine.weights.formats.compressed_tensors import StoredInt8Linear, read
+from engine.weights.formats.compressed_tensors import read
 from engine.weights.formats.fp8 import Fp8Linear
 from engine.weights.index import TensorIndex
 from engine.weights.patterns import Patterns
-from slipstream.tools.quantize.written import store_int8
+from slipstream.tools.quantize.written import store_int8, written_scheme
 from worlds.packed_checkpoints import (
     INT4,
     TOKENS,
@@ -127,7 +127,6 @@ def test_scales_keep_their_type_and_layers_of_tokens_have_no_groups(tmp_path: Pa
     found, make, _ = CASES["bytes_by_channel_and_tokens"]
     write_folder(tmp_path, found, make, "qwen2")
     layer = stored(load(tmp_path))["model.layers.0.mlp.up_proj"]
-    assert isinstance(layer, StoredInt8Linear)
     assert layer.weight_scale.dtype == torch.bfloat16
     assert layer.bits == 8.25
     (part,) = layer.parts()
@@ -136,12 +135,10 @@ def test_scales_keep_their_type_and_layers_of_tokens_have_no_groups(tmp_path: Pa
 
 
 def test_layers_that_are_written_are_read() -> None:
-    layer = StoredInt8Linear(24, 10, True, torch.float32)
     values = torch.randint(-127, 128, (10, 24), dtype=torch.int8)
     scales = torch.rand(10)
-    layer.load_state_dict(
-        {"weight": values, "weight_scale": scales[:, None], "bias": torch.randn(10)}
-    )
+    tensors = {"weight": values, "weight_scale": scales[:, None], "bias": torch.randn(10)}
+    layer = fill(read(written_scheme([])), nn.Linear(24, 10), tensors)
     assert torch.equal(layer.dequantized(torch.float32), values * scales[:, None])
 
 
@@ -263,7 +260,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "has input_activations={.*; served: nothing with packed weights": with_inputs(
         packed_as(), TOKENS
     ),
-    "input_activations have dynamic=False": with_inputs(
+    "input_activations has dynamic=False; served: True": with_inputs(
         configuration("int-quantized", INT8), TOKENS | {"dynamic": False}
     ),
     r"has ignore with the pattern '\(', which is none": configuration(
@@ -292,7 +289,7 @@ def test_a_folder_of_a_variant_that_is_not_served_is_named(tmp_path: Path) -> No
     group = model.config.quantization_config["config_groups"]["group_0"]
     group["input_activations"] = {**group["input_activations"], "dynamic": False}
     model.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"{tmp_path}.*have dynamic=False"):
+    with pytest.raises(UnsupportedModelError, match=f"{tmp_path}.*has dynamic=False"):
         load_model(str(tmp_path), CPU)
 
 
