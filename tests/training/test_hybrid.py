@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
+from engine.drafting.facts import target_facts
 from engine.drafting.published.mtp import read_mtp
 from training.hybrid import SHAPE, HybridLearner, build, load
 
@@ -30,7 +31,7 @@ def test_an_engine_reads_the_saved_layer(folder: Path) -> None:
     assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_hidden.weight"} <= own
     assert not any("embed" in name and "norm" not in name for name in own)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    network = read_mtp(model, folder)
+    network = read_mtp(model, folder, target_facts(model))
     torch.testing.assert_close(network.join.weight, stored["mtp.fc.weight"])
 
 

@@ -37,7 +37,7 @@ def read_network(method: str, path: Path, facts: TargetFacts, target: PreTrained
     """Returns the network of a folder of this method, which is still to be placed and bound. Raises
     DraftRefusedError with the reason."""
     if method == MTP:
-        return read_mtp(target, path)
+        return read_mtp(target, path, facts)
     folder = DraftFolder.open(path)
     module, found = _format_of(folder)
     if found != method:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from transformers import PreTrainedModel
 
 from engine.attention.backend import AttentionPlan, KVShape, attending
 from engine.batch import NORMED
-from engine.drafting.published.folder import DraftFolder
+from engine.drafting.facts import TargetFacts
+from engine.drafting.published.folder import DraftFolder, Field, Section
 from engine.model.loader import attach_attention, max_position, refuse_unservable
 from engine.request.errors import UnsupportedModelError
 from engine.weights.checkpoint import load_weights
@@ -69,6 +71,14 @@ _LISTED = _Form(  # MiMo
     is_blank_first=True,
 )
 _HEAD, _EMBEDDING = "shared_head.head.weight", "embed_tokens.weight"
+
+
+def _kinds(value: Any, _: TargetFacts) -> str | None:
+    are_kinds = isinstance(value, list | tuple) and all(type(each) is str for each in value)
+    return None if are_kinds else "is not a list of kinds of layers"
+
+
+_FIELDS = dict.fromkeys(("mtp_layer_types", "layer_types"), Field((_kinds,), default=()))
 
 
 class MtpNetwork(nn.Module):
@@ -170,7 +180,7 @@ class _Module:
         return [name for name in found if name.startswith(start)]
 
 
-def read_mtp(target: PreTrainedModel, path: Path) -> MtpNetwork:
+def read_mtp(target: PreTrainedModel, path: Path, facts: TargetFacts) -> MtpNetwork:
     """Returns the MTP module of the target's own checkpoint, in its type and on its device; it is still
     to be bound. ``target`` is not packed yet; of ranks that share it, all have to read. Of the folder's
     tensors only the module's are read.
@@ -178,11 +188,11 @@ def read_mtp(target: PreTrainedModel, path: Path) -> MtpNetwork:
     Raises DraftRefusedError where the checkpoint has none that is known, its tensors are not those of
     such a module, or its layer keeps other state than keys and values.
     """
-    module = _find(DraftFolder.open(path), int(target.config.num_hidden_layers))
+    module = _find(DraftFolder.open(path), facts.num_layers)
     if module.count() > 1:
         logger.warning("%s has %d MTP modules: the first drafts all tokens", path, module.count())
     try:
-        body, shapes = _load_body(target, module)
+        body, shapes = _load_body(target, module, facts)
     except UnsupportedModelError as error:
         # The loader knows the layer as its model's first, and the user as the file has it.
         own = f"{target.base_model_prefix}.{_FIRST_LAYER}"
@@ -217,9 +227,12 @@ def _find(folder: DraftFolder, num_layers: int) -> _Module:
     raise folder.refused("the checkpoint has no MTP module of a kind that is known")
 
 
-def _load_body(target: PreTrainedModel, module: _Module) -> tuple[Any, list[KVShape]]:
+def _load_body(
+    target: PreTrainedModel, module: _Module, facts: TargetFacts
+) -> tuple[Any, list[KVShape]]:
     """Returns the decoder layer with the last norm behind it, as a model of the target's class on the
-    engine's attention, and its shapes. Raises UnsupportedModelError with the reason."""
+    engine's attention, and its shapes. Raises UnsupportedModelError or DraftRefusedError with the
+    reason."""
     names = module.layer_names()
     start = module.root + module.form.layer
     if not any(name.startswith(f"{start}self_attn.") for name in names):
@@ -227,7 +240,9 @@ def _load_body(target: PreTrainedModel, module: _Module) -> tuple[Any, list[KVSh
             "its layer has no self_attn: state that is not keys and values is not kept"
         )
     _check_experts(module.folder, names)
-    config = _layer_config(target.config, any(".experts." in name for name in names))
+    said = {name: getattr(target.config, name, None) for name in _FIELDS}
+    found = Section(module.folder.path, "", said).values(_FIELDS, facts)
+    config = _layer_config(target.config, found, any(".experts." in name for name in names))
     refuse_unservable(config)
     prefix, size = target.base_model_prefix, int(config.hidden_size)
     tensors = {
@@ -257,7 +272,7 @@ def _check_experts(folder: DraftFolder, names: list[str]) -> None:
             )
 
 
-def _layer_config(config: Any, has_experts: bool) -> Any:
+def _layer_config(config: Any, found: Mapping[str, Any], has_experts: bool) -> Any:
     """Returns the target's configuration for one layer, with a vocabulary of one token, since the layer
     has no embedding and head. Per-layer settings of model families are rewritten for this layer. Raises
     UnsupportedModelError if the kind of the layer's attention cannot be derived."""
@@ -265,16 +280,16 @@ def _layer_config(config: Any, has_experts: bool) -> Any:
     layer.num_hidden_layers = layer.vocab_size = 1
     layer.pad_token_id = layer.bos_token_id = layer.eos_token_id = None
     layer.tie_word_embeddings = False
-    kinds = getattr(config, "mtp_layer_types", None)
+    kinds = found["mtp_layer_types"]
     if not kinds:
         # Where layers with states of another kind lie between, modules have attention.
-        kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"linear_attention"})
+        kinds = sorted({*found["layer_types"]} - {"linear_attention"})
         if len(kinds) > 1:
             raise UnsupportedModelError(
                 f"its layer may be of kind {' or '.join(kinds)}: mtp_layer_types is not given"
             )
     said = {
-        "layer_types": kinds[:1] or ["full_attention"],
+        "layer_types": [*kinds[:1]] or ["full_attention"],
         "mlp_layer_types": ["sparse" if has_experts else "dense"],
         "first_k_dense_replace": 0 if has_experts else 1,
         "decoder_sparse_step": 1,

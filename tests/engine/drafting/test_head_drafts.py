@@ -12,6 +12,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from drafters.model.heads import Eagle3Drafter, MtpDrafter, PEagleDrafter
+from engine.drafting.facts import target_facts
 from engine.drafting.published.mtp import read_mtp
 from engine.model.loader import load_model
 from worlds.engine_harness import Setup
@@ -90,7 +91,7 @@ def mtp_world(path: Path, **changes: Any) -> HeadWorld:
     module = {f"model.mtp_layers.0.{name}": each for name, each in layer.items()}
     save_file(stored | module, file, metadata={"format": "pt"})
     target = load_model(str(path), CPU)
-    network = read_mtp(target, path)
+    network = read_mtp(target, path, target_facts(target))
     network.bind(target.get_input_embeddings(), target.get_output_embeddings())
     ends = stored["model.embed_tokens.weight"], stored["lm_head.weight"]
     reading = PlainMtp(layer, Sizes(4, 2, 8, 500.0), ends)

@@ -19,6 +19,7 @@ from transformers.modeling_layers import MtpModel
 
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import NORMED, InputBuffers, RequestRows, build_batch
+from engine.drafting.facts import target_facts
 from engine.drafting.published.folder import DraftRefusedError
 from engine.drafting.published.mtp import MtpNetwork, read_mtp
 from engine.model.loader import load_model
@@ -197,7 +198,7 @@ def read(
     name: str, path: Path, change: Callable[[Tensors], object] = len
 ) -> tuple[MtpNetwork, PreTrainedModel]:
     target = write(name, path, change)
-    network = read_mtp(target, path)
+    network = read_mtp(target, path, target_facts(target))
     network.bind(target.get_input_embeddings(), target.get_output_embeddings())
     return network, target
 
@@ -308,7 +309,7 @@ def test_a_module_beside_a_text_half_is_the_halfs(tmp_path: Path) -> None:
     target = load_weights(
         str(tmp_path), half.config, half.kind, key_mapping=half.key_mapping
     ).eval()
-    network = read_mtp(target, tmp_path)
+    network = read_mtp(target, tmp_path, target_facts(target))
     network.bind(target.get_input_embeddings(), target.get_output_embeddings())
     features = target_states(target)[:-1]
     found = Served(network).run(TEXT[1:], features)
@@ -342,7 +343,7 @@ def test_an_embedding_and_a_head_of_the_modules_own_are_used(tmp_path: Path) -> 
         for name in ("embed_tokens.weight", "shared_head.head.weight")
     }
     target = write("glm4_moe", tmp_path, lambda tensors: tensors.update(own))
-    network = read_mtp(target, tmp_path)
+    network = read_mtp(target, tmp_path, target_facts(target))
     network.bind(target.get_input_embeddings(), target.get_output_embeddings())
     features = target_states(target)[:-1]
     found = Served(network).run(TEXT[1:], features)
@@ -361,7 +362,7 @@ def test_what_is_the_targets_again_takes_no_memory(tmp_path: Path) -> None:
         f"{_LAST}shared_head.head.weight": theirs.get_output_embeddings().weight,
     }
     target = write("glm4_moe", tmp_path, lambda tensors: tensors.update(again))
-    network = read_mtp(target, tmp_path)
+    network = read_mtp(target, tmp_path, target_facts(target))
     sizes = [tuple(each.shape) for each in network.parameters()]
     assert (VOCAB_SIZE, HIDDEN) not in sizes
 
@@ -379,7 +380,7 @@ def test_of_several_modules_the_first_runs_and_the_log_says_so(
 
     target = write(name, tmp_path, double)
     with caplog.at_level("WARNING"):
-        network = read_mtp(target, tmp_path)
+        network = read_mtp(target, tmp_path, target_facts(target))
     assert "has 2 MTP modules: the first drafts all tokens" in caplog.text
     torch.testing.assert_close(network.join.weight, own_parts()[2])
 
@@ -387,7 +388,7 @@ def test_of_several_modules_the_first_runs_and_the_log_says_so(
 def test_a_module_is_of_its_targets_type_and_on_its_device(tmp_path: Path) -> None:
     write("deepseek_v3", tmp_path)
     target = load_model(str(tmp_path), CPU, "bfloat16")
-    network = read_mtp(target, tmp_path)
+    network = read_mtp(target, tmp_path, target_facts(target))
     assert {each.dtype for each in network.parameters()} == {torch.bfloat16}
     assert network.body.rotary_emb.inv_freq.dtype == torch.float32
 
@@ -476,7 +477,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
 ) -> None:
     target = write(name, tmp_path, change)
     with pytest.raises(DraftRefusedError, match=told) as refused:
-        read_mtp(target, tmp_path)
+        read_mtp(target, tmp_path, target_facts(target))
     assert str(refused.value).startswith(f"{tmp_path}: ")
     assert "\n" not in str(refused.value)
 
@@ -494,4 +495,11 @@ def test_a_layer_of_a_kind_that_is_not_served_or_not_said_is_refused(
     target = write("mellum", tmp_path)
     target.config.mtp_layer_types = kinds
     with pytest.raises(DraftRefusedError, match=told):
-        read_mtp(target, tmp_path)
+        read_mtp(target, tmp_path, target_facts(target))
+
+
+def test_kinds_that_are_no_list_are_refused_by_their_field(tmp_path: Path) -> None:
+    target = write("mimo", tmp_path)
+    target.config.mtp_layer_types = "full_attention"  # a field that transformers does not know
+    with pytest.raises(DraftRefusedError, match="mtp_layer_types is not a list of kinds of layers"):
+        read_mtp(target, tmp_path, target_facts(target))
