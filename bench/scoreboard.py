@@ -61,8 +61,13 @@ def entries(folder: Path = KEPT) -> list[dict[str, Any]]:
 
 
 def page(folder: Path = KEPT) -> str:
-    """Every entry with its machine, date, versions and command."""
-    return "\n\n".join(_section(entry) for entry in entries(folder))
+    """Returns every entry with its machine, date, versions and, where it is first run, its command."""
+    found = entries(folder)
+    commands = [entry["command"] for entry in found]
+    return "\n\n".join(
+        _section(entry, commands.index(entry["command"]) < index)
+        for index, entry in enumerate(found)
+    )
 
 
 def newest_tables(folder: Path = KEPT) -> str:
@@ -75,16 +80,16 @@ def newest_tables(folder: Path = KEPT) -> str:
     )
 
 
-def _section(entry: dict[str, Any]) -> str:
+def _section(entry: dict[str, Any], is_repeated: bool) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in entry["versions"].items())
     instructions = [name for name in entry["machine"]["isa"].split() if name in _TELLING]
     cell = entry["cells"][0]
     parts = [
         f"## {entry['title']}, {entry['machine']['processor']}, {entry['taken_at'][:10]}",
-        f"{_where(entry)}; {cell['num_new_tokens']} new tokens a request, medians of "
+        f"{entry['machine']['num_threads']} cores, {cell['num_new_tokens']} new tokens, medians of "
         f"{cell['num_rounds']} rounds; commit `{entry['commit']}`, {versions}. Instructions: "
         f"{', '.join(instructions)}.",
-        f"```sh\n{entry['command']}\n```",
+        "By the command above." if is_repeated else f"```sh\n{entry['command']}\n```",
         entry_table(entry),
     ]
     parts += [f"Not measured: {name}: {why}" for name, why in entry["unavailable"].items()]

@@ -48,14 +48,20 @@ _MARKED = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def settings_table() -> str:
-    """What the API's page says of requests' own fields it does not say again."""
+    """Returns a row for each setting, and one for all that are requests' fields, which api.md has."""
     lines = ["| flag | type, default | |", "| --- | --- | --- |"]
+    fields_of: dict[str, list[str]] = {"sampling": [], "speculative": []}
     for path, field in all_settings(with_drafters(drafter_settings())):
         flag = "`MODEL`" if path == ("model",) else f"`{flag_name(path)}`"
-        is_field = path[0] in {"speculative", "sampling"}
-        about = "" if is_field else _cell(field.description or "")
+        if path[0] in fields_of:
+            fields_of[path[0]].append(flag)
+            continue
         kind = ", ".join(filter(None, (_type(field), _default(field))))
-        lines.append(f"| {flag} | {kind} | {about} |")
+        lines.append(f"| {flag} | {kind} | {_cell(field.description or '')} |")
+    for name, flags in fields_of.items():
+        lines.append(
+            f"| {', '.join(flags)} | as the fields | Defaults of [fields](api.md#{name}). |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -125,14 +131,15 @@ def gateway_metrics_table() -> str:
 
 
 def _metrics_table(found: list[ExportedMetric]) -> str:
-    """With a row for all of a type that are one of ours under vLLM's name."""
+    """Returns the table. All of a type that are ours under vLLM's name share a row, as a process's do."""
     own = {text for name, _, _, text in found if not name.startswith("vllm:")}
     rows: dict[str, list[str]] = {}
     for name, kind, labels, text in found:
         about = "as ours" if name.startswith("vllm:") and text in own else _cell(text)
+        about = "Prometheus' usual ones, on Linux." if name.startswith("process_") else about
         named = ", ".join(f"`{label}`" for label in labels)
         key = f"{kind}{named and f' by {named}'} | {about}"
-        rows.setdefault(key if about == "as ours" else f"{key}\0{name}", []).append(f"`{name}`")
+        rows.setdefault(key if about != _cell(text) else f"{key}\0{name}", []).append(f"`{name}`")
     lines = ["| metric | type, labels | |", "| --- | --- | --- |"]
     lines += [f"| {', '.join(names)} | {key.split(chr(0))[0]} |" for key, names in rows.items()]
     return "\n".join(lines) + "\n"

@@ -169,6 +169,8 @@ def test_every_architecture_has_a_case() -> None:
 def test_the_page_lists_every_architecture() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs" / "gguf.md").read_text("utf-8")
     listed = dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", page, re.MULTILINE))
+    (same,) = re.findall(r"type of the same name: (.*?)\. As", page, re.DOTALL)
+    listed |= {name: name for name in re.findall("`([^`]+)`", same)}
     assert listed == {name: each.model_type for name, each in ARCHITECTURES.items()}
 
 
