@@ -284,15 +284,10 @@ class BlockPool:
         for block_id in reversed(self._tables.pop(request_id).block_ids):
             self._release(block_id)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all published content, that of the tier included. Requests open now go on, but publish
-        nothing any more: what they hold may be what the caller wants forgotten."""
-        self.forget_blocks()
-        for tier in self.tiers:
-            tier.clear()
-
     def forget_blocks(self) -> None:
-        """The same, but for the tier, whose blocks were copied there before whatever is wrong now."""
+        """Forget all published content but that of the tier, whose blocks were copied there before
+        whatever is wrong now. Requests open now go on, but publish nothing any more: what they hold may
+        be what the caller wants forgotten."""
         self._free.extend(self._cache.clear())
         self._unsaved.clear()
         if self.states is not None:

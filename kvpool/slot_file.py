@@ -142,11 +142,6 @@ class SlotFile:
         is_whole = num_read == length and zlib.crc32(content.data) == checksum
         return content if is_whole else None
 
-    def clear(self) -> None:
-        with self._lock:
-            self._waiting.clear()
-        self._jobs.put(lambda: self._clear_table(range(self.num_slots)))
-
     def close(self, entries: Iterable[tuple[int, Entry]]) -> None:
         """Waits some seconds for what is not written yet."""
         self._jobs.put(lambda: self._write_ages(entries))
@@ -187,9 +182,6 @@ class SlotFile:
                 self._num_waiting -= len(content)
                 if self._waiting.get(slot, (None,))[0] is entry:
                     del self._waiting[slot]
-
-    def _clear_table(self, slots: range) -> None:
-        self._put(bytes(len(slots) * _ENTRY_SIZE), self._entry_at(slots.start))
 
     def _write_ages(self, entries: Iterable[tuple[int, Entry]]) -> None:
         """So that a next life knows which were used last."""

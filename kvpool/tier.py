@@ -74,9 +74,6 @@ class Slots(Protocol):
     def read(self, slot: int, entry: Entry) -> Bytes | None:
         """Returns what was written there with that digest and those marks; None: it is damaged."""
 
-    def clear(self) -> None:
-        """Forgets everything."""
-
     def close(self, entries: Iterable[tuple[int, Entry]]) -> None:
         """Keeps these for a next life, if there is one. Nothing is called afterwards."""
 
@@ -169,12 +166,6 @@ class BlockTier:
         if digest in self._held:
             self._held.move_to_end(digest)
 
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._free += [slot for slot, _ in self._held.values()]
-        self._held.clear()
-        self._slots.clear()
-
     def close(self) -> None:
         """Keeps for a next life what there is, if the slots have one."""
         held = enumerate(self._held.values(), start=1)
@@ -215,9 +206,6 @@ class MemorySlots:
         del entry
         found: Any = self._memory[slot, : self._sizes[slot]]
         return found  # type: ignore[no-any-return]
-
-    def clear(self) -> None:
-        pass
 
     def close(self, entries: Iterable[tuple[int, Entry]]) -> None:
         pass

@@ -44,11 +44,6 @@ Run = Callable[[], ForwardOutput]
 class Replays:
     """Runs a runner's forwards again. This one has nothing to run again: each runs as it is."""
 
-    @property
-    def num_graphs(self) -> int:
-        """Graphs of a device, that there are; recordings come and go."""
-        return 0
-
     def prepare(
         self, planned: Callable[[InputBatch], Run], hidden_layers: tuple[int, ...] = ()
     ) -> None:

@@ -174,10 +174,6 @@ class DeviceGraphs(Replays):
         self._graphs: dict[Bucket, Graph] = {}
         self._hidden_layers: tuple[int, ...] = ()
 
-    @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
-
     def pad(self, batch: InputBatch) -> InputBatch:
         """Returns the batch in its bucket, or as it is where no graph serves it."""
         # What adapters add differs in shape with the rows that have them.

@@ -157,11 +157,6 @@ class ModelRunner:
         self.adapted = AdaptedLayers(self.model, probe, num_rows)
         return self.adapted
 
-    @property
-    def num_graphs(self) -> int:
-        """Graphs of a device that ``prepare`` captured."""
-        return self._replays.num_graphs
-
     def _plan(self, batch: InputBatch) -> tuple[InputTensors, StepPlan]:
         inputs = self._buffers.fill(batch)
         states = None

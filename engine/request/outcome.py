@@ -14,8 +14,7 @@ class Outcome(NamedTuple):
     emitted. ``emitted_token_ids`` are the tokens at the path's rows 1.. and the target's last one,
     unless the run was trimmed. A stop token (EOS, a stop id) ends the run and belongs to none of it:
     it is not emitted, not billed, not cached. ``num_accepted`` counts verified drafts that were
-    accepted, whatever is trimmed; ``num_emitted_drafts`` those of them that are emitted. A tuple, since
-    every request of every step has one.
+    accepted, whatever is trimmed. A tuple, since every request of every step has one.
     """
 
     row_token_ids: tuple[int, ...]
@@ -26,10 +25,6 @@ class Outcome(NamedTuple):
     stop_token_id: int | None = None
     cut: str = ""
     """Why the request's grammar had the text end before it was whole, if it had."""
-
-    @property
-    def num_emitted_drafts(self) -> int:
-        return len(self.path) - 1
 
     @property
     def drafted(self) -> tuple[bool, ...]:

@@ -192,7 +192,7 @@ def test_a_reset_frees_what_was_cached() -> None:
     pool = CheckedPool(4, SIZE)
     run(pool, "a", TOKENS[:8])
     pool.free("a")
-    pool.reset_prefix_cache()
+    pool.forget_blocks()
     assert pool.counts() == counts(4, 0, 0, 0)
     assert pool.open("b", TOKENS[:8], "", 100) == 0
 
@@ -201,7 +201,7 @@ def test_requests_open_at_a_reset_publish_nothing_any_more() -> None:
     pool = CheckedPool(8, SIZE)
     run(pool, "a", TOKENS[:8])
     run(pool, "b", TOKENS[:10])
-    pool.reset_prefix_cache()
+    pool.forget_blocks()
     pool.allocate("b", 12)
     pool.promote("b", TOKENS, 12)
     assert run(pool, "c", TOKENS[:8]) == 0
@@ -293,7 +293,7 @@ def test_a_reset_ends_takeovers() -> None:
     pool.open("b", TOKENS[:8], "", 8, num_usable=lambda _: 0)
     pool.allocate("b", 8)
     pool.promote("b", TOKENS, 4)
-    pool.reset_prefix_cache()
+    pool.forget_blocks()
     pool.promote("b", TOKENS, 8)
     pool.free("a")
     pool.free("b")

@@ -122,17 +122,6 @@ def test_it_is_as_large_as_it_may_be_and_not_larger(tmp_path: Path) -> None:
     assert num_slots_for(100, SLOT_BYTES) == 0
 
 
-def test_cleared_is_cleared(tmp_path: Path) -> None:
-    file = opened(tmp_path / "kv")
-    for seed in range(4):
-        file.write(seed, entry(seed), content(seed))
-    file.clear()
-    file.write(5, entry(9), content(9))
-    file.close([(5, entry(9))])
-    with using(tmp_path / "kv") as file:
-        assert seeds_in(file) == [9]
-
-
 # --- damage ---
 
 

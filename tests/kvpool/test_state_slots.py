@@ -153,7 +153,7 @@ def test_places_are_lent_until_a_step_ends_and_kept_for_what_it_accepts() -> Non
 
 
 def test_a_request_begins_from_a_forgotten_snapshot_that_nobody_overwrites() -> None:
-    for forget in (BlockPool.reset_prefix_cache, _evict_all, _overwrite):
+    for forget in (BlockPool.forget_blocks, _evict_all, _overwrite):
         for is_closed in (False, True):
             pool, states = make(snapshots=1)
             serve(pool, "r", TEXT[:8])
@@ -189,7 +189,7 @@ def test_what_nobody_could_find_is_not_kept() -> None:
     pool, states = make(snapshots=1)
     serve(pool, "r", TEXT[:8])
     begin(pool, "open", TEXT[30:70])
-    pool.reset_prefix_cache()
+    pool.forget_blocks()
     assert states.counts() == {"free": 3, "seat": 1, "planned": 0, "snapshot": 0}
     assert step(pool, "open", TEXT[30:70]) == []
     pool = BlockPool(20, SIZE, enable_prefix_cache=False, states=StateSlots(2, 2, 2, SIZE, 16))

@@ -55,8 +55,8 @@ class CheckedPool(BlockPool):
         free = super().free
         self._checked(lambda: free(request_id))
 
-    def reset_prefix_cache(self) -> None:
-        self._checked(super().reset_prefix_cache)
+    def forget_blocks(self) -> None:
+        self._checked(super().forget_blocks)
 
 
 def run(

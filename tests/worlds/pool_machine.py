@@ -234,9 +234,9 @@ class PoolMachine(RuleBasedStateMachine):
         self._open(request_id, request, cap, usable)
 
     @rule(dice=st.integers(0, 19))
-    def reset_prefix_cache(self, dice: int) -> None:
+    def forget_blocks(self, dice: int) -> None:
         if dice == 0:
-            self.pool.reset_prefix_cache()
+            self.pool.forget_blocks()
             assert self.pool.counts()["cached"] == 0
             for request in self.model.values():
                 request.takes_names = False
@@ -290,7 +290,7 @@ class PoolMachine(RuleBasedStateMachine):
         self._free_all()
         counts = self.pool.counts()
         assert counts["free"] + counts["cached"] == self.pool.num_blocks
-        self.pool.reset_prefix_cache()
+        self.pool.forget_blocks()
         assert self.pool.counts()["free"] == self.pool.num_blocks
 
     def _free_all(self) -> None:

@@ -66,9 +66,6 @@ class ModelSlots:
         assert there.digest == entry.digest
         return None if slot in self.damaged else content
 
-    def clear(self) -> None:
-        self.found.clear()
-
     def close(self, entries: Iterable[tuple[int, Entry]]) -> None:
         kept = dict(entries)
         self.found = {slot: (kept[slot], self.found[slot][1]) for slot in kept}

@@ -60,7 +60,7 @@ _REQUESTS = (
 
 
 def calibration_texts(
-    model: PreTrainedModel, tokenizer: Any, text: str | None, most_tokens: int, seed: int = 0
+    model: PreTrainedModel, tokenizer: Any, text: str | None, most_tokens: int
 ) -> torch.Tensor:
     """Returns ids ``[texts, tokens]`` of ``most_tokens`` at most: pieces spread evenly over ``text``, or,
     where there is none, what the model writes itself.
@@ -70,7 +70,7 @@ def calibration_texts(
     length = min(_LENGTH, max_position(model.config), most_tokens)
     count = most_tokens // length
     if text is None:
-        return write_texts(model, beginnings(tokenizer), count, length, seed)
+        return write_texts(model, beginnings(tokenizer), count, length)
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
     pieces = ids[: len(ids) // length * length].view(-1, length)
     if not len(pieces):
@@ -98,15 +98,11 @@ def beginnings(tokenizer: Any) -> list[list[int]]:
 
 @torch.inference_mode()
 def write_texts(
-    model: PreTrainedModel,
-    firsts: Sequence[Sequence[int]],
-    num_texts: int,
-    length: int,
-    seed: int = 0,
+    model: PreTrainedModel, firsts: Sequence[Sequence[int]], num_texts: int, length: int
 ) -> torch.Tensor:
     """Returns ids ``[num_texts, length]`` that the model draws at temperature 1 behind ``firsts``, taken
     in turn. Text behind an end goes on, as it does in training."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     ids = torch.zeros(num_texts, length, dtype=torch.long)
     known = torch.zeros(num_texts, dtype=torch.long)
     for number, row in enumerate(ids):

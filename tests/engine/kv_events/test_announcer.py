@@ -73,8 +73,8 @@ def test_a_cache_that_is_emptied_says_so_once() -> None:
     pool, batches, flush = announced()
     run(pool, "a", TOKENS[:8])
     flush()
-    pool.reset_prefix_cache()
-    pool.reset_prefix_cache()
+    pool.forget_blocks()
+    pool.forget_blocks()
     flush()
     assert batches[1:] == [[AllBlocksCleared()]]
 
@@ -87,7 +87,7 @@ def test_nothing_is_said_of_salted_texts() -> None:
     pool.allocate("b", 8)
     pool.free("b")
     run(pool, "c", TOKENS[:8], cache_salt="tenant")
-    pool.reset_prefix_cache()
+    pool.forget_blocks()
     flush()
     assert batches == []
 

@@ -57,7 +57,7 @@ def test_a_tree_is_walked_down_the_branch_that_the_target_takes(
 ) -> None:
     outcome = outcome_of(FORK, targets)
     assert (outcome.path, outcome.emitted_token_ids) == (path, emitted)
-    assert outcome.num_accepted == outcome.num_emitted_drafts == len(path) - 1
+    assert outcome.num_accepted == len(path) - 1
     assert outcome.drafted == (True,) * (len(path) - 1) + (False,)
 
 
@@ -109,7 +109,7 @@ def test_what_ends_a_run_and_belongs_to_none_of_it(
     assert (outcome.finish_reason, outcome.stop_token_id) == (reason, stop_token_id)
     num_drafts = min(len(emitted), 3)
     assert outcome.path == tuple(range(num_drafts + 1))
-    assert (outcome.num_accepted, outcome.num_emitted_drafts) == (3, num_drafts)
+    assert (outcome.num_accepted, len(outcome.path) - 1) == (3, num_drafts)
     assert outcome.drafted == (True,) * num_drafts + (False,) * (len(emitted) - num_drafts)
 
 

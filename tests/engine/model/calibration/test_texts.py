@@ -37,7 +37,6 @@ def test_a_model_goes_on_with_the_beginnings_in_turn() -> None:
         assert row[: len(first)] == first
     assert 0 <= int(found.min()) <= int(found.max()) < VOCAB_SIZE
     assert torch.equal(write_texts(model, FIRSTS, 20, 40), found)
-    assert not torch.equal(write_texts(model, FIRSTS, 20, 40, seed=1), found)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
