@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from kvpool.store import mapped_zeros
+from kvpool.store import ZeroedMemory
 
 
 class ConvolutionShape(NamedTuple):
@@ -52,7 +51,7 @@ class RecurrenceShape(NamedTuple):
 StateShape = ConvolutionShape | RecurrenceShape
 
 
-class StateStore:
+class StateStore(ZeroedMemory):
     """States and inputs of a model's operations, in float32 whatever the model's type.
 
     ``states[op]``: ``[num_slots, *shape.state]``; ``rows[op]``: ``[num_places, shape.row_size]``, inputs
@@ -62,12 +61,11 @@ class StateStore:
     def __init__(
         self, shapes: Sequence[StateShape], num_slots: int, num_places: int, device: torch.device
     ) -> None:
+        super().__init__(device)
         self.shapes = tuple(shapes)
         self.num_slots, self.num_places = num_slots, num_places
-        self.device = device
-        self._mapped: list[mmap.mmap] = []
-        self.states = [self._zeros(num_slots, *each.state) for each in shapes]
-        self.rows = [self._zeros(num_places, each.row_size) for each in shapes]
+        self.states = [self._zeros((num_slots, *each.state), torch.float32) for each in shapes]
+        self.rows = [self._zeros((num_places, each.row_size), torch.float32) for each in shapes]
 
     @staticmethod
     def bytes_per_slot(shapes: Sequence[StateShape]) -> int:
@@ -76,18 +74,3 @@ class StateStore:
     @staticmethod
     def bytes_per_place(shapes: Sequence[StateShape]) -> int:
         return sum(4 * each.row_size for each in shapes)
-
-    def clear(self) -> None:
-        """Makes everything zeros again, and gives the memory of a host's store back."""
-        for mapped in self._mapped:
-            mapped.madvise(mmap.MADV_DONTNEED)
-        if not self._mapped:
-            for tensor in (*self.states, *self.rows):
-                tensor.zero_()
-
-    def _zeros(self, *shape: int) -> torch.Tensor:
-        if self.device.type != "cpu":
-            return torch.zeros(shape, device=self.device)
-        zeros, mapped = mapped_zeros(shape, torch.float32)
-        self._mapped.append(mapped)
-        return zeros

@@ -18,23 +18,50 @@ RowShape = tuple[int, int, int] | int
 too."""
 
 
-def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
-    """Returns zeros on the host, in pages that cost nothing until they are written."""
-    num_bytes = max(1, prod(shape) * dtype.itemsize)
-    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    flat = torch.frombuffer(mapped, dtype=torch.uint8)[: prod(shape) * dtype.itemsize]
-    return flat.view(dtype).view(shape), mapped
+class ZeroedMemory:
+    """Tensors that begin as zeros; on a host, memory that costs nothing until it is written."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._tensors: list[torch.Tensor] = []
+        self._mapped: list[mmap.mmap] = []
+
+    def clear(self) -> None:
+        """Makes everything zeros again, and gives the memory of a host's store back."""
+        for mapped in self._mapped:
+            mapped.madvise(mmap.MADV_DONTNEED)
+        for tensor in self._tensors:
+            _copyable(tensor).zero_()
+
+    def _zeros(
+        self, shape: tuple[int, ...], dtype: torch.dtype, are_rows: bool = False
+    ) -> torch.Tensor:
+        """Pages straight from the operating system are mapped when touched first. ``are_rows``: small
+        ones, since the rows of a block lie in as many places as there are layers and heads, and with huge
+        pages a few blocks would take gigabytes."""
+        if self.device.type != "cpu":
+            self._tensors.append(torch.zeros(shape, dtype=dtype, device=self.device))
+            return self._tensors[-1]
+        num_bytes = prod(shape) * dtype.itemsize
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._mapped.append(mmap.mmap(-1, max(1, num_bytes), flags=flags))
+        if are_rows:
+            with suppress(OSError):  # a kernel that has no huge pages
+                self._mapped[-1].madvise(mmap.MADV_NOHUGEPAGE)
+        flat = torch.frombuffer(self._mapped[-1], dtype=torch.uint8)[:num_bytes]
+        return flat.view(dtype).view(shape)
 
 
-class KVStore:
+class KVStore(ZeroedMemory):
     """Keys and values of the layers with these ``shapes`` in blocks of ``block_size`` slots.
 
     Raises ValueError on sizes that make no store.
 
     Heads lie one after another, and of each head all slots: what attention reads, the keys of one head,
     is one piece of memory where blocks lie together. ``key[layer]`` is a view
-    ``[num_slots, num_kv_heads, key_dim]``, ``value[layer]`` likewise. A row takes the memory of a
-    multiple of ``dim_multiple`` dimensions; those beyond its own are 0 for ever.
+    ``[num_slots, num_kv_heads, key_dim]``, ``value[layer]`` likewise; ``planes[layer]`` has both with
+    heads first, 8-bit floats as bytes. A row takes the memory of a multiple of ``dim_multiple``
+    dimensions; those beyond its own are 0 for ever.
 
     Everything starts as zeros. Attention reads whole blocks, slots never written included, and
     masks them: a masked weight of 0 times a NaN from fresh memory would still be NaN.
@@ -52,20 +79,19 @@ class KVStore:
         rows = _rows(shapes)
         if min(num_blocks, block_size, *map(min, rows)) < 1:
             raise ValueError("blocks, slots, heads and dimensions must be at least 1")
+        super().__init__(device)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
         self.dtype = dtype
-        self.device = torch.device(device)
         # Planes (one layer's keys, or its values) whose rows have equal shape share one tensor, so
         # that moving accepted rows takes one copy for all layers and not two per layer.
         planes: dict[int, torch.Tensor] = {}  # each [num_kv_heads, num_slots, head_dim]
         self._stacks: list[torch.Tensor] = []  # [num_planes * heads, num_slots, padded dim]
-        self._mapped: list[mmap.mmap] = []
         for heads, dim in sorted(set(rows)):
             members = [index for index, row in enumerate(rows) if row == (heads, dim)]
             size = (len(members), heads, self.num_slots, _padded(dim, dim_multiple))
-            stack = self._zeros(size)
+            stack = self._zeros(size, dtype, are_rows=True)
             self._stacks.append(_copyable(stack).flatten(0, 1))
             for plane, index in zip(stack, members, strict=True):
                 planes[index] = plane[..., :dim]
@@ -76,7 +102,7 @@ class KVStore:
             pairs.append(pairs[shape] if isinstance(shape, int) else next(own))
         self.key = [key.transpose(0, 1) for key, _ in pairs]
         self.value = [value.transpose(0, 1) for _, value in pairs]
-        self._planes = [(_copyable(key), _copyable(value)) for key, value in pairs]
+        self.planes = [(_copyable(key), _copyable(value)) for key, value in pairs]
 
     @property
     def block_bytes(self) -> int:
@@ -126,29 +152,6 @@ class KVStore:
             yield rows, content[start:end].view(rows.dtype).view(rows.shape)
             start = end
 
-    def clear(self) -> None:
-        """Makes everything zeros again, and gives the memory of a host's store back."""
-        for mapped in self._mapped:
-            mapped.madvise(mmap.MADV_DONTNEED)
-        if not self._mapped:
-            for stack in self._stacks:
-                stack.zero_()
-
-    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Zeros; on a CPU, memory that costs nothing until it is written.
-
-        Pages straight from the operating system are mapped when touched first: small ones, since the
-        rows of a block lie in as many places as there are layers and heads, and with huge pages a few
-        blocks would take gigabytes.
-        """
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        zeros, mapped = mapped_zeros(shape, self.dtype)
-        with suppress(OSError):  # a kernel that has no huge pages
-            mapped.madvise(mmap.MADV_NOHUGEPAGE)
-        self._mapped.append(mapped)
-        return zeros
-
     def write(
         self,
         layer: int,
@@ -157,7 +160,7 @@ class KVStore:
         value: torch.Tensor,  # [num_rows, num_kv_heads, value_dim]
     ) -> None:
         """Put one layer's new rows into their slots; other dtypes are converted to the store's."""
-        for plane, rows in zip(self._planes[layer], (key, value), strict=True):
+        for plane, rows in zip(self.planes[layer], (key, value), strict=True):
             if self.dtype.itemsize == 1:
                 # Out of an 8-bit float's range is NaN, and one NaN would spoil every later row.
                 most = torch.finfo(self.dtype).max
@@ -170,7 +173,7 @@ class KVStore:
         slots: torch.Tensor,  # [num_ids] int64, repeats allowed
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns copies of slots' keys ``[num_kv_heads, num_ids, key_dim]``, and values likewise."""
-        keys, values = (each.index_select(1, slots) for each in self._planes[layer])
+        keys, values = (each.index_select(1, slots) for each in self.planes[layer])
         return keys.view(self.dtype), values.view(self.dtype)
 
     def move(

@@ -63,10 +63,6 @@ class TritonAttention(AttentionBackend):
         super().__init__(store, needs)
         self.cut = self._cut(needs)
         self.is_exact = needs.determinism == "exact"
-        self.planes = [
-            (_bytes_of_floats(key.transpose(0, 1)), _bytes_of_floats(value.transpose(0, 1)))
-            for key, value in zip(store.key, store.value, strict=True)
-        ]
         # By ``sees_block`` of the layers that read it.
         self._ints = {kind: _Ints(store.device) for kind in (False, True)}
         self._kinds = [False]
@@ -228,7 +224,7 @@ class TritonPlan:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        planes = self.backend.planes[layer]
+        planes = self.backend.store.planes[layer]
         num_heads = query.shape[1]
         output: torch.Tensor = store_rows(key, value, *planes, self.slots, num_heads, LARGEST_KEY)
         return self._attended(layer, query, output, options)
@@ -237,7 +233,7 @@ class TritonPlan:
         self, layer: int, product: Sums, heads: Heads, options: AttentionOptions
     ) -> torch.Tensor:
         """See ``JointPlan``."""
-        planes = self.backend.planes[layer]
+        planes = self.backend.store.planes[layer]
         query, output = put_heads(product, heads, planes, self.slots, LARGEST_KEY)
         return self._attended(layer, query, output, options)
 
@@ -246,7 +242,7 @@ class TritonPlan:
     ) -> torch.Tensor:
         """Returns the ``output``, with what rows get whose keys and values are stored."""
         backend = self.backend
-        keys, values = backend.planes[layer]
+        keys, values = backend.store.planes[layer]
         if options.sees_block not in self.told:
             self.told[options.sees_block] = backend.told_late(self.batch, options.sees_block)
         ints, sums, stats, launch = self.told[options.sees_block]
@@ -272,8 +268,3 @@ class TritonPlan:
             backend.is_exact,
         )
         return output
-
-
-def _bytes_of_floats(plane: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as bytes, which every device reads."""
-    return plane.view(torch.uint8) if plane.dtype.itemsize == 1 else plane

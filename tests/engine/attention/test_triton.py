@@ -179,7 +179,7 @@ def test_a_step_reads_a_request_s_keys_and_values_once(parents: tuple[int, ...])
     store, batch, rows = mine.lay(asked)
     backend: Any = mine.over(store)
     plan = backend.plan(batch, InputBuffers(DEVICE, 64).fill(batch))
-    with counting_loads(backend.planes[0]) as counted:
+    with counting_loads(backend.store.planes[0]) as counted:
         plan.attend(0, *rows, PLAIN)
     num_keys = sum(request.end for request in batch.requests)
     assert counted == [num_keys * 2 * (16 + 24) * 2]
