@@ -17,10 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from engine.drafting.facts import TargetFacts
 from engine.drafting.published.dflash_network import Attention, DFlashNetwork, Settings
 from engine.drafting.published.folder import (
-    CONFIG,
     FAULTS,
     DraftFolder,
-    DraftRefusedError,
     Field,
     LayerForm,
     Section,
@@ -150,14 +148,7 @@ def _read_settings(folder: DraftFolder, facts: TargetFacts) -> Settings:
 def _layer_config(section: Section, names: Iterable[str], facts: TargetFacts) -> Any:
     """Returns transformers' configuration of the layers. Raises DraftRefusedError where transformers
     cannot make any of it, or not what is computed here."""
-    try:
-        config = read_layers(section, _LAYERS, names, facts)
-    except DraftRefusedError:
-        raise
-    except FAULTS as error:
-        raise DraftRefusedError(
-            section.path, f"the layers of {CONFIG} cannot be read: {error}"
-        ) from error
+    config = read_layers(section, _LAYERS, names, facts)
     if not 0 <= config.rms_norm_eps < 1:
         raise section.refused("rms_norm_eps", f"is {config.rms_norm_eps!r}")
     if config.hidden_act not in ACT2FN:

@@ -22,7 +22,6 @@ from engine.drafting.published.folder import (
     FAULTS,
     HEAD,
     DraftFolder,
-    DraftRefusedError,
     Field,
     LayerForm,
     Section,
@@ -112,14 +111,12 @@ def read(folder: DraftFolder, facts: TargetFacts) -> Eagle3Network:
     makes them the target's. Raises DraftRefusedError with the reason."""
     folder.check_target(facts)
     names = {name: _name_of_today(name) for name in folder.tensors if name not in MAPS}
+    spec = _spec(folder, facts, set(names.values()))
     try:
-        spec = _spec(folder, facts, set(names.values()))
         with torch.device("meta"):
             network = Eagle3Network(spec)
-    except DraftRefusedError:
-        raise
     except FAULTS as error:
-        raise folder.refused(f"{CONFIG} is of no model: {type(error).__name__} {error}") from error
+        raise folder.refused(f"the layers of {CONFIG} cannot be read: {error!r}") from error
     folder.fill(network, names)
     network.token_map = read_token_map(folder, spec.draft_vocab_size, facts.vocab_size)
     return network

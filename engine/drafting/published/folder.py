@@ -194,8 +194,8 @@ def read_layers(section: Section, form: LayerForm, names: Iterable[str], facts: 
     """Returns transformers' configuration of a head's layers, with its defaults for what is missing:
     formats leave out what equals them. ``names``: of tensors.
 
-    Raises DraftRefusedError for sizes that are none, or not the tensors' and the target's; one of
-    ``FAULTS`` where transformers does.
+    Raises DraftRefusedError for sizes that are none, or not the tensors' and the target's, and where
+    transformers makes nothing of the values.
     """
     family = section.content.get("model_type") or form.usual
     if not isinstance(family, str) or family not in form.families:
@@ -203,7 +203,12 @@ def read_layers(section: Section, form: LayerForm, names: Iterable[str], facts: 
     kind, keys = form.families[family]
     # A copy: transformers writes into what it is given.
     given = {key: section.content[key] for key in (*SIZES, *keys) if section.has(key)}
-    config = kind(attn_implementation=IMPLEMENTATION, **copy.deepcopy(given))
+    try:
+        config = kind(attn_implementation=IMPLEMENTATION, **copy.deepcopy(given))
+    except FAULTS as error:
+        raise DraftRefusedError(
+            section.path, f"the layers of {CONFIG} cannot be read: {error}"
+        ) from error
     made = Section(section.path, section.name, {key: getattr(config, key) for key in SIZES})
     sizes = made.values(dict.fromkeys(SIZES, Field((size,))), facts)
     if fault := of_target("vocab_size", form.target)(sizes["vocab_size"], facts):

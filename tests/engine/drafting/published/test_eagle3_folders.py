@@ -313,7 +313,9 @@ def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_transformers_cannot_build_is_refused(changes: Changes, tmp_path: Path) -> None:
-    assert refusal(tmp_path, PLAIN, saying(**changes)).startswith("config.json is of no model: ")
+    assert refusal(tmp_path, PLAIN, saying(**changes)).startswith(
+        "the layers of config.json cannot be read: "
+    )
 
 
 def test_absurd_sizes_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
