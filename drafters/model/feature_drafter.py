@@ -27,8 +27,6 @@ _MOST_WAITING = 512
 
 
 class FeatureDrafter(ModelDrafter):
-    """See the module."""
-
     def __init__(self, model: FeatureModel) -> None:
         super().__init__(model)
         self._features = model

@@ -23,8 +23,6 @@ def _info(name: str, summary: str, cost: str) -> DrafterInfo:
 
 @drafter
 class Eagle3Drafter(FeatureDrafter):
-    """See the module."""
-
     info = _info(
         "eagle3",
         "A trained layer continues the target's hidden states. More often right than medusa, "
@@ -35,8 +33,6 @@ class Eagle3Drafter(FeatureDrafter):
 
 @drafter
 class MtpDrafter(FeatureDrafter):
-    """See the module."""
-
     info = _info(
         "mtp",
         "The multi-token prediction layer that comes in some models' own checkpoints.",
@@ -46,8 +42,6 @@ class MtpDrafter(FeatureDrafter):
 
 @drafter
 class PEagleDrafter(FeatureDrafter):
-    """See the module."""
-
     info = _info(
         "p_eagle",
         "A trained head that guesses several tokens in one forward, each by a mask behind the text.",
@@ -57,8 +51,6 @@ class PEagleDrafter(FeatureDrafter):
 
 @drafter
 class DFlashDrafter(FeatureDrafter):
-    """See the module."""
-
     info = _info(
         "dflash",
         "A trained head that fills in a block of masks behind the text in one forward.",
@@ -68,8 +60,6 @@ class DFlashDrafter(FeatureDrafter):
 
 @drafter
 class DSparkDrafter(FeatureDrafter):
-    """See the module."""
-
     info = _info(
         "dspark",
         "A block of masks as dflash's, read off token by token, with a word on how far to trust it.",

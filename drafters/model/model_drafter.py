@@ -307,8 +307,6 @@ class ModelDrafter(Drafter):
 
 @drafter
 class SmallModelDrafter(ModelDrafter):
-    """See the module."""
-
     info = DrafterInfo(
         "small_model",
         "A small model with the target's tokenizer guesses what the target will write.",
@@ -321,8 +319,6 @@ class SmallModelDrafter(ModelDrafter):
 
 @drafter
 class QuantizedDrafter(ModelDrafter):
-    """See the module."""
-
     info = DrafterInfo(
         "quantized",
         "A copy with 8-bit or 4-bit weights guesses for the model that it was made from.",
@@ -335,8 +331,6 @@ class QuantizedDrafter(ModelDrafter):
 
 @drafter
 class PrefixLayersDrafter(ModelDrafter):
-    """See the module."""
-
     info = DrafterInfo(
         "prefix_layers",
         "Some of the target's own layers guess for all of them.",

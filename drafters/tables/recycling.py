@@ -63,8 +63,6 @@ def level_template(level_sizes: Sequence[int], shares: Sequence[float]) -> Draft
 
 @drafter
 class RecyclingDrafter(SharingDrafter[Matrix]):
-    """See the module."""
-
     info = DrafterInfo(
         "recycling",
         "Recycles the target's likeliest tokens of every verified row: a matrix of successors per "
