@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -13,7 +14,7 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ CONNECT_SECONDS = 10.0
 _ATTEMPTS = 5
 _Found = TypeVar("_Found")
 _DATA = "data:"
+_KEY = re.compile("[ -~]*[!-~]")
 
 
 class Connection:
@@ -36,8 +38,10 @@ class Connection:
 
     def __init__(self, url: str, api_key: str | None = None, silence_seconds: float = 300) -> None:
         """``silence_seconds``: how long the server may be silent; its pings every 15 s count as
-        speech. Raises ClientError where ``url`` is none."""
+        speech. Raises ClientError where ``url`` is none, and for a key that no header can carry."""
         self.url = base_url(url)
+        if api_key is not None and not _KEY.fullmatch(api_key):
+            raise ClientError("the API key is empty, or has characters that no header can carry")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         try:
             self._client = httpx.AsyncClient(
@@ -47,8 +51,8 @@ class Connection:
                 # As many at once as the caller starts: a queue here would hide in the timings.
                 limits=httpx.Limits(max_connections=None),
             )
-        except (UnicodeError, ValueError) as error:
-            raise ClientError("the API key has characters that no header can carry") from error
+        except ValueError as error:  # of variables that name a proxy
+            raise ClientError(f"no connection can be made: {error}") from error
 
     async def __aenter__(self) -> Connection:
         return self
@@ -101,7 +105,12 @@ class Connection:
 
     @asynccontextmanager
     async def _post(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
-        async with self._client.stream("POST", path, json=body) as response:
+        try:
+            request = self._client.build_request("POST", path, json=body)
+        except ValueError as error:
+            message = "the request has numbers that are not finite, or halves of characters"
+            raise ClientError(message) from error
+        async with aclosing(await self._client.send(request, stream=True)) as response:
             if response.status_code != httpx.codes.OK:
                 await response.aread()
             _check(response)

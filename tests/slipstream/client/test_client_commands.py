@@ -169,6 +169,41 @@ def test_a_key_comes_by_flag_or_variable(
         assert main(["complete", "x", "--url", url]) == 0
 
 
+@pytest.mark.parametrize("key", ["", "sesame\n", "sesame ", "s\u00e9same"])
+@pytest.mark.usefixtures("url")
+def test_a_key_that_no_header_can_carry_is_not_a_lost_connection(
+    capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    assert main(["complete", "x", "--api-key", key]) == 1
+    assert "the API key is empty, or has characters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["chat", "--message", "x", "--system", "half \ud83d"],
+        ["complete", "x", "--option", "decay=NaN"],
+        ["complete", "x", "--speculative", "tree_width=Infinity"],
+    ],
+)
+@pytest.mark.usefixtures("url")
+def test_what_json_cannot_carry_is_refused(
+    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main(arguments) == 1
+    assert "numbers that are not finite, or halves of characters" in capsys.readouterr().err
+    assert engine.requests == []
+
+
+def test_a_prompt_with_half_a_character_is_refused(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "half \\ud83d"}\n')
+    assert main(["bench", "--url", url, "--prompts", str(path)]) == 1
+    assert "halves of characters" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("url")
 def test_what_came_before_a_failure_stays(
     engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
