@@ -37,7 +37,7 @@ from engine.process.pulse import Pulse
 from engine.process.runtime import EngineRuntime
 from engine.process.tally import StepTally
 from engine.ranks.rank import rank_here
-from engine.request.errors import EngineError, RequestFailedError
+from engine.request.errors import EngineError, RequestFailedError, ShuttingDownError
 from engine.request.events import ErrorEvent, StepResult, TokenEvent
 from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest
@@ -106,7 +106,7 @@ class EngineHost:
             client.link.call("adopt_adapters", changed)
         acts: Acts = {
             "submit": partial(self._submit, client),
-            "abort": self._abort,
+            "abort": partial(self._abort, client),
             "charge": lambda tenant: self._built.result().charge(tenant),
             "load_adapter": partial(self._change_adapters, "load"),
             "unload_adapter": partial(self._change_adapters, "unload"),
@@ -121,8 +121,12 @@ class EngineHost:
         for request_id in left:
             self._built.result().abort(request_id)
 
-    def _abort(self, request_id: str) -> None:
-        if not self._slow.forget_one(request_id):
+    def _abort(self, client: _Client, request_id: str) -> None:
+        if self._slow.forget_one(request_id):
+            # Its last event: who has not left by now asks at the server's end.
+            error = ShuttingDownError("the server is shutting down")
+            client.link.call("deliver", [ErrorEvent(request_id, error)])
+        else:
             self._built.result().abort(request_id)
 
     def _change_adapters(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
+from multiprocessing import Pipe
 
 from engine.process.admissions import SlowAdmissions
+from engine.process.child import EngineHost
+from engine.process.client import RemoteEngine
 from engine.request.params import GenerationRequest, SamplingParams
+from worlds.gated_engine import until
+from worlds.scripted_engine import ScriptedEngine
 
 
 class Office:
@@ -54,3 +60,27 @@ def test_one_that_is_aborted_before_is_not_admitted() -> None:
     office.go_on.set()
     assert sorted(office.admitted.get() for _ in range(5)) == ["a", "b", "c", "d", "last"]
     assert office.aborted.empty()
+
+
+async def test_one_that_is_aborted_before_has_a_last_event() -> None:
+    """Else the server waited half a minute for it when it ended."""
+    office, host = Office(), EngineHost()
+    host._slow._admit = office._admit  # type: ignore[assignment, method-assign]
+    ours, theirs = Pipe()
+    host.attach(False, theirs.fileno())
+    theirs._handle = None  # the host's from now on
+    engine = RemoteEngine(ScriptedEngine().info, ours)
+    await engine.start()
+
+    def asked(name: str) -> GenerationRequest:
+        return GenerationRequest(name, (1,), SamplingParams(grammar="g"))
+
+    for name in "abcd":  # a thread each
+        host._submit(next(iter(host._clients)), asked(name))
+    assert sorted(office.begun.get() for _ in range(4)) == [*"abcd"]
+    reading = asyncio.ensure_future(engine.stream(asked("e"), lambda _: None))
+    await until(lambda: "e" in host._slow._waiting)
+    reading.cancel()
+    await until(lambda: not engine._unfinished)
+    office.go_on.set()
+    await engine.stop()
