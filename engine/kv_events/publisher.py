@@ -60,6 +60,9 @@ class Publisher:
 
     def _socket(self, kind: int, setting: str, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        if kind == zmq.ROUTER:
+            # A whole replay: it drops what a slow reader has no room for, and says nothing of it.
+            socket.sndhwm = MAX_KEPT + 1
         try:
             if kind == zmq.ROUTER or _BOUND.match(endpoint):
                 socket.bind(endpoint)

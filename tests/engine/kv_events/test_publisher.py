@@ -219,3 +219,27 @@ def test_an_engines_events_are_its_cache(tmp_path: Path, context: zmq.Context[An
     asyncio.run(serve())
     # Who listens no more gets nothing, and the address is free again.
     Publisher(live, again, TOPIC).stop()
+
+
+def test_a_replay_is_whole_however_slowly_it_is_read(
+    tmp_path: Path, context: zmq.Context[Any]
+) -> None:
+    again = f"ipc://{tmp_path}/again"
+    publisher = Publisher(f"ipc://{tmp_path}/live", again, TOPIC)
+    # More than any buffer of the system takes.
+    payload, count = b"x" * 20_000, module.MAX_KEPT
+    publisher._kept.extend((number, payload) for number in range(count))
+    publisher.start()
+    asking = context.socket(zmq.DEALER)
+    asking.rcvhwm = 1
+    asking.rcvtimeo = 10_000
+    asking.connect(again)
+    asking.send_multipart([b"", sequence(0)])
+    assert asking.poll(HANG)
+    # By now all of it was sent, or dropped: this is answered after it.
+    replayed(context, again, first=count)
+    numbers = [int.from_bytes(asking.recv_multipart()[2], "big") for _ in range(count)]
+    assert numbers == list(range(count))
+    assert asking.recv_multipart()[3] == b""
+    asking.close()
+    publisher.stop()
