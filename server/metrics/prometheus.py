@@ -289,7 +289,9 @@ class _Gammas(Collector):
     def collect(self) -> Iterator[Metric]:
         text = "Draft tokens granted per request and step."
         found = HistogramMetricFamily(f"{PREFIX}spec_gamma", text, labels=["drafter"])
-        for drafter, counts in list(self._counts.items()):
+        for drafter, live in list(self._counts.items()):
+            # Of one moment: where several processes speak HTTP, another thread counts meanwhile.
+            counts = dict(live)
             buckets = [
                 (
                     "+Inf" if bound == inf else f"{bound:.1f}",

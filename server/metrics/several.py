@@ -68,7 +68,8 @@ class SeveralMetrics(Collector):
         """Returns the families of all models, each once."""
         own = {f"{PREFIX}{name}" for name in (*_OWN, "draining")}
         found: dict[str, Metric] = {}
-        for model, metrics in self._by_model.items():
+        # A launcher's thread may add one meanwhile.
+        for model, metrics in list(self._by_model.items()):
             # That an engine is gone on purpose is no fault.
             left_out = own if model in loaded else {*own, f"{PREFIX}engine_up"}
             for family in metrics.collect():
