@@ -151,7 +151,10 @@ class Gateway:
         return replica_lost()
 
     async def _metrics(self, request: Forwarded) -> Response:
-        found = await self._replicas.ask_all(request)
+        # In the format that can be merged, whatever the client would rather have.
+        headers = [each for each in request.scope["headers"] if each[0] != b"accept"]
+        plain = replace(request, scope={**request.scope, "headers": headers})
+        found = await self._replicas.ask_all(plain)
         content = merge({each.replica: each.body.decode() for each in found if each.status == 200})
         own = self._figures.text([each.replica for each in found])
         content += merge({self._name: own}, "ingress")

@@ -257,9 +257,14 @@ async def test_a_client_who_leaves_ends_its_request() -> None:
         assert sum(len(each.closed_early) for each in engines) == 1
 
 
-async def test_metrics_are_of_all_replicas(found: Fleet) -> None:
+# Prometheus would rather have OpenMetrics.
+@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text;version=1.0.0"])
+async def test_metrics_are_of_all_replicas(found: Fleet, accept: str) -> None:
     name = await first_asked(found)
-    reply = await found.client.get("/metrics")
+    reply = await found.client.get("/metrics", headers={"accept": accept})
+    types = [line.split()[2] for line in reply.text.splitlines() if line.startswith("# TYPE")]
+    # The ingress's own figures come after those of the replicas.
+    assert len(types) == len(set(types))
     families = {each.name: each for each in text_string_to_metric_families(reply.text)}
     served = {
         each.labels["replica"]: each.value
