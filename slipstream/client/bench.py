@@ -189,7 +189,8 @@ def _load(arguments: Namespace) -> Load:
         [prompts[index % len(prompts)] for index in range(count)],
         arguments.concurrency,
         with_fields(
-            {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}, arguments
+            {name: getattr(arguments, name) for name in ("max_tokens", "temperature", "seed")},
+            arguments,
         ),
         arguments.seed,
     )
@@ -245,6 +246,8 @@ def _arms(arguments: Namespace, service: Service) -> list[Arm]:
     if not service.tells_drafts and not given and arguments.drafters is None:
         sys.stderr.write(f"# {NOT_SLIPSTREAM}: measured as it is, without a baseline\n")
         return [Arm(AS_IT_IS, None)]
+    if "cache_salt" in dict(arguments.field):
+        raise FlagError("--field cache_salt: each arm and round has one of its own")
     offered = service.drafters
     default = given.pop("draft_strategy", service.default_drafter)
     given_names = [default] if arguments.drafters is None else arguments.drafters

@@ -22,6 +22,17 @@ _ID_REMAINDERS = {"odd": (1,), "even": (0,), "all": (0, 1)}
 IDS = tuple(_ID_REMAINDERS)
 
 
+def _is_question(line: Any) -> bool:
+    return (
+        isinstance(line, dict)
+        and isinstance(line.get("question_id"), int)
+        and isinstance(line.get("category"), str)
+        and isinstance(line.get("turns"), list)
+        and bool(line["turns"])
+        and all(isinstance(each, str) for each in line["turns"])
+    )
+
+
 def group_of(category: str) -> str:
     return MT_BENCH if category in MT_BENCH_CATEGORIES else category
 
@@ -58,9 +69,6 @@ class Questions:
         text = self.file.read_text(encoding="utf-8")
         lines = [json.loads(line) for line in text.split("\n") if line.strip()]
         for number, line in enumerate(lines, 1):
-            is_one = (
-                isinstance(line, dict) and isinstance(line.get("turns"), list) and line["turns"]
-            )
-            if not is_one or not {"question_id", "category"} <= line.keys():
+            if not _is_question(line):
                 raise ValueError(f"question {number} has no question_id, category or turns")
         return lines

@@ -431,6 +431,8 @@ def test_another_server_is_measured_as_it_is(
         ("--spec-bench x --prompts y", "--prompts and --spec-bench"),
         ("--ids odd", "--ids and --per-category"),
         ("--field max_tokens=3", "--field max_tokens"),
+        ("--field seed=3", "--field seed"),
+        ("--field cache_salt=x", "--field cache_salt"),
     ],
 )
 @pytest.mark.usefixtures("url")
@@ -440,6 +442,19 @@ def test_a_bench_checks_its_flags_before_it_runs(
     assert main(["bench", *flags.split()]) == 2
     assert message in capsys.readouterr().err
     assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"question_id": "a1"}, {"category": ["qa"]}, {"turns": [1]}, {"turns": []}]
+)
+def test_a_question_of_other_types_is_named(
+    capsys: pytest.CaptureFixture[str], url: str, tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    path = tmp_path / "questions.jsonl"
+    question = {"question_id": 1, "category": "qa", "turns": ["why?"]}
+    path.write_text(f"{json.dumps(question)}\n{json.dumps(question | wrong)}\n")
+    assert main(["bench", "--url", url, "--spec-bench", str(path)]) == 2
+    assert "--spec-bench: question 2 has no " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["no json", "[]", '{"prompt": "a", "messages": []}', "{}"])
