@@ -199,7 +199,7 @@ class PlainScreen:
             self._err.flush()
 
     def note(self, text: str) -> None:
-        self._err.write(f"# {text}\n")
+        self._err.write(f"# {text.translate(_CONTROL_PICTURES)}\n")
         self._err.flush()
 
     def _switch(self, drafted: bool) -> None:
@@ -272,7 +272,7 @@ class TerminalScreen:
             self._console.print(Text(line, "dim"))
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text, "dim"))
+        self._console.print(Text(text.translate(_CONTROL_PICTURES), "dim"))
 
     def _append(self, text: str, drafted: bool) -> None:
         if drafted and self._mark == "brackets":
@@ -328,7 +328,7 @@ class SilentScreen:
     def account(self, reply: Reply) -> None: ...
 
     def note(self, text: str) -> None:
-        sys.stderr.write(f"# {text}\n")
+        sys.stderr.write(f"# {text.translate(_CONTROL_PICTURES)}\n")
 
 
 def choose_screen(arguments: Namespace) -> Screen:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from slipstream.client.bench_report import is_unsteady, percentiles, summarize
-from slipstream.client.display import Marker, status_line, summary
+from slipstream.client.display import Marker, PlainScreen, TerminalScreen, status_line, summary
 from slipstream.client.errors import ClientError
 from slipstream.client.stream import Piece, Reply, Token, explain, parse_event
 
@@ -199,3 +201,16 @@ def test_one_arm_alone_is_compared_with_nothing() -> None:
     (alone,) = summarize([TimedArm([2.0])])
     assert (alone.speedup, alone.speedup_by_round, alone.num_equal_texts) == (None, [], None)
     assert not is_unsteady(alone)
+
+
+def test_a_history_shows_a_models_control_characters() -> None:
+    """Else a reply that was shown as it should be moved the cursor when it was listed again."""
+    said, shown = "assistant: a\x1b]0;b\a\nc", "assistant: a\u241b]0;b\u2407\nc"
+    out = StringIO()
+    TerminalScreen("auto", False, Console(file=out, force_terminal=True, color_system=None)).note(
+        said
+    )
+    assert out.getvalue() == f"{shown}\n"
+    err = StringIO()
+    PlainScreen("auto", False, StringIO(), err).note(said)
+    assert err.getvalue() == f"# {shown}\n"
