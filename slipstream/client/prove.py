@@ -136,7 +136,8 @@ async def _run(
         known = plain.get(trial.case.number)
         answer = known and await peer.ask(trial.case.path, trial.fields(known.text))
         if known is not None and answer is not None:
-            compared.append(Compared(trial, answer, first_difference(known, answer)))
+            found = first_difference(known, answer)
+            compared.append(Compared(trial, answer, found, known.text))
 
     async def draw(trial: Trial) -> None:
         if (answer := await peer.ask(trial.case.path, trial.fields())) is not None:

@@ -20,11 +20,12 @@ _DRAWS_HEADER = ("drawn by rejection", "tokens", "chi-squared", "p", "alarm belo
 
 
 class Compared(NamedTuple):
-    """A trial's answer, and where it parts from its case's text without drafts."""
+    """A trial's answer, and where it parts from its case's text without drafts, ``plain``."""
 
     trial: Trial
     answer: Answer
     difference: Difference | None
+    plain: str
 
     @property
     def labels(self) -> dict[str, str]:
@@ -162,7 +163,7 @@ def to_json(proof: Proof) -> dict[str, Any]:
                 **each.labels,
                 "num_accepted_tokens": each.answer.num_accepted,
                 "difference": each.difference and asdict(each.difference),
-                "body": each.difference and each.trial.fields(),
+                "body": each.difference and each.trial.fields(each.plain),
             }
             for each in proof.compared
         ],

@@ -279,6 +279,18 @@ def test_a_promise_that_is_not_kept_ends_with_1_and_says_where(
     assert first["body"]["speculative"]
 
 
+def test_a_body_is_told_as_it_was_sent(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    server = WholeServer(CATALOGUE, slips=3)
+    assert prove(server, "--json", str(file)) == 0
+    for each in server.bodies:
+        del each["speculative"]["return_drafted"]
+    found = json.loads(file.read_text())["requests"]
+    told = [each["body"] for each in found if each["difference"]]
+    assert any("prediction" in each for each in told)
+    assert all(each in server.bodies for each in told)
+
+
 @pytest.mark.parametrize(
     "card", [{"determinism": "fast"}, {"determinism": "exact", "exact_verified": False}, {}]
 )
