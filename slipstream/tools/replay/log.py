@@ -108,7 +108,7 @@ class _Reader:
             )
         except Exception as error:  # templates raise whatever Jinja and their authors please
             raise LogError(f"line {number}: messages: {error}") from error
-        return self._encode(text, False)
+        return self._encode(number, "messages", text, False)
 
     def _token_ids(
         self, number: int, name: str, fields: dict[str, Any], with_special_tokens: bool = False
@@ -117,7 +117,7 @@ class _Reader:
             raise LogError(f"line {number}: {name} is missing")
         value = fields[name]
         if isinstance(value, str):
-            return self._encode(value, with_special_tokens)
+            return self._encode(number, name, value, with_special_tokens)
         if not isinstance(value, list):
             raise LogError(f"line {number}: {name} must be text or a list of token ids")
         for index, each in enumerate(value):
@@ -125,7 +125,11 @@ class _Reader:
                 raise LogError(f"line {number}: {name}[{index}] is not a token id")
         return value
 
-    def _encode(self, text: str, with_special_tokens: bool) -> list[int]:
+    def _encode(self, number: int, name: str, text: str, with_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise LogError(f"line {number}: {name} has halves of characters") from error
         # Not verbose: a text longer than the model's context is no matter here.
         return list(
             self._tokenize_with().encode(

@@ -42,6 +42,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # Imported late: torch takes seconds to load, and --help needs none of it.
     import torch
 
+    from engine.config import EngineConfig
+    from engine.machine import check_device
     from engine.model.loader import load_model, load_tokenizer
     from engine.names import BUNDLED_MODEL
     from engine.request.errors import EngineError
@@ -52,6 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
     path = arguments.model or BUNDLED_MODEL
     how = (arguments.revision, arguments.trust_remote_code)
     try:
+        check_device(EngineConfig(device=arguments.device).device)
         texts = read_log(arguments.log)
         model = load_model(path, torch.device(arguments.device), "auto", *how)
         tokenizer = load_tokenizer(path, *how)

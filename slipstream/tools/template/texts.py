@@ -69,6 +69,7 @@ def _logged(record: Any) -> LoggedText:
     for name in ("prompt", "completion"):
         if name not in record:
             raise ValueError(f"{name} is missing")
+        record[name].encode()  # halves of characters are nothing that a tokenizer reads
     temperature = float(record.get("temperature", 0.0))
     if temperature < 0:
         raise ValueError("temperature must not be negative")

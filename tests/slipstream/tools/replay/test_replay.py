@@ -225,6 +225,7 @@ def test_logs_hold_texts_chats_and_token_ids(tmp_path: Path) -> None:
             "messages and prompt exclude each other",
         ),
         ({"messages": [{"role": "user"}], "completion": [1]}, "messages: 'content'"),
+        ({"prompt": "a\ud83d", "completion": [1]}, "prompt has halves of characters"),
     ],
 )
 def test_bad_lines_are_refused_by_number_and_field(

@@ -32,6 +32,9 @@ def test_a_log_becomes_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("", [], "no text"),
         (json.dumps({"prompt": "a", "completion": "b"}), ["--nodes", "0"], "--nodes"),
         (json.dumps({"prompt": "a", "completion": "b"}), ["--model", HERE], HERE),
+        (json.dumps({"prompt": "a", "completion": "b"}), ["--device", "tpu"], "device: 'tpu'"),
+        (json.dumps({"prompt": "a", "completion": "b"}), ["--device", "cuda:99"], "device cuda:99"),
+        (json.dumps({"prompt": "a\ud83d", "completion": "b"}), [], "line 1 of "),
     ],
 )
 def test_what_cannot_be_done_is_said(
