@@ -26,6 +26,9 @@ With --recommend, list what is recommended for machines of different sizes inste
 models' shapes, since nothing is fetched for it."""
 
 
+_MEMORY_SPEED = 50.0
+
+
 def add_model_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add both; they explain what they cannot do in one line and exit with status 2."""
     pull = commands.add_parser(
@@ -48,9 +51,8 @@ def add_model_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     models.add_argument(
         "--memory-speed",
         type=float,
-        default=50.0,
         metavar="GB/S",
-        help="of the machine that is recommended for (default: 50)",
+        help=f"of the machine that --recommend is for (default: {_MEMORY_SPEED:g})",
     )
     models.set_defaults(run=_models)
 
@@ -73,12 +75,15 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 
 def _models(arguments: argparse.Namespace) -> int:
+    speed = _MEMORY_SPEED if arguments.memory_speed is None else arguments.memory_speed
+    if not speed > 0:
+        return _refuse("--memory-speed must be above 0")
     if arguments.recommend:
         from slipstream.tools.models.recommended import table
 
-        if not arguments.memory_speed > 0:
-            return _refuse("--memory-speed must be above 0")
-        rows = table(arguments.memory_speed)
+        rows = table(speed)
+    elif arguments.memory_speed is not None:
+        return _refuse("--memory-speed is for --recommend")
     else:
         from slipstream.tools.models.cached import cached_models
 

@@ -18,6 +18,7 @@ CONTEXT = 8192
 """Tokens that a model is taken to be served with, where it has as many."""
 _VALUE_BYTES = 2
 _MOST_CONFIG_BYTES = 1 << 22
+_FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def needs_of(path: Path, num_bytes: int) -> Needs | None:
     ``num_bytes``: of all its weights."""
     try:
         found = _of_config(path) if path.is_dir() else _of_header(path)
-    except (OSError, ValueError, KeyError, TypeError, UnsupportedModelError):
+    except (*_FAULTS, UnsupportedModelError):
         return None
     return Needs(num_bytes, *found)
 

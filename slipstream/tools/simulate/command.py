@@ -272,7 +272,10 @@ def _prompts(arguments: argparse.Namespace) -> dict[str, list[BenchPrompt]]:
     if not arguments.prompts:
         both = builtin_prompts()
         return {"edit": both[::2], "code": both[1::2]}
-    return {kind: read_prompts(path)[: arguments.num_prompts] for kind, path in arguments.prompts}
+    files = dict(arguments.prompts)
+    if len(files) < len(arguments.prompts):
+        raise ValueError("--prompts: a kind has two files")
+    return {kind: read_prompts(path)[: arguments.num_prompts] for kind, path in files.items()}
 
 
 def _write_json(path: Path, document: Any) -> None:

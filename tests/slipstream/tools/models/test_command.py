@@ -84,6 +84,8 @@ def test_what_is_recommended_is_a_table(capsys: pytest.CaptureFixture[str]) -> N
     assert len(lines) > 5
     assert main(["models", "--recommend", "--memory-speed", "0"]) == 2
     assert "--memory-speed" in capsys.readouterr().err
+    assert main(["models", "--memory-speed", "100"]) == 2
+    assert "--memory-speed is for --recommend" in capsys.readouterr().err
 
 
 def needs(folder: Path, **config: object) -> Needs | None:
@@ -101,6 +103,11 @@ def test_needs_are_read_off_configurations(tmp_path: Path) -> None:
     latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 4}
     assert needs(tmp_path, **CONFIG | latent) == Needs(10, 4 * 8 * (8 + 4) * 2, 1024)
     assert needs(tmp_path, hidden_size=4) is None
+    assert needs(tmp_path, **CONFIG | {"layer_types": [1, 1]}) is None
+    no_heads = {"num_attention_heads": 0, "head_dim": None}
+    assert needs(tmp_path, **CONFIG | no_heads) is None
+    (tmp_path / "config.json").write_text("[]")
+    assert needs_of(tmp_path, 10) is None
     assert needs_of(tmp_path / "none.gguf", 10) is None
 
 

@@ -90,6 +90,12 @@ def test_what_cannot_be_simulated_is_refused_in_a_line(
     assert words in capsys.readouterr().err
 
 
+def test_a_kind_has_one_file_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--prompts", "edit=a.jsonl", "--prompts", "edit=b.jsonl"]
+    assert main(["measure", "1", "profile.json", *flags]) == 2
+    assert "--prompts: a kind has two files" in capsys.readouterr().err
+
+
 def test_the_words_of_policies() -> None:
     assert speculative_of("none").draft_strategy == "none"
     for policy in ("fixed", "goodput"):
