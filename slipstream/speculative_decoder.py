@@ -116,33 +116,41 @@ class SpeculativeDecoder:
         return config.engine_config("target", self._base)
 
     def _account(self, stats: SpeculativeStats) -> dict[str, float]:
-        num_steps = stats.num_steps
+        num_steps, config = stats.num_steps, self._config
         account = {
             "num_steps": float(num_steps),
             "num_tokens": float(stats.num_emitted_tokens),
             "tokens_per_step": stats.tokens_per_step or 0.0,
             "draft_latency": 1000.0 * stats.draft_seconds / num_steps if num_steps else 0.0,
             "verify_latency": 1000.0 * stats.verify_seconds / num_steps if num_steps else 0.0,
-            "speculative_depth": float(self._depth.gamma),
+            "speculative_depth": float(
+                self._depth.gamma if config.adaptive_depth else config.num_speculative_tokens
+            ),
         }
-        if self._config.log_acceptance_rate:
+        if config.log_acceptance_rate:
             account["acceptance_rate"] = stats.acceptance_rate or 0.0
-        if self._config.log_speedup:
+        if config.log_speedup:
             speedup = stats.estimated_speedup
             account["speedup"] = 1.0 if speedup is None else speedup
         return account
 
 
 def _run(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishInfo]:
-    """Step the core until the request has ended. Raises the error it ended with, if it failed."""
+    """Step the core until the request has ended. Raises the error it ended with, if it failed. Nothing of
+    one that is interrupted comes up with the next."""
     engine.runtime.check(request)
     core = engine.core
     core.submit(core.prepare(request))
     token_ids: list[int] = []
-    while True:
-        for event in core.step().events:
-            if isinstance(event, ErrorEvent):
-                raise event.error
-            token_ids += event.token_ids
-            if event.finish is not None:
-                return token_ids, event.finish
+    try:
+        while True:
+            for event in core.step().events:
+                if isinstance(event, ErrorEvent):
+                    raise event.error
+                token_ids += event.token_ids
+                if event.finish is not None:
+                    return token_ids, event.finish
+    except BaseException:
+        core.abort(request.request_id)
+        core.take_result()
+        raise

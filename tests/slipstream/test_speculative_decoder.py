@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -113,3 +114,28 @@ def test_what_cannot_run_is_refused(decoder: SpeculativeDecoder) -> None:
         decoder.decode_step([], 4)
     with pytest.raises(RequestError, match="max_tokens"):
         decoder.decode_step(PROMPT, 0)
+
+
+def test_nothing_of_an_interrupted_text_comes_up_in_the_next(
+    decoder: SpeculativeDecoder, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, num_left = ModelRunner.forward, 4
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise KeyboardInterrupt
+        return forward(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.decode_step([7, *PROMPT], 40)
+    assert decoder.decode_step(PROMPT, 40)[0] == plain
+
+
+def test_the_depth_told_is_the_one_of_the_drafts(decoder: SpeculativeDecoder) -> None:
+    fixed = replace(GREEDY, adaptive_depth=False, num_speculative_tokens=12)
+    assert decoder.decode_step(PROMPT, 4, fixed)[1]["speculative_depth"] == 12
+    decoder.decode_step(PROMPT, 1, GREEDY)
