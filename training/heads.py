@@ -178,6 +178,7 @@ class Trainer:
             "seconds": self.seconds,
             "epoch": self.epoch,
             "position": self.position,
+            "num_held": self.num_held,
         }
         torch.save(state, self.args.out / "state.tmp")
         (self.args.out / "state.tmp").replace(self.args.out / "state.pt")
@@ -287,9 +288,12 @@ def main(arguments: list[str] | None = None) -> list[float]:
     args = parse(arguments)
     torch.manual_seed(args.seed)
     target = Target(args.model, torch.device(args.device), args.dtype)
-    texts, num_held = read_texts(args, target.facts.vocab_size)
     args.out.mkdir(parents=True, exist_ok=True)
     saved = saved_state(args, target)
+    if saved is not None and args.held_out is None:
+        # Where the file has grown, what the run has learnt is not kept aside.
+        args.num_held_out = min(args.num_held_out, saved.get("num_held", args.num_held_out))
+    texts, num_held = read_texts(args, target.facts.vocab_size)
     shape = Shape(**saved["shape"]) if saved is not None else new_shape(args, texts, target)
     learner = make_learner(args.kind, target, shape, args)
     count = sum(parameter.numel() for parameter in learner.module.parameters())

@@ -209,3 +209,22 @@ def test_a_fingerprint_is_of_values_not_of_their_type() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
     assert weights_fingerprint(model) != fingerprint
+
+
+def test_what_was_learnt_is_not_kept_aside_when_texts_are_added(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    lines = (folder / "texts.jsonl").read_text().splitlines()
+    kept_aside: list[int] = []
+    train = heads.Trainer.train
+
+    def noting(self: heads.Trainer) -> list[float]:
+        kept_aside.append(self.num_held)
+        return train(self)
+
+    monkeypatch.setattr(heads.Trainer, "train", noting)
+    for number in (60, 160):
+        texts.write_text("\n".join(lines[:number]))
+        heads.main(arguments(folder, "eagle3", tmp_path / "out", number // 60, texts=texts))
+    assert kept_aside == [6, 6]
