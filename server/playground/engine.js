@@ -72,7 +72,7 @@ export class EnginePanel {
     const read = (name) => values.get(`slipstream_${name}`) ?? 0;
     const sum = (name) =>
       [...values].reduce(
-        (total, [key, value]) => (key.startsWith(`slipstream_${name}{`) && !key.includes("{model=") ? total + value : total),
+        (total, [key, value]) => (key.startsWith(`slipstream_${name}{`) && !/[{,]model=/.test(key) ? total + value : total),
         0,
       );
     const now = {
@@ -118,6 +118,6 @@ function tell(state) {
 // Of several models this one's series, called as those of a server of one model.
 function ofModel(values, model) {
   const own = `model=${JSON.stringify(model)}`;
-  const name = (key) => key.replace(`{${own}}`, "").replace(`{${own},`, "{");
+  const name = (key) => key.replace(`{${own}}`, "").replace(`{${own},`, "{").replace(`,${own}`, "");
   return new Map([...values].map(([key, value]) => [name(key), value]));
 }

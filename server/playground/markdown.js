@@ -12,6 +12,8 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
 const ROW = /^\s*\|.*\|\s*$/;
 const DIVISION = /^\s*\|(?:\s*:?-+:?\s*\|)+\s*$/;
+// Quotations and lists in each other, so that no text is too much for the browser; what lies deeper is text.
+const MOST_NESTED = 24;
 const CELL = /(?:\\.|[^|\\])+/g;
 // Bounded, so that a text of asterisks only takes no time to speak of.
 const INLINE = new RegExp(
@@ -44,16 +46,19 @@ class Renderer {
     this._paint = paint;
     // No level of headings is left out, whatever the text does.
     this._level = 2;
+    this._depth = 0;
   }
 
   blocks(lines) {
     const made = [];
     let at = 0;
+    this._depth += 1;
     while (at < lines.length) {
       const [node, used] = this._block(lines, at);
       if (node) made.push(node);
       at += used;
     }
+    this._depth -= 1;
     return made;
   }
 
@@ -64,8 +69,9 @@ class Renderer {
     if (FENCE.test(text)) return this._fenced(lines, at);
     if (RULE.test(text)) return [element("hr"), 1];
     if (HEADING.test(text)) return [this._heading(lines[at]), 1];
-    if (QUOTE.test(text)) return this._quote(lines, at);
-    if (ITEM.test(text)) return this._list(lines, at);
+    const mayNest = this._depth <= MOST_NESTED;
+    if (mayNest && QUOTE.test(text)) return this._quote(lines, at);
+    if (mayNest && ITEM.test(text)) return this._list(lines, at);
     if (ROW.test(text) && DIVISION.test(lines[at + 1]?.text ?? "")) return this._table(lines, at);
     const used = extent(lines, at + 1, (line) => !begins(line));
     return [element("p", {}, ...this._inline(lines.slice(at, at + 1 + used))), 1 + used];
