@@ -116,11 +116,12 @@ class Marker:
     """Cuts a reply's text into drafted and other stretches.
 
     A token can be named before all of its text is sent (a stop string may yet begin in it), so
-    tokens wait here for their characters.
+    tokens wait here for their characters. Those of thoughts and calls wait in vain, until text comes
+    that is not theirs.
     """
 
     def __init__(self) -> None:
-        self._spans: deque[tuple[int, bool]] = deque()
+        self._spans: deque[tuple[str, bool]] = deque()
 
     def add(self, piece: Piece) -> Iterator[tuple[str, bool]]:
         """The piece's text as (stretch, drafted) pairs, by turns."""
@@ -128,15 +129,22 @@ class Marker:
             yield "".join(text for text, _ in found), drafted
 
     def _by_token(self, piece: Piece) -> Iterator[tuple[str, bool]]:
-        self._spans.extend((len(token.text), token.drafted) for token in piece.tokens)
-        text = piece.text
+        self._spans.extend((token.text, token.drafted) for token in piece.tokens)
+        waiting = "".join(text for text, _ in self._spans) if piece.text else ""
+        if not waiting.startswith(piece.text) and (before := waiting.rfind(piece.text)) > 0:
+            for _ in self._taken(waiting[:before]):
+                pass
+        yield from self._taken(piece.text)
+
+    def _taken(self, text: str) -> Iterator[tuple[str, bool]]:
+        """So much text off what waits."""
         while text:
-            length, drafted = self._spans.popleft() if self._spans else (len(text), False)
-            if length > len(text):
-                self._spans.appendleft((length - len(text), drafted))
-            if length:
-                yield text[:length], drafted
-            text = text[length:]
+            own, drafted = self._spans.popleft() if self._spans else (text, False)
+            if len(own) > len(text):
+                self._spans.appendleft((own[len(text) :], drafted))
+            if own:
+                yield text[: len(own)], drafted
+            text = text[len(own) :]
 
 
 class Screen(Protocol):

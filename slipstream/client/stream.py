@@ -68,7 +68,8 @@ def parse_event(data: str) -> Piece:
             for token in choice.get("tokens") or ()
         )
         return Piece(
-            text=text or "",
+            # Some servers cut a character in two, of which no half can be written anywhere.
+            text=(text or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
             tokens=tokens,
             num_steps=choice.get("num_steps") or 0,
             num_draft_tokens=choice.get("num_draft_tokens") or 0,

@@ -51,6 +51,11 @@ def test_a_chunk_of_others_is_text(chunk: str) -> None:
     assert parse_event(chunk) == Piece(text="x")
 
 
+def test_half_a_character_can_be_written() -> None:
+    half = json.dumps({"choices": [{"index": 0, "text": "x\ud83d \U0001f600"}]})
+    assert parse_event(half).text == "x\ufffd \U0001f600"
+
+
 @pytest.mark.parametrize(
     "chunk",
     ["no json", "[]", "{}", '{"choices": [{}]}', '{"choices": [{"text": 3}]}', own_chunk(tokens=4)],
@@ -145,6 +150,17 @@ def test_marks_fall_on_the_same_characters_however_the_text_is_held_back(
         at += len(piece.text)
         found += [(char, drafted) for text, drafted in marker.add(piece) for char in text]
     assert found == expected[: len(shown)]
+
+
+def test_tokens_of_thoughts_mark_nothing() -> None:
+    """They are told of, but their text is not the reply's."""
+    thought = (Token(0, "<think>", False), Token(1, "hm", True), Token(2, "</think>", True))
+    marker = Marker()
+    assert list(marker.add(Piece("", thought[:2]))) == []
+    assert list(
+        marker.add(Piece("h", (thought[2], Token(3, "h", False), Token(4, "i", True))))
+    ) == [("h", False)]
+    assert list(marker.add(Piece("i", ()))) == [("i", True)]
 
 
 @pytest.mark.parametrize(
