@@ -7,6 +7,7 @@ how to choose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
@@ -187,8 +188,8 @@ class SpeculativeConfig:
                 f"num_speculative_tokens {num} must lie between min_speculative_tokens {low} "
                 f"and max_speculative_tokens {high}"
             )
-        if self.temperature < 0:
-            raise ValueError("temperature must not be negative")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError("temperature must be a number from 0")
         if not 0 < self.top_p <= 1:
             raise ValueError("top_p must be above 0 and at most 1")
 

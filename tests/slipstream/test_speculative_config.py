@@ -99,6 +99,7 @@ def test_what_could_have_no_effect_is_refused_with_the_reason(name: str) -> None
         ({"tree_strategy": "star"}, "tree_strategy"),
         ({"tree_width": 0}, "tree_width"),
         ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"draft_strategy": "ngram", "draft_model_path": "x"}, "draft_model_path has no effect"),
         ({"draft_num_layers": 2}, "draft_num_layers has no effect"),
