@@ -263,6 +263,15 @@ class GivenPrompts(PromptMaker):
         super().__init__(rng, [], held_out)
         self._prompts = [each for at, each in enumerate(prompts) if (at % 10 == 0) == held_out]
 
+    def keep(self, fits: Callable[[Prompt], bool]) -> int:
+        """Leaves out the others; returns how many. Raises ValueError where none is left."""
+        kept = [each for each in self._prompts if fits(each)]
+        if not kept:
+            raise ValueError(f"none of {len(self._prompts)} prompts can be asked")
+        num_left_out = len(self._prompts) - len(kept)
+        self._prompts = kept
+        return num_left_out
+
     def draw(self) -> Prompt:
         return self._rng.choice(self._prompts)
 
@@ -271,7 +280,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Returns the prompts of a file of JSON lines with ``prompt`` (a text to go on with) or ``messages``
     (a chat). Raises ValueError naming the first line that has neither."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
         row = json.loads(line)
         if "messages" in row:
             found.append(Prompt("given", row["messages"]))

@@ -43,6 +43,12 @@ class Writer:
     num_done: int = 0
     num_asked: int = 0
 
+    def leave_out_long(self) -> None:
+        """Raises ValueError where none of the prompts that were given is left."""
+        if isinstance(self.prompts, GivenPrompts):
+            num = self.prompts.keep(lambda each: _can_be_asked(self._prompt_ids(each)))
+            print(f"prompts without tokens, or with over {_MOST_PROMPT_TOKENS}: {num} left out")
+
     async def run(self, at_once: int) -> None:
         began = time.monotonic()
         told = asyncio.create_task(self._tell(began, self.num_done))
@@ -72,9 +78,8 @@ class Writer:
         return Prompt("own", [{"role": "user", "content": text or "Hello!"}])
 
     async def _answer(self, prompt: Prompt) -> None:
-        chat = self._chat(prompt.messages) if prompt.messages else prompt.text
-        ids = self._ids(chat)
-        if not 0 < len(ids) <= _MOST_PROMPT_TOKENS:
+        ids = self._prompt_ids(prompt)
+        if not _can_be_asked(ids):
             return
         temperature = self.rng.choice(_TEMPERATURES)
         written = await self._generate(ids, temperature, self.new_tokens)
@@ -109,6 +114,9 @@ class Writer:
             written += event.token_ids
         return written
 
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        return self._ids(self._chat(prompt.messages) if prompt.messages else prompt.text)
+
     def _chat(self, messages: list[dict[str, str]]) -> str:
         text: str = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
@@ -119,11 +127,26 @@ class Writer:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def _can_be_asked(ids: list[int]) -> bool:
+    return 0 < len(ids) <= _MOST_PROMPT_TOKENS
+
+
 def make_prompts(args: argparse.Namespace, rng: random.Random) -> PromptMaker:
     if args.prompts is not None:
         return GivenPrompts(rng, read_prompts(args.prompts), args.held_out)
     name = "heldout.jsonl" if args.held_out else "train.jsonl"
     return PromptMaker(rng, load_units(args.corpus / name), args.held_out)
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Returns the texts of a file that a run goes on with; it loses the one in whose middle the last run
+    was killed."""
+    if not path.exists():
+        return []
+    with path.open("r+b") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+    return path.read_text().splitlines()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -145,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
         max_num_seqs=args.at_once,
         max_num_batched_tokens=max(512, args.at_once),
     )
-    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    lines = whole_lines(args.out)
     rng = random.Random(f"{args.seed} {len(lines)}")
     prompts = make_prompts(args, rng)
     done = [json.loads(line) for line in lines]
@@ -153,11 +176,12 @@ def main(arguments: list[str] | None = None) -> None:
     engine, tokenizer = build_engine(config)
 
     async def run() -> None:
-        await engine.start()
         with open(args.out, "a") as file:
             writer = Writer(
                 engine, tokenizer, prompts, rng, file, args.new_tokens, args.tokens, num_done
             )
+            writer.leave_out_long()
+            await engine.start()
             await writer.run(args.at_once)
         await engine.stop()
 

@@ -22,6 +22,13 @@ def test_prompts_are_texts_or_chats(tmp_path: Path) -> None:
         read_prompts(path)
 
 
+def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    line = json.dumps({"prompt": "one\u2028two\x85three"}, ensure_ascii=False)
+    path.write_text(f"{line}\n\n{line}\n", encoding="utf-8")
+    assert read_prompts(path) == [Prompt("given", [], "one\u2028two\x85three")] * 2
+
+
 def test_a_tenth_of_them_is_kept_aside() -> None:
     prompts = [Prompt("given", [], str(number)) for number in range(30)]
 
@@ -31,6 +38,14 @@ def test_a_tenth_of_them_is_kept_aside() -> None:
 
     assert drawn(True) == {"0", "10", "20"}
     assert drawn(False) == {str(number) for number in range(30)} - drawn(True)
+
+
+def test_prompts_that_cannot_be_asked_are_left_out() -> None:
+    maker = GivenPrompts(random.Random(0), [Prompt("given", [], str(at)) for at in range(10)])
+    assert maker.keep(lambda each: each.text in "34") == 7
+    assert {maker.draw().text for _ in range(50)} == {"3", "4"}
+    with pytest.raises(ValueError, match="none of 2 prompts"):
+        maker.keep(lambda _: False)
 
 
 def test_a_chat_that_was_given_goes_on() -> None:

@@ -16,7 +16,9 @@ PROMPTS = ["def total(prices):", "for name in names:", "print(name)", "return su
 
 
 @pytest.mark.slow
-def test_a_model_answers_prompts_that_are_given(tmp_path: Path) -> None:
+def test_a_model_answers_prompts_that_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "model"
     counting_model().save_pretrained(model)
     save_tokenizer(train_tokenizer([f"{each}\n" for each in PROMPTS], VOCAB), model)
@@ -39,6 +41,14 @@ def test_a_model_answers_prompts_that_are_given(tmp_path: Path) -> None:
         assert row["kind"] == "given"
         if row["temperature"] == 0:
             assert reply == counted(text.ids[text.num_prompt - 1], len(reply) + 1)[1:]
+    # A run that is killed leaves a part of a line.
+    with out.open("a") as file:
+        file.write(first[0][:20])
     again = write(100)
     assert again[: len(first)] == first
+
+    with monkeypatch.context() as patch:
+        patch.setattr(written, "_MOST_PROMPT_TOKENS", 0)
+        with pytest.raises(ValueError, match="none of 3 prompts can be asked"):
+            write(1000)
     assert len(again) > len(first)
