@@ -156,6 +156,10 @@ class States:
             size = self._starts[-1] * self._width
             self._kept = _mapped(path, size, target.dtype).view(-1, self._width)
             self._marks = _mapped(path.with_suffix(".marks"), len(texts), torch.int64)
+            wanted = torch.tensor([self._mark(index) for index in range(len(texts))])
+            if bool(((self._marks != 0) & (self._marks != wanted)).any()):
+                # Of other texts or another order: what lay there before may have been written over.
+                self._marks.zero_()
 
     def read(self, indices: Sequence[int]) -> Batch:
         """Returns the texts of these indices, on the target's device."""

@@ -84,6 +84,16 @@ def test_a_batch_is_padded_and_kept_states_are_read_again(
     assert read[1:] == [TEXTS[0].ids, TEXTS[2].ids]
 
 
+def test_states_that_texts_in_another_order_have_written_over_are_read_again(
+    tmp_path: Path,
+) -> None:
+    target, path = saved("llama", tmp_path / "model"), tmp_path / "states.bin"
+    fresh = States(target, TEXTS, None).read([0, 1, 2]).states
+    States(target, TEXTS, path).read([0, 1, 2])
+    States(target, [TEXTS[2], *TEXTS[:2]], path).read([0])
+    assert States(target, TEXTS, path).read([0, 1, 2]).states.equal(fresh)
+
+
 def test_states_of_another_target_are_not_taken(tmp_path: Path) -> None:
     found = []
     for seed in range(2):
