@@ -18,16 +18,22 @@ C = TypeVar("C")
 
 
 class SlowAdmissions(Generic[C]):
-    """``admit`` admits a request of a client's and raises nothing; ``abort`` ends an admitted one.
-    Callable from any thread."""
+    """``admit`` admits a request of a client's and raises nothing; ``abort`` ends an admitted one;
+    ``leave_out`` tells a client of one that is not going to be admitted. Callable from any thread."""
 
     def __init__(
-        self, admit: Callable[[C, GenerationRequest], None], abort: Callable[[str], None]
+        self,
+        admit: Callable[[C, GenerationRequest], None],
+        abort: Callable[[str], None],
+        leave_out: Callable[[C, str], None],
     ) -> None:
         self._admit = admit
         self._abort = abort
+        self._leave_out = leave_out
         self._lock = threading.Lock()
         self._waiting: dict[str, C] = {}
+        # Of these and of others, since forgotten, those that are being admitted.
+        self._begun: set[str] = set()
         self._queue: queue.SimpleQueue[GenerationRequest] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -51,7 +57,11 @@ class SlowAdmissions(Generic[C]):
     def forget_one(self, request_id: str) -> bool:
         """Returns whether the request was waiting; then it is not admitted, or ended at once."""
         with self._lock:
-            return self._waiting.pop(request_id, None) is not None
+            client = self._waiting.pop(request_id, None)
+            has_begun = request_id in self._begun
+        if client is not None and not has_begun:
+            self._leave_out(client, request_id)
+        return client is not None
 
     def _begin(self) -> None:
         for _ in range(_NUM_THREADS):
@@ -64,8 +74,12 @@ class SlowAdmissions(Generic[C]):
             request = self._queue.get()
             with self._lock:
                 client = self._waiting.get(request.request_id)
-            if client is None:
-                continue
+                if client is None:
+                    continue
+                self._begun.add(request.request_id)
             self._admit(client, request)
-            if not self.forget_one(request.request_id):
+            is_wanted = self.forget_one(request.request_id)
+            with self._lock:
+                self._begun.remove(request.request_id)
+            if not is_wanted:
                 self._abort(request.request_id)

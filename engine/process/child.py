@@ -66,7 +66,9 @@ class EngineHost:
         self._lock = threading.Lock()
         self._clients: list[_Client] = []
         self._owners: dict[str, _Client] = {}
-        self._slow = SlowAdmissions(self._admit, lambda name: self._built.result().abort(name))
+        self._slow = SlowAdmissions(
+            self._admit, lambda name: self._built.result().abort(name), self._leave_out
+        )
         self._tally = StepTally()
         # Adapters come and go one after another, while clients are read from.
         self._changes = ThreadPoolExecutor(1, "adapters")
@@ -106,7 +108,7 @@ class EngineHost:
             client.link.call("adopt_adapters", changed)
         acts: Acts = {
             "submit": partial(self._submit, client),
-            "abort": partial(self._abort, client),
+            "abort": self._abort,
             "charge": lambda tenant: self._built.result().charge(tenant),
             "load_adapter": partial(self._change_adapters, "load"),
             "unload_adapter": partial(self._change_adapters, "unload"),
@@ -121,13 +123,14 @@ class EngineHost:
         for request_id in left:
             self._built.result().abort(request_id)
 
-    def _abort(self, client: _Client, request_id: str) -> None:
-        if self._slow.forget_one(request_id):
-            # Its last event: who has not left by now asks at the server's end.
-            error = ShuttingDownError("the server is shutting down")
-            client.link.call("deliver", [ErrorEvent(request_id, error)])
-        else:
+    def _abort(self, request_id: str) -> None:
+        if not self._slow.forget_one(request_id):
             self._built.result().abort(request_id)
+
+    def _leave_out(self, client: _Client, request_id: str) -> None:
+        """Its last event: who reads it by now does so at the server's end."""
+        error = ShuttingDownError("the server is shutting down")
+        client.link.call("deliver", [ErrorEvent(request_id, error)])
 
     def _change_adapters(
         self, change: Literal["load", "unload"], *arguments: Any

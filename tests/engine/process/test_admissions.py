@@ -23,7 +23,10 @@ class Office:
         self.aborted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.go_on = threading.Event()
-        self.slow = SlowAdmissions[object](self._admit, self.aborted.put)
+        self.left_out: list[str] = []
+        self.slow = SlowAdmissions[object](
+            self._admit, self.aborted.put, lambda _, name: self.left_out.append(name)
+        )
 
     def _admit(self, client: object, request: GenerationRequest) -> None:
         assert client is not None
@@ -43,6 +46,7 @@ def test_one_that_is_aborted_while_it_is_admitted_is_ended_then() -> None:
     office.go_on.set()
     assert office.admitted.get() == "a"
     assert office.aborted.get() == "a"
+    assert office.left_out == [], "its last event comes of its end"
 
 
 def test_one_that_is_aborted_before_is_not_admitted() -> None:
@@ -57,6 +61,7 @@ def test_one_that_is_aborted_before_is_not_admitted() -> None:
     office.slow.forget(gone)
     assert office.slow.forget_one("aborted")
     assert not office.slow.forget_one("aborted")
+    assert office.left_out == ["aborted"]
     office.go_on.set()
     assert sorted(office.admitted.get() for _ in range(5)) == ["a", "b", "c", "d", "last"]
     assert office.aborted.empty()
