@@ -42,8 +42,8 @@ PERMUTED = (
 
 
 def _neighbours(config: Any, count: int) -> Array:
-    """Of each head's dimensions that turn the first of every two lie before the second ones in the file,
-    if positions have sections."""
+    """Returns the places of rows whose neighbours turn together. In the file the first of every two of a
+    head's dimensions that turn lie before the second ones, if positions have sections."""
     rows = np.arange(count).reshape(-1, config.head_dim)
     if "mrope_section" in config.rope_parameters:
         turning = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])

@@ -226,7 +226,7 @@ def _hunyuan_moe(said: Said) -> Mapping[str, Any]:
 
 _SIGMOID = 2
 _TEMPERATURE = "attention.temperature_scale"
-"""Of what queries grow by down a text."""
+"""The key of what queries grow by down a text."""
 _ENDLESS = 1e29
 _EXPERTS_IN_GROUPS = 256
 """DeepSeek V3's and R1's. Older files say no groups, and other models of the type have none."""
