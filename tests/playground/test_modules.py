@@ -41,7 +41,7 @@ tell(depth({ childNodes: module.markdown(text, (start, end) => [text.slice(start
 
 
 def told(name: str, script: str, given: Any) -> Any:
-    """What a script with a module of the page tells."""
+    """Returns what a script with a module of the page tells."""
     node, _ = compute_driver_executable()
     command = [node, "--input-type=module", "-e", f"{_PAGE}{script}"]
     arguments = [(FOLDER / name).as_uri(), json.dumps(given)]
@@ -50,7 +50,7 @@ def told(name: str, script: str, given: Any) -> Any:
 
 
 def scrape(**figures: float) -> dict[str, float]:
-    """Of two models, with labels in the order of expositions: that of their names."""
+    """Returns figures of two models, with labels in the order of expositions: that of their names."""
     found: dict[str, float] = {}
     for model, factor in (("mine", 1), ("other", 5)):
         for name, value in figures.items():

@@ -247,7 +247,7 @@ def test_a_recording_of_more_rows_serves_until_padding_has_taken_what_recording_
 
 
 def prompts(first: int, second: int) -> InputBatch:
-    """Of two requests that ask for their last row's logits."""
+    """Returns a step of two requests that ask for their last row's logits."""
     asked = [replace(each, num_logits=1) for each in texts(first, [first, second])]
     return build_batch(asked, SIZE)
 
