@@ -329,7 +329,8 @@ def _tiled(weight: Array, config: Any, first: int = 0, axis: int = 0) -> Array:
 
 
 def _neighbours_apart(weight: Array, config: Any) -> Array:
-    """Returns each head's dimensions: of those that turn the even ones, then the odd ones, then the rest."""
+    """Returns each head's dimensions: of those that turn the even ones, then the odd ones, then the
+    rest."""
     heads = weight.reshape(-1, config.head_dim, *weight.shape[1:])
     turning = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
     parts = heads[:, 0:turning:2], heads[:, 1:turning:2], heads[:, turning:]
