@@ -223,8 +223,7 @@ class Observation:
     rows off the path. ``top_token_ids[r]``: the likeliest tokens at row ``r``, best first, without those
     of probability zero, as many as ``num_top_tokens`` asked for. ``top_logits[r]``: their logits as the
     target gave them, before any truncation; ``top_probs[r]``: what probabilities these are, for drafters
-    that need ``top_probs``. ``row_tokens``: the tokens that the batch did not write while it verified
-    one row more.
+    that need ``top_probs``.
     """
 
     request_id: str
@@ -236,7 +235,6 @@ class Observation:
     top_token_ids: Sequence[Sequence[int]] | None = None
     top_probs: Sequence[Sequence[float]] | None = None
     top_logits: Sequence[Sequence[float]] | None = None
-    row_tokens: float = 0.0
 
     @property
     def accepted_token_ids(self) -> Sequence[int]:
@@ -380,13 +378,6 @@ class Drafter:
     most_recomputed: float = math.inf
     """The most tokens of a cached prefix that the engine computes again where ``num_usable_tokens`` says
     so. Of a request with more it takes the whole prefix, and the drafter has to do without."""
-    weighed_seconds: float = 0.0
-    """The part of its last call that it weighed itself against what the engine writes meanwhile."""
-    fetches_hidden: bool = False
-    """It calls ``fetch_hidden`` in a draft for which it reads hidden states; else it is given those
-    before each draft."""
-    fetch_hidden: Callable[[], None] = staticmethod(lambda: None)
-    """Set by the engine: has ``observe_hidden`` called with all that has come."""
     num_slots: int = 0
     """With ``draft_slots`` among its needs: the slots that it wants however little it is to draft."""
     hidden_layers: Sequence[int] = (NORMED,)
@@ -410,6 +401,12 @@ class Drafter:
 
     def meet(self, drafters: Mapping[str, Drafter]) -> None:
         """Called once, when all drafters of the engine are built, with all of them by name."""
+
+    def companions(self, has_prediction: bool) -> Sequence[Drafter]:  # noqa: ARG002
+        """Returns the drafters that the engine asks besides for a request that names this one, which has
+        drafted at once by then, where that is expected to pay: all their drafts become one tree.
+        ``has_prediction``: the request comes with one (``predict``)."""
+        return ()
 
     def start(self, request: NewRequest) -> RequestState:  # noqa: ARG002
         """Returns the state of a new request."""

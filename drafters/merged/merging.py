@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from compiled.records import Memory, address_of
-from drafters.base import GREEDY, DraftRequest, DraftSampling, Observation
+from drafters.base import GREEDY, DraftRequest, DraftSampling, Observation, ReadingState
 from drafters.copying.alignment import Alignment, Desk
 from drafters.copying.suffix_index import Histories
 from drafters.merged.chance_loops import NUM_WEIGHTS
@@ -91,7 +91,7 @@ class Merging:
         return table
 
 
-class MergedText:
+class MergedText(ReadingState):
     """One request: its text, and what it has learned."""
 
     num_top_tokens = NUM_TOP
@@ -110,7 +110,6 @@ class MergedText:
         told["own"], told["nearly"] = address_of(self._own), address_of(self._nearly)
         told["shared"] = address_of(merging.shared[0])
         self._make_room(_NODES)
-        self.read_prompt = self._alignment.read
         self.finish = self._alignment.finish
 
     def _make_room(self, num_nodes: int) -> None:
@@ -121,6 +120,9 @@ class MergedText:
         told = self._told
         told["guesses"], told["counts"] = self._guesses.address, address_of(self._counts)
         told["survivals"] = address_of(self._survivals)
+
+    def read_prompt(self, num_tokens: int) -> int:
+        return self._alignment.read(num_tokens)
 
     def _sample(self, sampling: DraftSampling) -> None:
         self._sampling = sampling

@@ -35,7 +35,7 @@ class Request:
     adapter: Any = None
     """The adapter of its rows (``engine.model.adapted.Adapter``), if they have one."""
     drafting: Any = None
-    """Its drafter's part in it (``engine.speculation.drafting.Drafting``), if it has one."""
+    """Its drafters' parts in it (``engine.speculation.drafting.Drafting``), if it has any."""
     stats: RequestStats = field(init=False)
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
@@ -184,6 +184,8 @@ class ScheduledRequest:
     draft: DraftTree = EMPTY
     """The part of the proposal that is verified; ``reason`` says why it is no larger."""
     reason: Reason = ""
+    shares: dict[Any, DraftTree] = field(default_factory=dict)
+    """What each guest that was asked has drafted (``engine.speculation.parts``), and its host."""
 
     hidden_layers: tuple[int, ...] = ()
     """The layers whose hidden states of this step the drafter reads, in its order."""

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from drafters.base import Drafter, DraftRequest, DraftShape
 from drafters.containment import guarded
-from drafters.part import Part
 from drafters.tree import EMPTY, DraftTree
 from engine.request.params import SpeculativeParams, VerificationName
 from engine.schedule.request import Plan, Request, ScheduledRequest
-from engine.speculation.acceptance import Acceptance
 from engine.speculation.gamma.policy import GammaPolicy
+from engine.speculation.parts import Guest, Part
 
 _CORE = "drafters."
 
 
 @dataclass(slots=True, eq=False)
 class Drafting(Part):
-    """State of a request that drafts."""
+    """State of a request that drafts: the part of the drafter that it names, and those of its guests."""
 
     policy: GammaPolicy
-    acceptance: Acceptance
     shape: DraftShape
-    weighs_cost: bool = True
-    """Whether it is asked only where its draft is expected to bring more than it takes."""
-    row_tokens: float = 0.0
-    """The tokens that the engine did not write while it verified the rows of the last draft."""
-    num_whole: int = 0
-    """The rows of the last draft, where such are granted whole or not at all."""
+    guests: list[Guest] = field(default_factory=list)
     seen: DraftTree = EMPTY
     """The last proposal of a greedy request, which has no distributions; its tokens may be stand-ins."""
     has_verified: bool = False
     """A draft of the request was verified."""
+
+    @property
+    def parts(self) -> tuple[Drafting | Guest, ...]:
+        return (self, *self.guests)
+
+    @property
+    def reader(self) -> Part:
+        """The part that reads hidden states, where there is one; there are no two."""
+        return next(part for part in self.parts if part.drafter.info.needs.hidden_rows)
 
     @property
     def is_whole(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from drafters.base import HiddenRows
-from engine.schedule.request import ScheduledRequest
+from engine.schedule.request import Request, ScheduledRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,8 +82,9 @@ class WaitingStates:
             self._steps.append(_Step(parts, copied, len(rows)))
             self._num_rows += len(rows)
 
-    def take(self) -> list[HiddenRows]:
-        """Returns all that wait, each request's consecutive rows together; they wait no longer."""
+    def take(self) -> list[tuple[Request, HiddenRows]]:
+        """Returns all that wait, and whose it is, each request's consecutive rows together; they wait no
+        longer."""
         steps, self._steps, self._num_rows = self._steps, [], 0
         stretches = _stretches(steps)
         if not stretches:
@@ -98,12 +99,15 @@ class WaitingStates:
                 together = _chosen(together, order)
             parts[layer] = together.split(counts)
         return [
-            HiddenRows(
-                each.scheduled.request.request_id,
-                each.scheduled.base,
-                each.scheduled.request.token_ids,
-                tuple(parts[layer][at] for layer in each.scheduled.hidden_layers),
-                each.scheduled.rows.block_table,
+            (
+                each.scheduled.request,
+                HiddenRows(
+                    each.scheduled.request.request_id,
+                    each.scheduled.base,
+                    each.scheduled.request.token_ids,
+                    tuple(parts[layer][at] for layer in each.scheduled.hidden_layers),
+                    each.scheduled.rows.block_table,
+                ),
             )
             for at, each in enumerate(stretches)
         ]

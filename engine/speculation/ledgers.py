@@ -1,5 +1,5 @@
-"""The engine's ledgers, one for each drafter: which requests are asked in a step, by what drafts of their
-kind of traffic have brought.
+"""The engine's ledgers, one for each drafter, and for each as whose guest it is asked: which requests are
+asked in a step, by what drafts of their kind of traffic have brought.
 
 Granting decides after a draft is made, when its price is already paid. What counts is what was
 accepted, less the tokens that the batch could have written while the draft's rows were verified,
@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from drafters.ledger import Gain, Hope, Ledger
+from drafters.base import Drafter
+from drafters.ledger import Hope, Ledger
 from engine.request.params import GenerationRequest
-from engine.schedule.request import Plan, Request, ScheduledRequest
+from engine.schedule.request import Plan, ScheduledRequest
 from engine.speculation.cost import CostModel
-from engine.speculation.drafting import Drafting
+from engine.speculation.drafting import Drafting, drafting_of
+from engine.speculation.parts import Ask, Part, able_guests
 
 _TRIAL_STEPS_OF_WINDOWS = 6
 _LEAST_DRAFTED = 16
@@ -63,38 +65,35 @@ class _Drafted:
 
 
 class Ledgers:
-    """Those of an engine's drafters, by name."""
+    """Those of an engine's drafters, by their names and their hosts'."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._ledgers: dict[str, Ledger] = {}
+        self._ledgers: dict[tuple[str, str], Ledger] = {}
         self._plain_seconds = self.prompt_seconds = self._rate = 0.0
         """Seconds of the step without drafts, those of its prompts among them, and tokens per second
         without either."""
         self._drafted = _Drafted()
 
-    def gain(self, drafter: str, is_whole: bool, request: Request) -> Gain:
-        """Returns the account of a new request. ``is_whole``: its drafts are granted whole or not at
-        all."""
-        ledger = self._ledgers.get(drafter)
+    def of(self, drafter: Drafter, host: str = "") -> Ledger:
+        """Returns the ledger of a drafter that requests name, or that is asked beside ``host``."""
+        name, is_whole = drafter.info.name, drafter.info.needs.all_or_nothing
+        ledger = self._ledgers.get((name, host))
         if ledger is None:
-            seconds = partial(self._cost.draft_seconds, drafter)
-            steps = _TRIAL_STEPS_OF_WINDOWS if is_whole else 1
-            ledger = self._ledgers[drafter] = Ledger(seconds, steps)
-        return ledger.gain(Traffic.of(request.params, request.sampling.verification))
+            seconds = partial(self._cost.draft_seconds, name)
+            ledger = Ledger(seconds, _TRIAL_STEPS_OF_WINDOWS if is_whole else 1)
+            self._ledgers[name, host] = ledger
+        return ledger
 
-    def took(self, drafter: str, asked: Sequence[Drafting], seconds: float) -> None:
-        """A call of the drafter for these requests took so long, less what it has weighed by itself."""
-        if any(each.has_rested for each in asked):
-            self._ledgers[drafter].took(len(asked), seconds, has_rested=True)
-        else:
+    def took(self, drafter: str, asked: Sequence[Part], seconds: float) -> None:
+        """A call of the drafter for these took so long."""
+        rested = {each.ledger for each in asked if each.has_rested}
+        for ledger in rested:
+            ledger.took(len(asked), seconds, has_rested=True)
+        if not rested:
             self._cost.observe_draft(drafter, len(asked), seconds)
         for each in asked:
             each.has_rested = False
-
-    def forget(self, drafter: str, request_id: str) -> None:
-        """The request is over."""
-        self._ledgers[drafter].forget(request_id)
 
     def begin_step(self, plan: Plan) -> float:
         """Returns what the step would write per second without drafts and prompts: while these
@@ -118,14 +117,14 @@ class Ledgers:
         # Steps with drafts may be believed to be the faster ones.
         return self._rate * max(0.0, self._seconds(plan, num_drafts) - self._plain_seconds)
 
-    def rest(self, drafting: Iterable[Drafting], num_sampling: int) -> set[str]:
-        """Returns the drafters that nobody is asked for in this step. ``drafting``: of all requests that
-        weigh what a draft costs, among ``num_sampling`` that get a token."""
-        counts = Counter(each.name for each in drafting)
+    def rest(self, drafting: Iterable[Drafting], num_sampling: int) -> set[Ledger]:
+        """Returns the ledgers of drafters that nobody is asked for in this step. ``drafting``: of all
+        requests that weigh what a draft costs, among ``num_sampling`` that get a token."""
+        counts = Counter(each.ledger for each in drafting)
         return {
-            name
-            for name, number in counts.items()
-            if self._ledgers[name].rests(number, num_sampling - number)
+            ledger
+            for ledger, number in counts.items()
+            if ledger.rests(number, num_sampling - number)
         }
 
     def wants_plain(self, plan: Plan) -> bool:
@@ -147,21 +146,28 @@ class Ledgers:
         elif seen.steps and plan.num_rows == plan.num_sampling:
             self._drafted = _Drafted()
 
-    def choose(
-        self, name: str, group: Sequence[tuple[ScheduledRequest, Drafting]], plan: Plan
-    ) -> list[int]:
-        """Returns the indices of those of a drafter's requests that it is to be asked for."""
-        return self._ledgers[name].choose([self._hope(*each, plan) for each in group])
+    def choose(self, group: Sequence[Ask], plan: Plan) -> list[int]:
+        """Returns the indices of those of one ledger that are to be asked."""
+        return group[0][1].ledger.choose([self._hope(*each, plan) for each in group])
 
-    def _hope(self, each: ScheduledRequest, drafting: Drafting, plan: Plan) -> Hope:
-        request, rows = each.request, 0.0
-        if not drafting.weighs_cost:
+    def join(self, hosts: Sequence[ScheduledRequest], plan: Plan) -> list[Ask]:
+        """Returns which guests are to be asked for requests whose hosts have drafted."""
+        able: dict[Ledger, list[Ask]] = {}
+        for each in hosts:
+            host = drafting_of(each)
+            for ask in able_guests(each, host, host.guests):
+                able.setdefault(ask[1].ledger, []).append(ask)
+        return [group[at] for group in able.values() for at in self.choose(group, plan)]
+
+    def _hope(self, each: ScheduledRequest, part: Part, plan: Plan) -> Hope:
+        rows = 0.0
+        if not part.weighs_cost:
             return Hope(0.0, 0.0)
-        if drafting.num_whole:
-            rows = self._tokens(plan, drafting.num_whole)
-        gain = drafting.gain.expect() - rows
-        rows = max(rows, drafting.row_tokens)
-        return Hope(gain, self._rate, rows, request.request_id, drafting.has_rested)
+        if part.num_whole:
+            rows = self._tokens(plan, part.num_whole)
+        gain = part.gain.expect(part.num_free) - rows
+        rows = max(rows, part.row_tokens)
+        return Hope(gain, self._rate, rows, each.request.request_id, part.has_rested)
 
     def granted(self, plan: Plan) -> None:
         """The drafts of the step are those that it verifies."""
@@ -182,7 +188,7 @@ class Ledgers:
     ) -> None:
         """A request's part of the step was verified. The next one may be planned already."""
         assert each.outcome is not None
-        self._ledgers[drafting.name].wrote(len(each.outcome.emitted_token_ids))
+        drafting.ledger.wrote(len(each.outcome.emitted_token_ids))
         if each.num_asked <= 0:
             return
         if drafting.is_whole:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from drafters.base import Drafter, HiddenRows, Observation, hidden_layers_of
-from drafters.containment import count_of, counted, guarded, succeeds
+from drafters.base import Drafter, HiddenRows, Observation, Options, hidden_layers_of
+from drafters.containment import counted, guarded, succeeds
 from drafters.estimator import AcceptanceEstimator
+from drafters.ledger import Gain, Ledger
+from drafters.tree import EMPTY
 from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
 from engine.schedule.request import Plan, Request, ScheduledRequest
-from engine.speculation.acceptance import new_acceptance
+from engine.speculation.acceptance import Acceptance, new_acceptance
 from engine.speculation.constrained import constrain, counts
 from engine.speculation.cost import CostModel
 from engine.speculation.drafting import (
@@ -32,7 +34,8 @@ from engine.speculation.drafting import (
 from engine.speculation.gamma.policy import registered_policies
 from engine.speculation.granting import Granting, Shedding
 from engine.speculation.hidden import WaitingStates
-from engine.speculation.ledgers import Ledgers
+from engine.speculation.ledgers import Ledgers, Traffic
+from engine.speculation.parts import Ask, Guest, Part, lay
 from engine.speculation.proposing import Proposing
 from kvpool.block_pool import BlockPool
 
@@ -45,6 +48,9 @@ NO_DRAFTER = "none"
 _TOKENS_READ_PER_STEP = 1024
 """Tokens of all prompts that drafters may index per step: some milliseconds at most. A step that
 computes more rows takes long enough to read as many."""
+
+
+_Told: TypeAlias = tuple[ScheduledRequest, Part, Observation]
 
 
 class Speculation:
@@ -72,55 +78,58 @@ class Speculation:
         self._ledgers = Ledgers(cost)
         self._policies = {kind.name: kind(cost) for kind in registered_policies()}
         self._shedding = Shedding(shed, shed_queue)
-        self._proposing = Proposing(drafters, pool, vocab_size)
+        self._proposing = Proposing(pool, vocab_size)
         self._granting = Granting(self._policies, cost, pool, self._shedding)
-        self._drafting: dict[str, Drafting] = {}
-        """The requests that draft, by id."""
-        self._unread: dict[str, Drafting] = {}
-        """Requests whose drafter still reads the prompt, in order of arrival."""
+        self._drafting: set[Drafting] = set()
+        """Those of all open requests."""
+        self._unread: dict[Part, Request] = {}
+        """Requests of which a drafter still reads the prompt, in order of arrival."""
         self._hidden = WaitingStates()
         self._unsettled: dict[str, Drafter] = {}
         """Drafters, by name, that may still write rows of requests that have left their blocks."""
-        for each in drafters.values():
-            if each.fetches_hidden:
-                each.fetch_hidden = self._tell_hidden
-
-    def _reads_hidden(self, name: str) -> bool:
-        """Returns whether a drafter is given hidden states before it is asked."""
-        drafter = self.drafters[name]
-        return drafter.info.needs.hidden_rows and not drafter.fetches_hidden
 
     # --- a request comes and goes ---
 
     def open(self, request: Request) -> None:
         """Start drafting for a request, if it asked for a drafter."""
-        params, request_id = request.params, request.request_id
-        wanted = params.speculative
+        wanted = request.params.speculative
         if wanted.draft_strategy == NO_DRAFTER:
             return
-        drafter, policy = (
-            self.drafters[wanted.draft_strategy],
-            self._policies[wanted.adaptive_depth],
-        )
-        acceptance = new_acceptance(
-            self._estimator, wanted.draft_strategy, request.sampling.verification
-        )
-        is_whole = drafter.info.needs.all_or_nothing
-        gain = self._ledgers.gain(wanted.draft_strategy, is_whole, request)
+        drafter, name = self.drafters[wanted.draft_strategy], wanted.draft_strategy
+        policy = self._policies[wanted.adaptive_depth]
         shape = shape_of(wanted, drafter, request.sampling.verification)
-        drafting = Drafting(drafter, gain, policy, acceptance, shape)
-        request.drafting = self._drafting[request_id] = drafting
-        drafting.weighs_cost = policy.weighs_cost and not wanted.min_speculative_tokens
+        weighs_cost = policy.weighs_cost and not wanted.min_speculative_tokens
+        drafting = Drafting(*self._known(drafter, request), weighs_cost, policy, shape)
+        request.drafting = drafting
+        self._drafting.add(drafting)
+        self._start(drafting, request, wanted.options)
+        for each in _companions(drafter, bool(request.params.prediction_token_ids)):
+            guest = Guest(*self._known(each, request, name), weighs_cost)
+            drafting.guests.append(guest)
+            self._start(guest, request, each.info.defaults())
+
+    def _known(
+        self, drafter: Drafter, request: Request, host: str = ""
+    ) -> tuple[Drafter, Ledger, Gain, Acceptance]:
+        """Returns a drafter and what is known of it, for a new request that names it or ``host``."""
+        verification = request.sampling.verification
+        ledger = self._ledgers.of(drafter, host)
+        gain = ledger.gain(Traffic.of(request.params, verification))
+        acceptance = new_acceptance(self._estimator, drafter.info.name, verification)
+        return drafter, ledger, gain, acceptance
+
+    def _start(self, part: Part, request: Request, options: Options) -> None:
+        params, request_id = request.params, request.request_id
 
         def start() -> None:
-            drafter.open(request_id, request.token_ids, wanted.options, params.cache_salt)
+            part.drafter.open(request_id, request.token_ids, options, params.cache_salt)
             if params.prediction_token_ids:
-                drafter.predict(request_id, params.prediction_token_ids)
-            drafter.read_prompt(request_id, 0)
+                part.drafter.predict(request_id, params.prediction_token_ids)
+            part.drafter.read_prompt(request_id, 0)
 
-        drafting.is_open = succeeds([drafting], start)
-        if drafting.is_open:
-            self._unread[request_id] = drafting
+        part.is_open = succeeds([part], start)
+        if part.is_open:
+            self._unread[part] = request
 
     def num_usable_tokens(self, request: Request, block_ids: Sequence[int]) -> int:
         """Returns how many tokens of a cached prefix, which lies in these blocks, the request's drafter
@@ -131,19 +140,22 @@ class Speculation:
         if name == NO_DRAFTER or (drafting is not None and not drafting.is_asked):
             return all_of_them
         self._tell_hidden()
+        drafter = self.drafters[name]
 
-        def ask() -> int:
-            found = self.drafters[name].num_usable_tokens(
-                request.token_ids, block_ids, params.cache_salt
-            )
-            return count_of(found, all_of_them)
+        def ask(drafter: Drafter) -> int:
+            return drafter.num_usable_tokens(request.token_ids, block_ids, params.cache_salt)
 
-        usable = guarded([] if drafting is None else [drafting], ask)
-        if usable is None:
+        usable = counted(
+            [] if drafting is None else [drafting], all_of_them, ask, drafter, otherwise=-1
+        )
+        if usable < 0:
             self._num_closed_failures += drafting is None
             return all_of_them
+        for each in _companions(drafter, has_prediction=False):
+            if self._ledgers.of(each, name).pays:
+                usable = min(usable, counted([], all_of_them, ask, each, otherwise=usable))
         num_recomputed = len(block_ids) * self._pool.block_size - usable
-        return usable if num_recomputed <= self.drafters[name].most_recomputed else all_of_them
+        return usable if num_recomputed <= drafter.most_recomputed else all_of_them
 
     def leave_blocks(self, request: Request) -> None:
         """The request is about to give back its blocks. Its drafter has until ``settle`` to write into
@@ -154,9 +166,11 @@ class Speculation:
             return
         self._tell_hidden()
         table = self._pool.block_table(request.request_id)
-        leave = drafting.drafter.leave_blocks
-        guarded([drafting], leave, request.request_id, request.token_ids, table)
-        self._unsettled[drafting.name] = drafting.drafter
+        for part in drafting.parts:
+            if part.leaves_rows:
+                leave = part.drafter.leave_blocks
+                guarded([part], leave, request.request_id, request.token_ids, table)
+                self._unsettled[part.name] = part.drafter
 
     def settle(self) -> None:
         """Let drafters write what they were to write. To be called before requests are admitted, which
@@ -169,24 +183,23 @@ class Speculation:
     def close(self, request: Request) -> int:
         """Forget a request; returns how often its drafter failed it, here included."""
         drafting, request.drafting = drafting_if_any(request), None
-        self._drafting.pop(request.request_id, None)
-        self._unread.pop(request.request_id, None)
         self._hidden.forget(request.request_id)
         if drafting is None:
             return 0
+        self._drafting.discard(drafting)
         drafting.policy.forget(request.request_id)
-        self._ledgers.forget(drafting.name, request.request_id)
-        drafting.catch_up(request.request_id, request.token_ids)
-        guarded([drafting], drafting.drafter.close, request.request_id)
+        for part in drafting.parts:
+            self._unread.pop(part, None)
+            part.ledger.forget(request.request_id)
+            part.catch_up(request.request_id, request.token_ids)
+            guarded([part], part.drafter.close, request.request_id)
         self._num_closed_failures += drafting.num_failures
         return drafting.num_failures
 
     @property
     def num_failures(self) -> int:
-        """Failures of all drafters so far."""
-        return self._num_closed_failures + sum(
-            each.num_failures for each in self._drafting.values()
-        )
+        """Failures of all drafters so far, but for guests'."""
+        return self._num_closed_failures + sum(each.num_failures for each in self._drafting)
 
     # --- before the forward ---
 
@@ -224,10 +237,7 @@ class Speculation:
             drafting = [each for each in self._awake(plan) if self._bound(each, plan.num_waiting)]
             if drafting:
                 rate = self._ledgers.begin_step(plan)
-                asked = self._chosen(drafting, plan)
-                if any(map(self._reads_hidden, asked)):
-                    self._tell_hidden(plan)
-                self._proposing.propose(asked, plan, readback, rate)
+                self._propose(self._chosen(drafting, plan), plan, readback, rate)
                 drafting = [each for each in drafting if each.max_nodes > 0]
                 constrain(drafting)
                 self._grant(drafting, plan)
@@ -259,7 +269,7 @@ class Speculation:
             return [each for each, _ in able]
         awake = []
         for each, own in able:
-            if own.name not in resting or not _may_rest(each, own):
+            if own.ledger not in resting or not _may_rest(each, own):
                 awake.append(each)
             else:
                 each.reason = "low_acceptance"
@@ -267,13 +277,13 @@ class Speculation:
 
     def _read_prompts(self, num_tokens: int) -> None:
         """Let drafters take in ``num_tokens`` more tokens of the requests that they have not read yet."""
-        for request_id, drafting in list(self._unread.items()):
+        for part, request in list(self._unread.items()):
             if num_tokens <= 0:
                 return
-            read = drafting.drafter.read_prompt
-            num_tokens -= counted([drafting], num_tokens, read, request_id, num_tokens)
+            read = part.drafter.read_prompt
+            num_tokens -= counted([part], num_tokens, read, request.request_id, num_tokens)
             if num_tokens > 0:
-                del self._unread[request_id]
+                del self._unread[part]
 
     def _bound(self, each: ScheduledRequest, num_waiting: int) -> bool:
         """Say how many draft nodes make sense, and how many of them to ask the drafter for. False where
@@ -318,70 +328,88 @@ class Speculation:
         return 0 if grammar is None else min(len(grammar.forced()), cap)
 
     def _want(self, each: ScheduledRequest) -> None:
-        """Say what the drafter wants to see of the step: states in any case, the rest if it is told of
-        it at once."""
+        """Say what drafters want to see of the step: states in any case, the rest if they are told of it
+        at once."""
         drafting = drafting_if_any(each.request)
         if drafting is None or not drafting.is_asked:
             return
-        needs = drafting.drafter.info.needs
-        if needs.hidden_rows:
-            each.hidden_layers = tuple(drafting.drafter.hidden_layers)
-        if not drafting.is_told(each):
-            return
-        each.wants_top_probs = needs.top_probs
-        if each.samples:
-            ask = drafting.drafter.num_top_tokens
-            num_top = counted([drafting], None, ask, each.request.request_id)
-            each.num_top_tokens = min(num_top, self._vocab_size)
+        for part in drafting.parts:
+            needs = part.drafter.info.needs
+            if not part.is_asked:
+                continue
+            if needs.hidden_rows:
+                each.hidden_layers = tuple(part.drafter.hidden_layers)
+            if not part.is_told(each):
+                continue
+            each.wants_top_probs |= needs.top_probs
+            if each.samples:
+                ask = part.drafter.num_top_tokens
+                num_top = counted([part], None, ask, each.request.request_id)
+                each.num_top_tokens = max(each.num_top_tokens, min(num_top, self._vocab_size))
 
     # --- proposals ---
 
-    def _chosen(
-        self, drafting: Sequence[ScheduledRequest], plan: Plan
-    ) -> dict[str, list[ScheduledRequest]]:
-        """Returns by drafter whom it is asked for; the others rest in this step."""
-        groups: dict[str, list[tuple[ScheduledRequest, Drafting]]] = {}
+    def _chosen(self, drafting: Sequence[ScheduledRequest], plan: Plan) -> dict[str, list[Ask]]:
+        """Returns by drafter what it is asked for; the others rest in this step."""
+        groups: dict[str, list[Ask]] = {}
         for each in drafting:
             if each.num_asked > 0:
                 own = drafting_of(each)
                 groups.setdefault(own.name, []).append((each, own))
-        asked: dict[str, list[ScheduledRequest]] = {}
+        asked: dict[str, list[Ask]] = {}
         for name, group in groups.items():
-            chosen = self._ledgers.choose(name, group, plan)
+            chosen = self._ledgers.choose(group, plan)
             if chosen:
-                asked[name] = [group[at][0] for at in chosen]
+                asked[name] = [group[at] for at in chosen]
             for at in set(range(len(group))).difference(chosen):
                 each = group[at][0]
                 each.num_asked, each.reason = 0, "low_acceptance"
                 each.max_nodes = min(each.max_nodes, self._num_forced(each.request))
         return asked
 
-    # --- grants ---
+    def _propose(
+        self, asked: dict[str, list[Ask]], plan: Plan, readback: Readback, rate: float
+    ) -> None:
+        """Have drafters draft, those with guests first: whether these are asked depends on that."""
+        hosts = [each for group in asked.values() for each, _ in group if drafting_of(each).guests]
+        if hosts:
+            names = {drafting_of(each).name: None for each in hosts}
+            first = {name: asked.pop(name) for name in names}
+            self._proposing.propose(first, plan, readback, rate)
+            for each, guest in self._ledgers.join(hosts, plan):
+                each.shares[guest] = EMPTY
+                asked.setdefault(guest.name, []).append((each, guest))
+        if any(group[0][1].drafter.info.needs.hidden_rows for group in asked.values()):
+            self._tell_hidden(plan)
+        self._proposing.propose(asked, plan, readback, rate)
+        for each in hosts:
+            lay(each, drafting_of(each).shape.width)
 
     # --- after the forward ---
 
     def observe(self, plan: Plan, requests: Sequence[ScheduledRequest]) -> None:
         """Tell estimates, policies and drafters what the target said of requests that have sampled, and
         requests what their drafters took."""
-        by_drafter: dict[str, list[tuple[ScheduledRequest, Observation]]] = {}
+        told: dict[str, list[_Told]] = {}
         with weighed(plan):
             for each in requests:
                 drafting = drafting_if_any(each.request)
                 if drafting is not None and drafting.is_asked:
-                    seen = self._learn(each, drafting, plan)
-                    if seen is not None:
-                        by_drafter.setdefault(drafting.name, []).append((each, seen))
+                    for part, seen in self._learn(each, drafting, plan):
+                        told.setdefault(part.name, []).append((each, part, seen))
             self._ledgers.wrote(plan, requests)
-            for name, told in by_drafter.items():
+            for name, group in told.items():
                 # Not retried one by one: a drafter may have learned from half of them already.
-                whose = [drafting_of(each) for each, _ in told]
+                whose = [part for _, part, _ in group]
                 with timed(plan, name):
-                    guarded(whose, self.drafters[name].observe, [seen for _, seen in told])
-        self._account(plan, by_drafter)
+                    guarded(whose, whose[0].drafter.observe, [seen for _, _, seen in group])
+        self._account(plan, told)
 
-    def _learn(self, each: ScheduledRequest, drafting: Drafting, plan: Plan) -> Observation | None:
-        """Policy, ledger and estimates learn from a request's step. Returns what its drafter is to hear
-        of it at once, if anything."""
+    def _learn(
+        self, each: ScheduledRequest, drafting: Drafting, plan: Plan
+    ) -> list[tuple[Part, Observation]]:
+        """Policy, ledgers and estimates learn from a request's step. Returns what drafters are to hear of
+        it at once, if anything."""
         request, outcome = each.request, each.outcome
         assert outcome is not None
         drafting.see(each)
@@ -391,34 +419,38 @@ class Speculation:
         drafting.has_verified |= num_verified > 0
         drafting.has_rested |= each.num_asked <= 0 and not plan.is_plain
         # Who reads the prompt reads what is written meanwhile, too.
-        is_told = drafting.is_told(each) or request.request_id in self._unread
+        is_told = drafting.is_told(each) or drafting in self._unread
         if not is_told:
             drafting.num_missed += len(outcome.emitted_token_ids)
-            if not each.proposal.token_ids and not drafting.acceptance.is_waiting:
-                return None
-        row_tokens = drafting.row_tokens / max(1, num_verified)
-        seen = _observation(request, each, outcome, row_tokens)
+            is_of_use = each.proposal.token_ids or drafting.acceptance.is_waiting
+            if not is_of_use and not drafting.guests:
+                return []
+        seen = _observation(request, each, outcome)
         drafting.acceptance.observe(each.proposal, seen)
-        return seen if is_told else None
+        told: list[tuple[Part, Observation]] = [(drafting, seen)] if is_told else []
+        core = each.shares.get(drafting, EMPTY)
+        for guest in drafting.guests:
+            heard = guest.learn(each, seen, core, plan)
+            if heard is not None:
+                told.append((guest, heard))
+            elif guest in self._unread:
+                guest.catch_up(request.request_id, request.token_ids)
+        return told
 
-    def _account(
-        self, plan: Plan, by_drafter: Mapping[str, Sequence[tuple[ScheduledRequest, Observation]]]
-    ) -> None:
+    def _account(self, plan: Plan, told: Mapping[str, Sequence[_Told]]) -> None:
         """Requests and the cost model hear what drafts took: their drafters' time and, of those who were
         asked, the engine's."""
         asked = {
-            name: [drafting_of(each) for each, _ in told if each.num_asked > 0]
-            for name, told in by_drafter.items()
+            name: [part for each, part, _ in group if each.num_asked > 0]
+            for name, group in told.items()
         }
         own = plan.speculation_seconds / max(1, sum(map(len, asked.values())))
-        for name, told in by_drafter.items():
+        for name, group in told.items():
             seconds = plan.draft_seconds[name] + own * len(asked[name])
-            for each, _ in told:
-                each.draft_seconds = seconds / len(told)
+            for each, _, _ in group:
+                each.draft_seconds += seconds / len(group)
             if asked[name]:
-                # A drafter may time itself by another clock than the engine's.
-                weighed = self.drafters[name].weighed_seconds
-                self._ledgers.took(name, asked[name], max(0.0, seconds - weighed))
+                self._ledgers.took(name, asked[name], seconds)
 
     def observe_hidden(
         self, requests: Sequence[ScheduledRequest], states: Mapping[int, Tensor]
@@ -432,13 +464,18 @@ class Speculation:
     def _tell_hidden(self, plan: Plan | None = None) -> None:
         """Hand the states that wait to the drafters. ``plan``: of the step for whose drafts it is done,
         and to whose price it belongs."""
-        by_drafter: dict[str, list[HiddenRows]] = {}
-        for each in self._hidden.take():
-            by_drafter.setdefault(self._drafting[each.request_id].name, []).append(each)
+        by_drafter: dict[str, list[tuple[Part, HiddenRows]]] = {}
+        for request, rows in self._hidden.take():
+            reader = request.drafting.reader
+            by_drafter.setdefault(reader.name, []).append((reader, rows))
         for name, group in by_drafter.items():
-            whose = [self._drafting[each.request_id] for each in group]
+            whose = [part for part, _ in group]
             with nullcontext() if plan is None else timed(plan, name):
-                guarded(whose, self.drafters[name].observe_hidden, group)
+                guarded(whose, whose[0].drafter.observe_hidden, [rows for _, rows in group])
+
+
+def _companions(drafter: Drafter, has_prediction: bool) -> Sequence[Drafter]:
+    return guarded([], drafter.companions, has_prediction) or ()
 
 
 def _may_rest(each: ScheduledRequest, drafting: Drafting) -> bool:
@@ -446,9 +483,7 @@ def _may_rest(each: ScheduledRequest, drafting: Drafting) -> bool:
     return drafting.weighs_cost and each.request.sampling.grammar is None
 
 
-def _observation(
-    request: Request, each: ScheduledRequest, outcome: Outcome, row_tokens: float
-) -> Observation:
+def _observation(request: Request, each: ScheduledRequest, outcome: Outcome) -> Observation:
     return Observation(
         request.request_id,
         request.token_ids,
@@ -459,5 +494,4 @@ def _observation(
         each.top_token_ids,
         each.top_probs,
         each.top_logits,
-        row_tokens,
     )

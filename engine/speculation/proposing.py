@@ -1,7 +1,8 @@
 """Asks drafters for their drafts of a step, each for all its requests at once.
 
-Drafters with a model batch, so one call serves every request of a drafter. Where such a call fails, its
-requests are asked again one by one: a request that a drafter cannot handle costs no other its draft.
+Drafters with a model batch, so one call serves every request of a drafter, whether that names it or it
+is a guest there. Where such a call fails, its requests are asked again one by one: a request that a
+drafter cannot handle costs no other its draft.
 """
 
 from __future__ import annotations
@@ -14,40 +15,36 @@ from drafters.base import Drafter, DraftRequest, DraftShape
 from drafters.containment import guarded
 from drafters.tree import DraftTree
 from engine.schedule.request import Plan, ScheduledRequest
-from engine.speculation.drafting import (
-    Drafting,
-    check_trees,
-    drafting_of,
-    is_of_core,
-    timed,
-)
+from engine.speculation.drafting import check_trees, drafting_of, is_of_core, timed
 from engine.speculation.granting import lease
+from engine.speculation.parts import Ask, Part
 from kvpool.block_pool import BlockPool
 
 if TYPE_CHECKING:
     from engine.transfer import Readback
 
-Asked = Mapping[str, Sequence[ScheduledRequest]]
-"""The requests that each drafter is asked for, by its name."""
+Asked = Mapping[str, Sequence[Ask]]
+"""What each drafter is asked for, by its name."""
 
 
 class Proposing:
     """Calls the drafters of an engine."""
 
-    def __init__(self, drafters: Mapping[str, Drafter], pool: BlockPool, vocab_size: int) -> None:
-        self._drafters, self._pool, self._vocab_size = drafters, pool, vocab_size
+    def __init__(self, pool: BlockPool, vocab_size: int) -> None:
+        self._pool, self._vocab_size = pool, vocab_size
 
     def propose(self, asked: Asked, plan: Plan, readback: Readback, rate: float) -> None:
-        """Sets ``proposal`` of the requests. All drafters begin before what they read of the device is
-        fetched, once. ``rate``: the tokens per second that the step would write without drafts."""
+        """Sets ``proposal`` of requests, and the shares of their guests. All drafters begin before what
+        they read of the device is fetched, once. ``rate``: the tokens per second that the step would
+        write without drafts."""
         begun, waiting = [], []
         for name, group in asked.items():
-            num_before = readback.num_added
+            drafter, num_before = group[0][1].drafter, readback.num_added
             with timed(plan, name):
-                for each in group:
-                    drafting_of(each).catch_up(each.request.request_id, each.request.token_ids)
-                asks = [self._ask(each, rate) for each in group]
-                finish = guarded(_blamed(group), self._drafters[name].begin, asks, readback)
+                for each, part in group:
+                    part.catch_up(each.request.request_id, each.request.token_ids)
+                asks = [self._ask(each, drafter, rate) for each, _ in group]
+                finish = guarded(_blamed(group), drafter.begin, asks, readback)
             begun.append((name, group, asks, finish))
             if readback.num_added > num_before:
                 waiting.append(name)
@@ -56,11 +53,11 @@ class Proposing:
                 guarded([], readback.fetch)
         for name, group, asks, finish in begun:
             with timed(plan, name):
-                self._finish(self._drafters[name], group, asks, finish)
+                self._finish(group, asks, finish)
 
-    def _ask(self, each: ScheduledRequest, plain_rate: float) -> DraftRequest:
+    def _ask(self, each: ScheduledRequest, drafter: Drafter, plain_rate: float) -> DraftRequest:
         request, drafting, num_nodes = each.request, drafting_of(each), each.num_asked
-        shape, drafter = drafting.shape, drafting.drafter
+        shape = drafting.shape
         if drafter.info.needs.draft_slots:
             room = lease(self._pool, request, max(num_nodes, drafter.num_slots))
             num_nodes = min(num_nodes, room)
@@ -79,28 +76,31 @@ class Proposing:
 
     def _finish(
         self,
-        drafter: Drafter,
-        requests: Sequence[ScheduledRequest],
+        group: Sequence[Ask],
         asks: Sequence[DraftRequest],
         finish: Callable[[], list[DraftTree]] | None,
     ) -> None:
         """Takes the trees of all requests at once; one by one if that goes wrong."""
+        drafter = group[0][1].drafter
         trees: Sequence[DraftTree] | None = None
         if finish is not None:
             check = partial(check_trees, asks=asks, vocab_size=self._vocab_size)
             if is_of_core(drafter):
-                trees = guarded(_blamed(requests), finish)
+                trees = guarded(_blamed(group), finish)
             else:
-                trees = guarded(_blamed(requests), lambda: check(finish()))
+                trees = guarded(_blamed(group), lambda: check(finish()))
         if trees is not None:
-            for each, tree in zip(requests, trees, strict=True):
-                each.proposal = tree
+            for (each, part), tree in zip(group, trees, strict=True):
+                if part is each.request.drafting:
+                    each.proposal = tree
+                else:
+                    each.shares[part] = tree
         elif len(asks) > 1:
-            for each, ask in zip(requests, asks, strict=True):
-                self._finish(drafter, [each], [ask], partial(drafter.propose, [ask]))
+            for one, ask in zip(group, asks, strict=True):
+                self._finish([one], [ask], partial(drafter.propose, [ask]))
 
 
-def _blamed(requests: Sequence[ScheduledRequest]) -> list[Drafting]:
+def _blamed(group: Sequence[Ask]) -> list[Part]:
     """Returns whose failure it is if a drafter fails for all of these: nobody's of several, which are
     asked again one by one."""
-    return [] if len(requests) > 1 else [drafting_of(requests[0])]
+    return [] if len(group) > 1 else [group[0][1]]

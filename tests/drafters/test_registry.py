@@ -138,9 +138,9 @@ def test_several_drafters_of_one_class_each_ask_for_their_own_model():
     assert built["left"]._model is lent[0][1]
     assert built["right"]._model is lent[1][1]
     assert REGISTERED["small_model"].info.name == "small_model"
-    auto = AutoDrafter({"ngram": build_drafters(["ngram"])["ngram"]})
+    auto = AutoDrafter()
     auto.meet(built)
-    assert set(auto._guests) == {"ngram"}, "those with a model are nobody's guests"
+    assert list(auto.companions(False)) == [built["head"]], "those with a model join nobody"
 
 
 def test_a_draft_takes_the_place_of_its_method_or_stands_beside_it(caplog):

@@ -43,7 +43,7 @@ SETUP = Setup(check_integrity=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """The tracebacks are expected."""
     caplog.set_level(logging.CRITICAL, logger="engine")
-    caplog.set_level(logging.CRITICAL, logger="drafters.auto")
+    caplog.set_level(logging.CRITICAL, logger="drafters.containment")
 
 
 def run(fake: FakeDrafter, *names: str) -> Driver:
@@ -291,7 +291,7 @@ def test_what_is_no_count_is_a_failure(method: str, name: str) -> None:
     ],
     ids=["num_top_tokens", "read_prompt", "propose", "open", "answer"],
 )
-def test_a_broken_member_leaves_auto_its_others(broken: FakeDrafter) -> None:
+def test_a_broken_guest_leaves_auto_its_own_draft(broken: FakeDrafter) -> None:
     auto = build_drafters()["auto"]
     auto.meet({"fake": broken})
     core = TARGET.core(Setup(drafters={"auto": auto}))

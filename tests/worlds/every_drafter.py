@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from drafters.auto import AutoDrafter
 from drafters.base import DrafterContext
 from drafters.registry import build_drafters, drafter_names
 from engine.config import EngineConfig
@@ -36,9 +33,6 @@ from worlds.trained_heads import BLOCK_CONFIGS, EAGLE3_FORMS, write_checkpoint, 
 MAX_LEN = 256
 DRAFTERS = tuple(dict.fromkeys((*drafter_names(), *EAGLE3_FORMS, *BLOCK_CONFIGS)))
 """Those of the registry, and further ones over drafts of the same methods in other forms."""
-
-_TICK = 0.0001
-"""Seconds between two looks at the clock of ``auto``: a tenth of what a row costs, so that heads pay."""
 
 
 class _Source(NamedTuple):
@@ -97,10 +91,7 @@ class EveryDrafterTarget(TinyTarget):
 
         context = DrafterContext(TINY_VOCAB, draft_model=draft_model)
         methods = {name: draft.method for name, draft in self._found.items()}
-        # Whether auto asks its head, so whether that has rows of a prefix, must not depend on machines.
-        clock = partial(next, count(0.0, _TICK))
-        auto = {"auto": lambda found: AutoDrafter(None, found.vocab_size, clock=clock)}
-        drafters = build_drafters(None, context, auto, methods)
+        drafters = build_drafters(None, context, drafts=methods)
         return build_core(runner, TINY_VOCAB, setup.but(drafters=drafters))
 
     def _source(self, config: EngineConfig) -> _Source:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from drafters.base import Drafter, DraftRequest
 from drafters.tree import DraftTree, chain
 from engine.config import ShedSpeculation
@@ -44,12 +46,14 @@ class World:
         cost: CostModel | None = None,
         max_num_nodes: int = 64,
         shed: ShedSpeculation = "never",
+        vocab_size: int = VOCAB,
+        num_blocks: int = 8,
     ) -> None:
         self.cost = cost or TimedCost()
-        self.pool = BlockPool(num_blocks=8, block_size=4)
+        self.pool = BlockPool(num_blocks=num_blocks, block_size=4)
         by_name = {drafter.info.name: drafter for drafter in drafters}
         self.speculation = Speculation(
-            by_name, self.cost, VOCAB, max_num_nodes, self.pool, shed, shed_queue=3
+            by_name, self.cost, vocab_size, max_num_nodes, self.pool, shed, shed_queue=3
         )
 
     def open(
@@ -58,6 +62,7 @@ class World:
         speculative: SpeculativeParams = FIXED,
         max_tokens: int = 50,
         salt: str = "",
+        prediction: Sequence[int] = (),
     ) -> Request:
         """A request whose prompt is committed but for the anchor."""
         params = GenerationRequest(
@@ -66,6 +71,7 @@ class World:
             SamplingParams(max_tokens=max_tokens),
             speculative,
             cache_salt=salt,
+            prediction_token_ids=tuple(prediction),
         )
         state = SamplingState(params, (), VOCAB, 100_000)
         request = Request(params, state)

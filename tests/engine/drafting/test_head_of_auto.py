@@ -1,7 +1,7 @@
 """``auto`` with a head, in the engine: it writes what the target writes, and the head's rows are right.
 
 ``FakeFeatureModel`` fails where a row reads another state than the text's, or attends to other rows. A
-head that fails is left out by ``auto`` and shows in the log alone.
+head that fails beside ``auto`` is left out and shows in the log alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class World(Driver):
 @pytest.fixture(autouse=True)
 def _no_fault(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
-    assert [each.message for each in caplog.records if each.name == "drafters.auto"] == []
+    assert [each.message for each in caplog.records if each.name == "drafters.containment"] == []
 
 
 def ask(
@@ -146,4 +146,4 @@ def test_rows_are_right_in_any_schedule(
         world.step()
     world.run()
     world.check(*(each for _, each in requests))
-    assert not [each for each in caplog.records if each.name == "drafters.auto"]
+    assert not [each for each in caplog.records if each.name == "drafters.containment"]

@@ -66,10 +66,17 @@ class World:
         for each in states.values():
             each.fill_(-1.0)  # the next step's will lie there
 
-    def check(self, taken: list[HiddenRows]) -> None:
-        """Checks that exactly the expected rows were taken, once."""
+    def take(self) -> list[HiddenRows]:
+        found = []
+        for request, rows in self.waiting.take():
+            assert self.requests[rows.request_id] is request
+            found.append(rows)
+        return found
+
+    def check(self) -> None:
+        """Checks that exactly the expected rows are taken, once."""
         told: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for each in taken:
+        for each in self.take():
             layers = WANTED[each.request_id]
             assert len(each.hidden) == len(layers)
             numbers = [int(value) % 10_000 for value in each.hidden[0][:, 0]]
@@ -95,19 +102,19 @@ def test_all_that_waits_is_told_once_and_in_order(turns: list[object]) -> None:
         if isinstance(turn, dict):
             world.step([(name, *part) for name, part in turn.items()])
         elif turn == "take":
-            world.check(world.waiting.take())
+            world.check()
         else:
             world.waiting.forget(str(turn))
             world.expected.pop(str(turn), None)
-    world.check(world.waiting.take())
-    assert world.waiting.take() == []
+    world.check()
+    assert world.take() == []
 
 
 def test_consecutive_rows_of_several_steps_come_together() -> None:
     world = World()
     for _ in range(3):
         world.step([("a", 1, [1]), ("b", 1, [])])
-    found = world.waiting.take()
+    found = world.take()
     assert [(each.request_id, each.first_position) for each in found] == [("a", 0), ("b", 0)]
     assert [len(each.hidden[0]) for each in found] == [6, 3]
 
@@ -117,7 +124,7 @@ def test_who_begins_again_is_told_of_a_stretch_of_its_own() -> None:
     world.step([("a", 3, [])])
     world.requests["a"].num_computed_tokens = 0
     world.step([("a", 2, [])])
-    found = world.waiting.take()
+    found = world.take()
     assert [(each.first_position, len(each.hidden[0])) for each in found] == [(0, 3), (0, 2)]
 
 

@@ -266,7 +266,7 @@ def test_the_rows_of_a_draft_are_taken_off_what_it_brings() -> None:
     world = dear(0.0, 0.1)
     request = world.open("r", GOODPUT, max_tokens=10_000)
     story_of(world, [request], 300, accepted=3)
-    gain = world.speculation._drafting["r"].gain
+    gain = request.drafting.gain
     assert gain.expect() == pytest.approx(3 - 4 * 0.1, abs=0.15)
 
 
@@ -282,7 +282,7 @@ def test_rows_are_charged_what_they_take_in_their_own_step() -> None:
         later = Plan([ScheduledRequest(request, 1)], num_rows=1, is_ahead=True)
         assert not world.speculation.draft_ahead(later)
         world.observe(*scheduled, num_accepted=3)
-    gain = world.speculation._drafting["r"].gain
+    gain = request.drafting.gain
     assert gain.expect() == pytest.approx(3 - 4 * 0.1, abs=0.15)
 
 

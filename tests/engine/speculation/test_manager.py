@@ -167,11 +167,9 @@ def test_drafting_time_is_shared_by_those_who_drafted() -> None:
 
 
 def test_the_price_of_a_call_is_learned_from_those_who_did_not_rest() -> None:
-    """A drafter that rested has more to take in. Time that a drafter has weighed by itself is not
-    counted."""
-    cost, drafter = TimedCost(), fake()
-    drafter.weighed_seconds = 100.0
-    world = World(drafter, cost=cost)
+    """A drafter that rested has more to take in."""
+    cost = TimedCost()
+    world = World(fake(), cost=cost)
     request = world.open("r")
     numbers = []
     for most in (64, 64, 0, 64, 64):
@@ -179,7 +177,6 @@ def test_the_price_of_a_call_is_learned_from_those_who_did_not_rest() -> None:
         world.observe(*world.draft(request))
         numbers.append(len(cost.draft_calls))
     assert numbers == [0, 1, 1, 1, 2]
-    assert [seconds for _, _, seconds in cost.draft_calls] == [0.0, 0.0], "never less than nothing"
 
 
 def test_who_takes_in_what_it_missed_pays_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:

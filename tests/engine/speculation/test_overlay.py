@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.overlay import Overlay
 from drafters.tree import DraftTree, chain
+from engine.speculation.overlay import Overlay
 from worlds.simulated_target import node_paths
 
 

@@ -1,7 +1,4 @@
-"""Drafts laid over each other, and the tree or chain of what is likeliest in all of them.
-
-Owned by ``auto``.
-"""
+"""Drafts laid over each other, and the tree or chain of what is likeliest in all of them."""
 
 from __future__ import annotations
 
