@@ -114,8 +114,9 @@ def prefix_hit(target: Target, requests: Sequence[GenerationRequest]) -> Driver:
 
 
 def _has_rows(driver: Driver, drafter: str) -> bool:
-    needs = driver.core.speculation.drafters[drafter].info.needs
-    return needs.hidden_rows and needs.draft_slots
+    named = driver.core.speculation.drafters[drafter]
+    needs = [each.info.needs for each in (named, *named.companions(False))]
+    return any(each.hidden_rows and each.draft_slots for each in needs)
 
 
 def preempted(
