@@ -1,10 +1,9 @@
 """Chooses the requests to ask for drafts that take time: the ones that gain more tokens than the batch
 could generate meanwhile.
 
-One ledger is kept for each drafter whose calls are weighed: by the engine for the drafters that
-requests name, by ``auto`` for its head. Benefits are counted in tokens, for each request over those of
-its kind of traffic; the price of a call is measured for batches of about the same size, since a call
-costs about as much for one request as for many.
+The engine keeps one for each drafter that requests name, and for each that it asks beside another.
+Benefits are counted in tokens, for each request over those of its kind of traffic; the price of a call is
+that of batches of about the same size, since a call costs about as much for one request as for many.
 
 Requests for which a draft does not pay are tried: one at a time, in turn, and only as often as the
 tokens generated since the last trial allow. So expensive drafts are tried seldom, and almost free ones,
@@ -106,15 +105,12 @@ class Hope(NamedTuple):
 class Ledger:
     """Chooses the requests that one drafter is asked for, step by step."""
 
-    def __init__(
-        self, seconds: Callable[[int], float] | None = None, num_trial_steps: int = 1
-    ) -> None:
-        """``seconds``: what a batch of so many requests takes; None: as ``took`` was told.
-        ``num_trial_steps``: how often in a row a request has to be asked before that shows anything."""
+    def __init__(self, seconds: Callable[[int], float], num_trial_steps: int = 1) -> None:
+        """``seconds``: what a batch of so many requests takes. ``num_trial_steps``: how often in a row a
+        request has to be asked before that shows anything."""
         self._gains: dict[Hashable, dict[int, DiscountedMean]] = {}
         """Benefits by kind of traffic; the kind whose last request is longest ago comes first."""
-        self._times = BatchTimes()
-        self._seconds = self._times.expect if seconds is None else seconds
+        self._seconds = seconds
         self._num_trial_steps = num_trial_steps
         self._trial_times = BatchTimes()
         self._trial_seconds = 0.0
@@ -242,10 +238,9 @@ class Ledger:
         """So many tokens were written for requests that may be tried."""
         self._num_written += num_tokens
 
-    def took(self, size: int, seconds: float, has_rested: bool = False) -> None:
-        """A batch of so many requests took so long. ``has_rested``: with what one of them had missed;
-        that is the price of a trial, not of a call."""
-        times = self._trial_times if has_rested else self._times
+    def took(self, size: int, seconds: float) -> None:
+        """A batch of so many requests took so long, with what one of them had missed: that is the price
+        of a trial, not of a call."""
+        times = self._trial_times
         times.observe(size, seconds)
-        if has_rested:
-            self._trial_seconds = min(seconds, _MOST_SURPRISE * times.expect(size)) / size
+        self._trial_seconds = min(seconds, _MOST_SURPRISE * times.expect(size)) / size

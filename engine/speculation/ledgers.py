@@ -89,7 +89,7 @@ class Ledgers:
         """A call of the drafter for these took so long."""
         rested = {each.ledger for each in asked if each.has_rested}
         for ledger in rested:
-            ledger.took(len(asked), seconds, has_rested=True)
+            ledger.took(len(asked), seconds)
         if not rested:
             self._cost.observe_draft(drafter, len(asked), seconds)
         for each in asked:

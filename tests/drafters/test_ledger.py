@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafters.batch_times import BatchTimes
 from drafters.ledger import MARGIN, Hope, Ledger, expected_tokens
 from drafters.tree import EMPTY, DraftTree, chain
 
@@ -15,11 +16,11 @@ RATE = 100.0
 
 def timed(seconds: dict[int, float]) -> Ledger:
     """Knows what batches of these sizes take."""
-    ledger = Ledger()
+    times = BatchTimes()
     for size, each in seconds.items():
         for _ in range(2):
-            ledger.took(size, each)
-    return ledger
+            times.observe(size, each)
+    return Ledger(times.expect)
 
 
 def hopes(*gains: float, rate: float = RATE) -> list[Hope]:
@@ -51,11 +52,12 @@ def test_who_does_not_weigh_cost_is_asked_and_others_pay_for_what_they_add() -> 
 
 
 def test_what_was_never_timed_is_tried_and_the_first_of_a_size_does_not_count() -> None:
-    ledger = Ledger()
+    times = BatchTimes()
+    ledger = Ledger(times.expect)
     assert ledger.choose(hopes(0.1)) == [0]
-    ledger.took(1, 60.0)
+    times.observe(1, 60.0)
     assert ledger.choose(hopes(0.1)) == [0]
-    ledger.took(1, 0.01)
+    times.observe(1, 0.01)
     assert ledger.choose(hopes(0.1)) == []
     assert ledger.choose(hopes(1.1)) == [0]
 
@@ -80,7 +82,7 @@ def test_trials_take_a_hundredth_of_what_is_written_however_many_requests(
 def test_a_trial_costs_what_requests_have_missed_and_a_call_does_not() -> None:
     ledger = timed({1: 0.001})
     for _ in range(2):
-        ledger.took(1, 0.1, has_rested=True)
+        ledger.took(1, 0.1)
     assert ledger.choose(hopes(0.2)) == [0], "a call costs a tenth of a token"
     num_tried = 0
     for _ in range(7_000):
@@ -92,7 +94,7 @@ def test_a_trial_costs_what_requests_have_missed_and_a_call_does_not() -> None:
 def test_after_a_trial_that_took_long_the_next_one_waits_for_its_price() -> None:
     ledger = timed({1: 0.001})
     for seconds in (60.0, 0.02, 0.02, 0.1):  # the first one of all warms up
-        ledger.took(1, seconds, has_rested=True)
+        ledger.took(1, seconds)
     assert ledger.choose(hopes(0.05)) == []
     ledger.wrote(999)
     assert ledger.choose(hopes(0.05)) == [], "it took ten tokens' time"
@@ -103,7 +105,7 @@ def test_after_a_trial_that_took_long_the_next_one_waits_for_its_price() -> None
 def test_of_a_batch_that_has_rested_a_trial_costs_a_part() -> None:
     ledger = timed({1: 0.001})
     for _ in range(2):
-        ledger.took(8, 0.8, has_rested=True)
+        ledger.took(8, 0.8)
     num_tried = 0
     for _ in range(7_000):
         num_tried += len(ledger.choose(hopes(0.05)))
@@ -134,7 +136,7 @@ def test_where_taking_in_a_text_is_dear_requests_join_by_doubling(
     """A call takes a tenth of a token's time, a trial ten tokens' or no more than a call."""
     ledger = timed({1: 0.001})
     for _ in range(2):
-        ledger.took(1, trial, has_rested=True)
+        ledger.took(1, trial)
     rested, found = [True] * 8, []
     for _ in asked:
         chosen = ledger.choose([Hope(2.0, RATE, has_rested=each) for each in rested])
@@ -147,14 +149,14 @@ def test_what_a_request_has_missed_is_paid_for_over_many_steps() -> None:
     """Taking it in costs ten tokens' time, a call a tenth: who has rested has to gain 0.3 tokens more."""
     ledger = timed({1: 0.001})
     for _ in range(2):
-        ledger.took(1, 0.1, has_rested=True)
+        ledger.took(1, 0.1)
     assert ledger.choose([Hope(0.2, RATE)]) == [0]
     assert ledger.choose([Hope(0.2, RATE, has_rested=True)]) == []
     assert ledger.choose([Hope(0.5, RATE, has_rested=True)]) == [0]
 
 
 def test_who_has_not_rested_is_asked_beside_one_that_joins() -> None:
-    ledger = Ledger()
+    ledger = timed({})
     rested = [True, False, True, True, False]
     chosen = ledger.choose([Hope(2.0, RATE, has_rested=each) for each in rested])
     assert chosen == [0, 1, 4]
@@ -183,7 +185,7 @@ def test_those_left_out_are_tried_in_turn_the_most_hopeful_first() -> None:
 
 
 def test_a_gain_is_learned_by_what_free_drafts_expect_and_by_request() -> None:
-    ledger = Ledger()
+    ledger = timed({})
     first = ledger.gain()
     assert first.expect(0.0) == first.expect(5.0) > 0
     for _ in range(200):
