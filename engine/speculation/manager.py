@@ -475,7 +475,8 @@ class Speculation:
 
 
 def _companions(drafter: Drafter, has_prediction: bool) -> Sequence[Drafter]:
-    return guarded([], drafter.companions, has_prediction) or ()
+    found = guarded([], lambda: [*drafter.companions(has_prediction)])
+    return [each for each in found or () if isinstance(each, Drafter)]
 
 
 def _may_rest(each: ScheduledRequest, drafting: Drafting) -> bool:

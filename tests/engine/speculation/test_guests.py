@@ -481,9 +481,10 @@ def test_a_head_that_does_not_take_what_it_is_told_is_left_out_of_the_request(fa
     assert world.num_emitted["r"] == [5] * 8 + [1] * 4
 
 
-def test_a_host_whose_companions_fail_drafts_alone() -> None:
+@pytest.mark.parametrize("companions", [lambda _: 1 / 0, lambda _: 1, lambda _: ["head"]])
+def test_a_host_whose_companions_are_none_drafts_alone(companions: Any) -> None:
     host = Host()
-    host.companions = lambda _: 1 / 0  # type: ignore[method-assign, assignment, misc]
+    host.companions = companions  # type: ignore[method-assign]
     world = Guests(host=host)
     world.repeats()
     assert world.run(30).late() == {9}
