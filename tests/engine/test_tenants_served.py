@@ -3,16 +3,15 @@ in the engine, over blocks and stores that change hands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from drafters.base import DraftRequest
 from drafters.registry import drafter_names
-from drafters.tree import DraftTree
 from engine.request.params import GenerationRequest, SamplingParams
+from engine.schedule.request import ScheduledRequest
 from worlds.engine_harness import Driver, Setup, circle_prompt, drafting, request
 from worlds.every_drafter import EveryDrafterTarget
 
@@ -61,24 +60,22 @@ def drafts_of(
     were theirs."""
     core = target.core(Setup(num_blocks=16, max_num_seqs=2))
     driver = Driver(core).run(*before)
-    subject = core.speculation.drafters[drafter]
     proposed: list[tuple[list[int], list[int], list[int]]] = []
-    begin = subject.begin
+    granting: Any = core.speculation._granting
+    grant = granting.grant
 
-    def watched(asks: Sequence[DraftRequest], readback: Any) -> Callable[[], list[DraftTree]]:
-        finish = begin(asks, readback)
-
-        def finished() -> list[DraftTree]:
-            trees = finish()
-            proposed.extend(
-                (list(ask.token_ids), list(tree.token_ids), list(tree.parents))
-                for ask, tree in zip(asks, trees, strict=True)
+    def watched(drafting: Sequence[ScheduledRequest], *rest: Any) -> None:
+        proposed.extend(
+            (
+                list(each.request.token_ids),
+                list(each.proposal.token_ids),
+                list(each.proposal.parents),
             )
-            return trees
+            for each in drafting
+        )
+        grant(drafting, *rest)
 
-        return finished
-
-    subject.begin = watched  # type: ignore[method-assign]
+    granting.grant = watched
     for each in wanted(target, "subject", drafter, "mine"):
         driver.run(each)
     return proposed
