@@ -185,7 +185,7 @@ class ScheduledRequest:
     """The part of the proposal that is verified; ``reason`` says why it is no larger."""
     reason: Reason = ""
     shares: dict[Any, DraftTree] = field(default_factory=dict)
-    """What each guest that was asked has drafted (``engine.speculation.parts``), and its host."""
+    """The drafts of the host and of each guest that was asked (``engine.speculation.parts``)."""
 
     hidden_layers: tuple[int, ...] = ()
     """The layers whose hidden states of this step the drafter reads, in its order."""

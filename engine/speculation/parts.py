@@ -72,7 +72,7 @@ class Part:
 
 
 Ask: TypeAlias = tuple[ScheduledRequest, Part]
-"""What a drafter is asked for: its part in a request, and the request's in the step."""
+"""A drafter is asked for these: its part in a request, and the request's in the step."""
 
 
 class Guest(Part):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.transfer import Readback
 
 Asked = Mapping[str, Sequence[Ask]]
-"""What each drafter is asked for, by its name."""
+"""The requests that each drafter is asked for, by its name."""
 
 
 class Proposing:

@@ -1,4 +1,4 @@
-"""What a step's forward took, where that is not the time of the batch's own rows."""
+"""Accounts of steps whose forward took another time than the batch's own rows do."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Guests(World):
         return self
 
     def late(self, name: str = "r") -> set[int]:
-        """What the last steps wrote, but for plain ones."""
+        """Returns what the last steps wrote, but for plain ones."""
         return {max(pair) for pair in zip(self.emitted(name), self.emitted(name)[1:], strict=False)}
 
     def emitted(self, name: str) -> list[int]:
@@ -428,7 +428,7 @@ def test_nothing_is_computed_again_for_a_head_that_rests(seconds: float, usable:
 
 
 def usable_tokens(world: Guests) -> int:
-    """Of a prefix of 9 tokens, for a new request."""
+    """Returns the usable part of a prefix of 9 tokens, for a new request."""
     params = replace(world.requests["r"].params, prompt_token_ids=tuple(range(9)))
     new = Request(params, world.requests["r"].sampling)
     return world.speculation.num_usable_tokens(new, [5, 6, 7])
