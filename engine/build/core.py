@@ -77,7 +77,7 @@ def build_core(
     )
 
 
-_ROWS_BETWEEN = (10, 14, 20, 28)
+_ROWS_BETWEEN = (10, 14)
 """Forwards of so many rows are recorded at start besides those that are measured: drafts make any number
 of rows, and each runs padded until it has come often."""
 
