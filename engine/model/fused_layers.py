@@ -180,7 +180,7 @@ class FusedAttention(_FusedProducts):
 
     def _fits(self, states: torch.Tensor, angles: Any, named: Mapping[str, Any]) -> bool:
         if not isinstance(angles, tuple) or any(
-            named.get(each) is not None for each in ("attention_mask", "past_key_values")
+            named.get(each) is not None for each in ("attention_mask", "past_key_values", "cache")
         ):
             return False
         wanted = (1, states.shape[1], self.dim)
@@ -281,7 +281,6 @@ def _asked(module: Callable[..., Any], hidden: torch.Tensor, angles: Any) -> _As
                 position_embeddings=angles,
                 position_ids=positions,
                 attention_mask=None,
-                past_key_values=None,
             )
 
     output = computed(run)

@@ -18,11 +18,12 @@ with random rows and not by what they are called:
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import permutations
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -89,24 +90,31 @@ class FusedRotation(Fused):
     """The forward of an attention module over its file's names, but for the one of the ``rotation``."""
 
     def __init__(self, module: nn.Module, rotation: Callable[..., Any]) -> None:
-        forward: Any = type(module).forward
-        names = {**forward.__globals__, _ROTATION: partial(rotated, rotation)}
-        args = forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-        copied = FunctionType(*args)
-        copied.__kwdefaults__ = forward.__kwdefaults__
+        copied = _with_names(type(module).forward, {_ROTATION: partial(rotated, rotation)})
         self._forward = MethodType(copied, module)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return self._forward(*given, **named)
 
 
+def _with_names(function: Any, names: dict[str, Any]) -> FunctionType:
+    """Returns a copy of a function, and of what decorates it, that finds ``names`` among its globals."""
+    cells, inner = function.__closure__, getattr(function, "__wrapped__", None)
+    if inner is not None:
+        copied_inner = CellType(_with_names(inner, names))
+        cells = tuple(copied_inner if each.cell_contents is inner else each for each in cells)
+    known = {**function.__globals__, **names}
+    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, cells)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
 def _find_rotation(module: nn.Module) -> FusedRotation | None:
     forward = type(module).forward
-    if "forward" in vars(module) or not isinstance(forward, FunctionType):
+    inner = inspect.unwrap(forward)
+    if "forward" in vars(module) or {type(forward), type(inner)} != {FunctionType}:
         return None
-    rotation = (
-        forward.__globals__.get(_ROTATION) if _ROTATION in forward.__code__.co_names else None
-    )
+    rotation = inner.__globals__.get(_ROTATION) if _ROTATION in inner.__code__.co_names else None
     if rotation is None or not _rotates_halves(rotation):
         return None
     return FusedRotation(module, rotation)

@@ -4,10 +4,11 @@ most passes are the kernels' own."""
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, cast
 
 import pytest
 import torch
@@ -192,7 +193,8 @@ def test_models_of_the_same_class_stay_as_they_are_and_copies_are_their_own() ->
     model, neighbour = tiny_model("llama", head_dim=32), tiny_model("llama", head_dim=32)
     fuse(model)
     assert modeling_llama.LlamaAttention.forward is forward
-    assert forward.__globals__["apply_rotary_pos_emb"] is modeling_llama.apply_rotary_pos_emb
+    names = inspect.unwrap(forward).__globals__
+    assert names["apply_rotary_pos_emb"] is modeling_llama.apply_rotary_pos_emb
     assert not forwards(neighbour, Fused)
     assert len(forwards(model, FusedRotation)) == 2
     expected = own_logits(model, IDS)
@@ -325,6 +327,31 @@ def test_rotated_logits_keep_their_bits(
     assert torch.equal(own_logits(model, IDS), expected)
     assert {*taken} <= {takes}
     assert taken or not takes
+
+
+def passing_on(function: Callable[..., Any]) -> Any:
+    @wraps(function)
+    def passed(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    return passed
+
+
+class Decorated(modeling_llama.LlamaAttention):
+    forward = passing_on(passing_on(inspect.unwrap(modeling_llama.LlamaAttention.forward)))
+
+
+def test_rotations_are_found_in_decorated_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers decorates those whose arguments it has renamed."""
+    monkeypatch.setattr(kinds, "row_norm_for", lambda *_: None)
+    model = tiny_model("llama", torch.float32, head_dim=32)
+    for layer in cast(Any, model).model.layers:
+        layer.self_attn.__class__ = Decorated
+    expected = own_logits(model, IDS)
+    fuse(model)
+    assert len(forwards(model, FusedRotation)) == model.config.num_hidden_layers
+    monkeypatch.setattr(modeling_llama, "rotate_half", None)
+    assert torch.equal(own_logits(model, IDS), expected)
 
 
 def test_what_is_said_of_other_dimensions_batches_and_types_is_the_functions() -> None:
