@@ -62,7 +62,7 @@ def identity(
         "device": model.device.type,
         "quantization": f"{config.quantization} {config.quantize_head} {config.quantize_activations}",
         "attention": runner.attention.name,
-        "rows": f"{runner.store.layout} {[str(shape) for shape in needs.shapes]} {states}",
+        "rows": _digest(f"{runner.store.layout} {[*needs.shapes]} {states}"),
         "drafts": _digest(
             f"{layout_of(parts)} {config.quantized} {config.quantized_model}"
             f"{[_stamp(each) for name, each in sorted(drafts.items()) if name in names]}"

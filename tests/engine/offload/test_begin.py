@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 
 from engine.build import build_engine_for
 from engine.config import EngineConfig
+from engine.offload.begin import begin_offload
 from engine.offload.identity import weights_digest
 from engine.process.threaded import AsyncEngine
 from engine.request.events import FinishInfo
 from engine.request.params import GenerationRequest, SamplingParams
 from worlds.serving import until
-from worlds.tiny_models import random_ids, tiny_model
+from worlds.tiny_models import make_runner, random_ids, tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -194,3 +195,12 @@ def test_damage_never_keeps_an_engine_from_starting(
     os.truncate(path, size // 2)
     assert served_by(engine(path))[0] == text
     assert served_by(engine(path)) == (text, CACHED)
+
+
+def test_a_model_of_many_layers_has_a_file(tmp_path: Path) -> None:
+    """What identifies its rows has room in the header, however many layers they are of."""
+    runner = make_runner(tiny_model("llama", num_hidden_layers=80), exact=True)
+    config = EngineConfig(kv_offload_bytes=8 << 20, kv_offload_file=str(tmp_path / "kv"))
+    offload = begin_offload(config, runner, {}, "0" * 64, "exact", {})
+    assert offload.blocks is not None
+    offload.blocks.close()
