@@ -158,13 +158,14 @@ class Link:
         return answer
 
     def _send_waiting(self) -> None:
-        while self._sender is not None:
+        while True:
             # What is being sent stays in the queue, so that nothing overtakes it.
             self._write(*self._waiting[0])
             with self._lock:
                 self._waiting.popleft()
                 if not self._waiting:
                     self._sender = None
+                    return
 
     def _write(self, data: bytes, handle: int | None) -> None:
         """Writes, or drops the data if the peer has gone."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import queue
 import struct
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import pytest
 
+from engine.process import link
 from engine.process.link import Link, PeerGoneError
 from engine.request.errors import RequestError
 from worlds.gated_engine import HANG
@@ -46,6 +50,28 @@ def test_a_reader_that_does_not_read_delays_nobody_and_misses_nothing() -> None:
     assert [reader.receive() for _ in sent] == sent
     writer.send("after")
     assert reader.receive() == "after"
+
+
+def slowly(frame: FrameType, event: str, argument: Any) -> Any:
+    """Traces a thread, so that each line of a link's code takes a millisecond."""
+    del event, argument
+    if frame.f_code.co_filename != link.__file__:
+        return None
+    time.sleep(1e-3)
+    return slowly
+
+
+def test_what_is_sent_while_a_link_s_own_thread_ends_comes_once() -> None:
+    reader, writer = links()
+    threading.settrace(slowly)
+    try:
+        for number in range(60):
+            message = number, b"x" * 33_000  # more than is sent at once
+            writer.send(message)
+            assert reader.receive() == message
+            time.sleep(number * 3e-4)
+    finally:
+        threading.settrace(cast(Any, None))
 
 
 def test_what_is_sent_to_nobody_is_dropped() -> None:
