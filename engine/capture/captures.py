@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
+from engine.batch import Bucket, ForwardOutput, InputBatch, pad_batch
 from engine.capture.recording import CapturedForward, Recorder
 from engine.kernels import Renews
 
@@ -54,16 +54,14 @@ class Replays:
         """Returns the batch as ``forward`` wants it; the rows that it has come first."""
         return batch
 
-    def forward(
-        self, batch: InputBatch, inputs: InputTensors, plan: object, run: Run
-    ) -> ForwardOutput:
-        """``run``: the model's forward over ``inputs``, with ``plan``. Returns what it returns."""
-        del batch, inputs, plan
+    def forward(self, batch: InputBatch, plan: object, run: Run) -> ForwardOutput:
+        """``run``: the model's forward over the batch, with ``plan``. Returns what it returns."""
+        del batch, plan
         return run()
 
-    def is_settled(self, batch: InputBatch, inputs: InputTensors) -> bool:
+    def is_settled(self, batch: InputBatch) -> bool:
         """Whether the next forward takes as long as all those after it."""
-        del batch, inputs
+        del batch
         return True
 
 
@@ -73,7 +71,6 @@ class _Shape(NamedTuple):
     num_rows: int
     num_logits: int
     hidden_layers: tuple[int, ...]
-    inputs: int
     num_threads: int
     is_adapted: bool
 
@@ -142,8 +139,6 @@ class Captures(Replays):
         self._clock = clock
         self._captures: OrderedDict[_Shape, _Capture] = OrderedDict()
         self._hidden_layers: tuple[int, ...] = ()
-        self._inputs = 0
-        """Where inputs lie."""
         self._spared: list[float] = []
         """Seconds that replays took less than the model's own forwards; when compared, sorted."""
         self._is_open = True
@@ -162,32 +157,33 @@ class Captures(Replays):
         if not self._is_open or not 0 < batch.num_rows <= _MOST_ROWS:
             return batch
         batch = self._with_hidden(batch)
-        if not self._inputs:  # the first forward of all
-            return batch
         own = self._shape_of(batch)
         known = self._captures.setdefault(own, _Capture())
         if known.num_lost >= _OFTEN - 1.0:  # it has a recording, or the next forward is recorded
             is_dear = known.is_timed and self._lost_by_padding(batch.num_rows, own) >= 1.0
             return batch if is_dear else _filled(batch, own)
-        larger = self._shape_with_room(own)
-        lost = 0.0 if larger is None else self._lost_by_padding(batch.num_rows, larger)
-        if lost >= 1.0:
-            return batch
-        if larger is not None and own.num_logits == own.num_rows:
-            known.num_lost += lost
-            return _filled(batch, larger)
         if own.num_logits < own.num_rows:
-            known.num_lost += 1.0
-        return batch
+            known.num_lost += own != self._shape_at(batch)  # else the forward counts it
+            return batch
+        larger = self._shape_with_room(own)
+        if larger is None or (lost := self._lost_by_padding(batch.num_rows, larger)) >= 1.0:
+            return batch
+        known.num_lost += lost
+        return _filled(batch, larger)
 
     def _shape_of(self, batch: InputBatch) -> _Shape:
         """Returns the shape in which a batch is recorded."""
-        num_rows, num_logits = batch.num_rows, max(1, len(batch.logits_indices))
-        if num_logits < num_rows:
-            num_rows = next(each for each in _PROMPT_ROWS if each >= num_rows)
-            num_logits = min(num_rows, 1 << (num_logits - 1).bit_length())
-        how = torch.get_num_threads(), batch.is_adapted
-        return _Shape(num_rows, num_logits, batch.hidden_layers, self._inputs, *how)
+        own = self._shape_at(batch)
+        if own.num_logits == own.num_rows:
+            return own
+        num_rows = next(each for each in _PROMPT_ROWS if each >= own.num_rows)
+        num_logits = min(num_rows, 1 << (own.num_logits - 1).bit_length())
+        return own._replace(num_rows=num_rows, num_logits=num_logits)
+
+    def _shape_at(self, batch: InputBatch) -> _Shape:
+        """Returns the shape of a batch as it is. Its inputs lie where those of as many rows always do."""
+        sizes = batch.num_rows, max(1, len(batch.logits_indices))
+        return _Shape(*sizes, batch.hidden_layers, torch.get_num_threads(), batch.is_adapted)
 
     def _with_hidden(self, batch: InputBatch) -> InputBatch:
         layers = self._hidden_layers
@@ -211,12 +207,10 @@ class Captures(Replays):
         spared = self._spared[len(self._spared) // 2]
         return padding / spared if spared > 0.0 else float("inf")
 
-    def forward(
-        self, batch: InputBatch, inputs: InputTensors, plan: object, run: Run
-    ) -> ForwardOutput:
+    def forward(self, batch: InputBatch, plan: object, run: Run) -> ForwardOutput:
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return run()
-        shape = self._shape_at(batch, inputs)
+        shape = self._shape_at(batch)
         capture = self._captures.setdefault(shape, _Capture())
         self._captures.move_to_end(shape)
         renewing = cast(Renews, plan)
@@ -234,12 +228,6 @@ class Captures(Replays):
         capture.num_lost += 1.0
         return run() if capture.num_lost < _OFTEN else self._record(capture, run)
 
-    def _shape_at(self, batch: InputBatch, inputs: InputTensors) -> _Shape:
-        """Returns the shape of a batch as it is, whose inputs these are."""
-        self._inputs = inputs.token_ids.data_ptr()
-        sizes = batch.num_rows, len(inputs.logits_indices), batch.hidden_layers
-        return _Shape(*sizes, self._inputs, torch.get_num_threads(), batch.is_adapted)
-
     def _replay(self, threads: _Threads, graph: CapturedForward, plan: Renews) -> ForwardOutput:
         num_threads = threads.next()
         if threads.chosen is not None:
@@ -251,12 +239,13 @@ class Captures(Replays):
         threads.observe(num_threads, self._clock() - start)
         return output
 
-    def is_settled(self, batch: InputBatch, inputs: InputTensors) -> bool:
-        """Expects the shape to come again."""
+    def is_settled(self, batch: InputBatch) -> bool:
+        """Expects the batch's shapes, its own and the one it is padded to, to come again."""
         if not self._is_open or batch.num_rows > _MOST_ROWS:
             return True
-        shape = self._shape_at(self._with_hidden(batch), inputs)
-        capture = self._captures.setdefault(shape, _Capture())
+        batch = self._with_hidden(batch)
+        self._captures.setdefault(self._shape_of(batch), _Capture()).expect()
+        capture = self._captures.setdefault(self._shape_at(self.pad(batch)), _Capture())
         capture.expect()
         return capture.is_trusted and capture.threads.chosen is not None
 
@@ -299,7 +288,7 @@ class Captures(Replays):
         for each, num_bytes in held[:-1]:
             if total > _MOST_BYTES:
                 total -= num_bytes
-                each.graph, each.is_trusted = None, False
+                each.graph, each.is_trusted, each.num_lost = None, False, 0.0
 
     def _close(self, reason: str) -> None:
         logger.info("forwards are not captured: %s", reason)

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.batch import Bucket, ForwardOutput, InputBatch, InputTensors, pad_batch
+from engine.batch import Bucket, ForwardOutput, InputBatch, pad_batch
 from engine.capture.captures import Captures, Replays, Run
 from engine.config import USUAL_GRAPH_ROWS, EngineConfig
 from engine.states.plan import ModelStates
@@ -184,10 +184,8 @@ class DeviceGraphs(Replays):
             return batch
         return pad_batch(replace(batch, hidden_layers=self._hidden_layers), bucket)
 
-    def forward(
-        self, batch: InputBatch, inputs: InputTensors, plan: object, run: Run
-    ) -> ForwardOutput:
-        del inputs, plan  # lie where they lay when the graph was captured
+    def forward(self, batch: InputBatch, plan: object, run: Run) -> ForwardOutput:
+        del plan  # it lies where it lay when the graph was captured
         if batch.bucket is None:
             return run()
         graph = self._graphs[batch.bucket]

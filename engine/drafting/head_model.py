@@ -183,9 +183,7 @@ class ChainHead(HeadModel):
         features = self._memory(padded.num_rows)
         self._fill(rows, batch, features)
         inputs, plan = self._plan(padded)
-        output = self._replays.forward(
-            padded, inputs, plan, partial(self._run, inputs, plan, features)
-        )
+        output = self._replays.forward(padded, plan, partial(self._run, inputs, plan, features))
         made = output.hidden[0].clone()
         for each, run in zip(rows, batch.requests, strict=True):
             self._keep(each, made[run.first_row : run.first_row + run.num_rows])

@@ -98,7 +98,7 @@ class ModelRunner:
         if batch.is_adapted:
             assert self.adapted is not None, "nothing gives rows their adapters"
             run = partial(self.adapted.run, padded, inputs, run)
-        output = self._replays.forward(padded, inputs, plan, run)
+        output = self._replays.forward(padded, plan, run)
         num_logits = len(batch.logits_indices)
         places = map(padded.hidden_layers.index, batch.hidden_layers)
         output = output._replace(
@@ -213,7 +213,7 @@ class ModelRunner:
         """Runs forwards of that shape until they take as long as they will."""
         for seed in count():
             batch = self._sample_batch(shape, seed)
-            if self._replays.is_settled(batch, self._buffers.fill(batch)):
+            if self._replays.is_settled(batch):
                 return
             self.forward(batch)
 

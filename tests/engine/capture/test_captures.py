@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, count
 from typing import Any, cast
 
 import pytest
@@ -80,9 +81,11 @@ def tables(index: int) -> list[int]:
     return scattered_table(5, 12, first=12 * index, among=12)
 
 
-def rows_of(seed: int, num_rows: int, base: int = 0) -> InputBatch:
-    """So many rows of a text from ``base`` on, of which a first step has written the rest."""
-    return build_batch([chunk(random_ids(seed, 100), base, num_rows, tables(0))], SIZE)
+def rows_of(seed: int, num_rows: int, base: int = 0, num_logits: int | None = None) -> InputBatch:
+    """So many rows of a text from ``base`` on, of which a first step has written the rest;
+    ``num_logits``: of the last ones, None: of all."""
+    rows = chunk(random_ids(seed, 100), base, num_rows, tables(0))
+    return build_batch([replace(rows, num_logits=num_logits or num_rows)], SIZE)
 
 
 def texts(seed: int, lengths: Sequence[int]) -> list[RequestRows]:
@@ -216,13 +219,15 @@ def test_any_company_writes_and_reads_the_same(seed: int, counts: list[int]) -> 
 # --- padding ---
 
 
-def padding_runner(seconds: float, hidden_layers: tuple[int, ...] = ()) -> ModelRunner:
-    """Has a recording of eight rows, which is replayed in that part of the time that a replay spares."""
+def padding_runner(
+    seconds: float, hidden_layers: tuple[int, ...] = (), num_rows: int = 8
+) -> ModelRunner:
+    """Has a recording of so many rows, replayed in that part of the time that a replay spares."""
     runner = steady_runner()
     runner.prepare(hidden_layers)
     for base in (0, 20, 20, 20, 20):
-        runner.forward(rows_of(3, 8 if base else 40, base))
-    assert recorded(runner) == [8]
+        runner.forward(rows_of(3, num_rows if base else 40, base))
+    assert recorded(runner) == [num_rows]
     runner._replays._spared = [1.0]
     for each in runner._replays._captures.values():
         each.threads._seconds, each.threads.chosen = {1: [seconds]}, 1
@@ -278,6 +283,13 @@ def test_padding_of_prompts_that_takes_longer_than_the_interpreter_is_not_done()
     assert recorded(runner) == [40]
     runner._replays._spared = [1e-9]
     assert runner.forward(prompts(20, 18)).num_rows == 0
+
+
+def test_prompts_share_a_recording_beside_one_of_more_rows_whose_padding_takes_longer() -> None:
+    runner = padding_runner(1e9, num_rows=16)
+    for num_rows in (10, 11):
+        runner.forward(rows_of(3, num_rows, 20, num_logits=1))
+    assert recorded(runner) == [16, 12]
 
 
 @pytest.mark.parametrize(("seconds", "served"), [(7.9, 8), (8.1, 0)])
@@ -379,14 +391,17 @@ def test_neither_are_forwards_of_many_rows_nor_what_a_backend_cannot_capture() -
     assert not isinstance(gathering._replays, Captures)
 
 
-def test_a_shape_is_recorded_when_it_has_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_logits", [8, 1], ids=["", "prompt"])
+def test_a_shape_is_recorded_when_it_has_come_often(
+    num_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(captures, "_OFTEN", 4)
     runner = runner_of(tiny_model("llama"))
     found = []
     for _ in range(5):
-        runner.forward(rows_of(7, 6))
+        runner.forward(rows_of(7, 8, num_logits=num_logits))
         found.append(recorded(runner))
-    assert found == [[], [], [], [6], [6]]
+    assert found == [[], [], [], [8], [8]]
 
 
 # --- memory ---
@@ -414,6 +429,8 @@ def test_the_least_used_recordings_are_forgotten(monkeypatch: pytest.MonkeyPatch
     # A row takes the same memory in each: room for eleven, and a little more.
     monkeypatch.setattr(captures, "_MOST_BYTES", 23 * only(runner).graph.num_bytes // 6)
     assert run(4, 3, 5, 6) == [5, 6]
+    runner.forward(rows_of(9, 3))
+    assert recorded(runner) == [5, 6], "it has to come as often as at first"
     assert run(3) == [6, 3]
 
 
@@ -452,6 +469,24 @@ def test_timing_waits_until_a_shape_is_settled() -> None:
     assert trusted(runner) == 1
     runner.time_step(captures._MOST_ROWS + 1, 0)
     assert trusted(runner) == 1
+
+
+def test_timing_settles_where_a_shape_is_padded() -> None:
+    """Short forwards, whose number of threads takes some replays to choose."""
+    runner = runner_of(tiny_model("llama"))
+    times = accumulate(count())
+    runner._replays._clock = lambda: 1e-6 * next(times)
+    forward, seen = runner.forward, []
+
+    def counted(batch: InputBatch) -> ForwardOutput:
+        seen.append(batch)
+        assert len(seen) < 100
+        return forward(batch)
+
+    with threads(2), pytest.MonkeyPatch.context() as patches:
+        patches.setattr(runner, "forward", counted)
+        runner.time_step(90, 0)
+    assert recorded(runner) == [96]
 
 
 def test_results_that_are_no_numbers_are_the_same_results() -> None:
