@@ -21,10 +21,13 @@ from typing import NamedTuple
 
 from engine.grammar.trial import fault_of
 from engine.grammar.vocabulary import Vocabulary
+from engine.request.errors import RequestFailedError
 
 CPU_SECONDS = 1.5
 """The limit for a trial, including compilation. CPU time, so a busy machine refuses nothing more."""
-_WALL_SECONDS = 120.0
+_WALL_SECONDS, _MOMENT_SECONDS = 120.0, 10.0
+_MAX_TRIES = 2
+"""A process that was killed, by a system without memory, say, tells nothing of its grammar."""
 _MEMORY_BYTES = 3 << 30
 _STACK_BYTES = 4 << 20
 """Half of what the engine's threads have: what passes here does not overflow there."""
@@ -41,18 +44,22 @@ class TrialProcess:
         weakref.finalize(self, _kill, self._children)
 
     def fault_of(self, grammar: str) -> str:
-        """As in ``trial.py``; also where the trial takes too long or breaks its process."""
+        """As in ``trial.py``; also where the trial takes too long or breaks its process. Raises
+        RequestFailedError where something else ends that, time and again."""
         with self._lock:
-            child = self._child()
-            try:
-                child.pipe.send(grammar)
-                if not child.pipe.poll(_WALL_SECONDS):
-                    raise EOFError
-                fault: str = child.pipe.recv()
-            except (EOFError, OSError):
-                self._children.clear()
-                return _in_words(child.end())
-            return fault
+            for _ in range(_MAX_TRIES):
+                child = self._child()
+                try:
+                    child.pipe.send(grammar)
+                    if not child.pipe.poll(_WALL_SECONDS):
+                        child.process.kill()
+                    fault: str = child.pipe.recv()
+                    return fault
+                except (EOFError, OSError):
+                    self._children.clear()
+                    if (status := child.end()) != -signal.SIGKILL:
+                        return _in_words(status)
+        raise RequestFailedError("the process that tries grammars was killed")
 
     def close(self) -> None:
         """Ends the process, whatever it does."""
@@ -88,11 +95,10 @@ class _Child(NamedTuple):
         self.pipe.close()
         try:
             # One that breaks closes its end a moment before it is gone.
-            return self.process.wait(1.0)
+            return self.process.wait(_MOMENT_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
-            return -signal.SIGPROF
+            return self.process.wait()
 
 
 def _kill(children: list[_Child]) -> None:

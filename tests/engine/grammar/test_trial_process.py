@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher
@@ -33,3 +37,23 @@ def test_one_that_breaks_it_or_keeps_it_busy_is_refused_and_others_are_tried_ane
     assert trials.fault_of("start: start").startswith("it matches nothing")
     assert "does not compile within" in trials.fault_of(SLOW)
     assert trials.fault_of('start: "a"') == ""
+
+
+def test_one_whose_process_was_killed_is_tried_again() -> None:
+    """That says nothing of the grammar, and what is said is kept."""
+    before = children()
+    trials = TrialProcess(lambda: Vocabulary.of(tiny_tokenizer(), TINY_VOCAB, (EOS,)))
+    assert trials.fault_of('start: "a"') == ""
+    (process,) = children() - before
+    os.kill(process, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        told = pool.submit(trials.fault_of, 'start: "b"')
+        wait([told], 0.2)
+        os.kill(process, signal.SIGKILL)
+        assert told.result() == ""
+    trials.close()
+
+
+def children() -> set[int]:
+    """The processes that this thread has started."""
+    return {int(each) for each in Path("/proc/thread-self/children").read_text().split()}
