@@ -73,7 +73,7 @@ class GrammarCompiler:
         Raises RequestError where it cannot be used, naming the one of ``fields`` that is at fault, or
         the tokenizer does not fit.
         """
-        ends = self._vocabulary.eos_token_ids
+        _, ends = self._built, self._vocabulary.eos_token_ids
         if self._compiled.get(grammar) is not None:
             matcher = self._fresh(grammar)
         else:

@@ -42,11 +42,15 @@ class Vocabulary:
         return cls(backend.to_str(), max(vocab_size, size), ends)
 
     def build(self) -> Any:
-        """Returns an ``llguidance.LLTokenizer``."""
+        """Returns an ``llguidance.LLTokenizer``. Raises RequestError where it takes no such one."""
         from llguidance import LLTokenizer  # loaded where grammars are wanted
 
         ends = list(self.eos_token_ids)
-        return LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=ends)
+        try:
+            return LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=ends)
+        except ValueError as error:
+            reason = f"grammars do not work with this model's tokenizer: {error}"
+            raise RequestError("grammar", reason) from error
 
 
 def new_matcher(vocabulary: Any, grammar: str, log_level: int = 0) -> Any:

@@ -6,6 +6,8 @@ import threading
 
 import pytest
 from llguidance import LLMatcher
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import Vocabulary
@@ -28,6 +30,13 @@ def test_a_grammar_that_cannot_be_used_is_refused_with_the_reason() -> None:
 def test_without_a_fast_tokenizer_there_are_no_grammars() -> None:
     with pytest.raises(RequestError, match="tokenizer is not a fast one"):
         GrammarCompiler(object(), TINY_VOCAB, (EOS,)).constraint('start: "a"')
+
+
+def test_of_a_tokenizer_whose_tokens_bytes_are_not_known_no_grammar_is_blamed() -> None:
+    unknown = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=unknown, eos_token="<eos>")
+    with pytest.raises(RequestError, match="with this model's tokenizer"):
+        GrammarCompiler(tokenizer, 2, (EOS,)).constraint('start: "a"')
 
 
 def test_without_a_token_that_ends_a_text_there_are_no_grammars() -> None:
