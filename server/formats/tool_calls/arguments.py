@@ -74,8 +74,23 @@ def types_of(schema: Schema) -> set[str]:
     return {types} if isinstance(types, str) else set(types)
 
 
+def types_within(schema: Schema) -> set[str]:
+    """The same, also where that is said in the branches of ``anyOf`` or ``oneOf``."""
+    ways = schema.get("anyOf", schema.get("oneOf", ()))
+    found = [types_of(each) if isinstance(each, dict) else set() for each in ways]
+    return types_of(schema) or (set[str]().union(*found) if all(found) else set())
+
+
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-_NAMES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+_NAMES = {
+    str: {"string"},
+    bool: {"boolean"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
+    int: {"integer", "number"},
+    float: {"number"},
+}
 
 
 def json_of(text: str, types: set[str]) -> str:
@@ -87,7 +102,7 @@ def json_of(text: str, types: set[str]) -> str:
         value = json.loads(written, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    is_text = "string" in types and _NAMES.get(type(value), "number") not in types
+    is_text = "string" in types and types.isdisjoint(_NAMES[type(value)])
     return json.dumps(text, ensure_ascii=False) if is_text else written
 
 

@@ -20,6 +20,7 @@ from server.formats.tool_calls.arguments import (
     schema_of,
     takes_any,
     types_of,
+    types_within,
     values_of,
 )
 
@@ -106,6 +107,7 @@ class TaggedArguments(ArgumentsReader):
         self._tag: Pattern[str] = compile(rf"{tags.begin}|(?P<close>{escape(tags.close)})")
         self._end: Pattern[str] = compile((r"\n?" if tags.on_lines else "") + escape(tags.end))
         self._types: set[str] = set()
+        self._is_text = False
         self._held: list[str] = []
         self._num_arguments = 0
 
@@ -118,16 +120,14 @@ class TaggedArguments(ArgumentsReader):
             self.ended = True
             return False
         name = found["name"]
-        self._types = types_of(schema_of(self._schema, name))
+        parameter = schema_of(self._schema, name)
+        self._is_text = types_of(parameter) == {"string"}
+        self._types = types_within(parameter)
         begin = ", " if self._num_arguments else "{"
         self._settled.append(f'{begin}"{escaped(name)}": ' + ('"' if self._is_text else ""))
         self._num_arguments += 1
         self._state = self._line_break if self._on_lines else self._value
         return True
-
-    @property
-    def _is_text(self) -> bool:
-        return self._types == {"string"}
 
     def _line_break(self, final: bool) -> bool:  # noqa: ARG002
         if not self._buffer:

@@ -288,6 +288,8 @@ ANY: dict[str, Any] = {
             "size": {"type": "integer"},
             "flag": {"type": "boolean"},
             "either": {"type": ["string", "null"]},
+            "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "number_or_text": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
         }
     }
 }
@@ -316,6 +318,11 @@ def arguments_of(form: str, text: str, *, whole: bool = True) -> str:
         ("flag", "false", False),
         ("either", "null", None),
         ("either", "7", "7"),
+        ("optional", "null", None),
+        ("optional", "7", "7"),
+        ("optional", '"a b"', "a b"),
+        ("number_or_text", "7", 7),
+        ("number_or_text", "7.5", "7.5"),
         ("unknown", "7", 7),
         ("unknown", "a b", "a b"),
         ("unknown", '{"a": [1, null]}', {"a": [1, None]}),
