@@ -66,10 +66,10 @@ class IndexedText:
         loop has taken them in: ``index`` here, another for a request's own text."""
         self._tokens.extend(token_ids)
         self._links.frombytes(bytes(4 * NUM_LEVELS * len(token_ids)))
+        self._tell()
         num_contexts = NUM_LEVELS * (len(self._tokens) - self.told["num_indexed"])
         if 2 * (self.told["num_contexts"] + num_contexts) > len(self._table):
             self._enlarge(2 * (self.told["num_contexts"] + num_contexts))
-        self._tell()
 
     def index(self, end: int) -> None:
         """Indexes the tokens before ``end`` that are not."""
@@ -100,6 +100,7 @@ class IndexedText:
         table = array("i", bytes(4 * size))
         index_loops.move_index.compile()(self.told.address, address_of(table), size)
         self._table = table
+        self._tell()
 
     def _tell(self) -> None:
         told = self.told

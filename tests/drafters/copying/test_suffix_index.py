@@ -57,6 +57,14 @@ def test_many_contexts_are_found_again() -> None:
     assert sum(map(sys.getsizeof, (text._tokens, text._links, text._table))) <= 112 * 5_000
 
 
+def test_contexts_are_found_again_where_the_text_has_moved_as_the_table_grew() -> None:
+    text = IndexedText()
+    for start in range(0, 2_000, 400):
+        text.append(range(start, start + 400))
+        text.index(len(text))
+        assert [at for at in range(start + 400) if at + 1 not in text.find([at], 1, 1)] == []
+
+
 def test_what_is_forgotten_is_not_found() -> None:
     text = IndexedText()
     text.append([1, 2, 3, 1, 2, 4, 1, 2])
