@@ -37,6 +37,7 @@ from server.reply.choices import ChoiceSource
 from server.reply.token_texts import TokenTexts
 from server.request.large_bodies import BodyReader, default_body_bytes
 from server.request.message_formats import MessageFormats
+from server.request.prompts import template_of
 from server.request.speculative import ChangeSpeculation, SpeculativeChange, SpeculativeResolver
 from server.request.translate import Translator
 from server.response_store import AskStore, ResponseStore
@@ -149,7 +150,7 @@ def services_of(
     info = engine.info
     model_name = public_name(info, settings)
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
-    template = str(tokenizer.chat_template or "")
+    template = template_of(tokenizer)
     formats = MessageFormats(
         tokenizer, template, settings.tool_call_parser, settings.reasoning_parser
     )

@@ -129,6 +129,13 @@ class Prompts:
         )
 
 
+def template_of(tokenizer: Any) -> str:
+    """Returns the text of a tokenizer's chat template, "" where it has none: of all, where there are
+    several, among which transformers chooses by whether there are tools."""
+    found = tokenizer.chat_template or ""
+    return "\n".join(found.values()) if isinstance(found, dict) else str(found)
+
+
 class ChatTemplate:
     """The tokenizer's: which ``variables`` it reads that are the client's, what it makes of messages, and
     who is to blame where it makes nothing of them."""
@@ -136,7 +143,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, spellings: Spellings) -> None:
         self._tokenizer = tokenizer
         self._spellings = spellings
-        self.source = str(tokenizer.chat_template) if tokenizer.chat_template else None
+        self.source = template_of(tokenizer) or None
         self.variables, self._is_heavy = _known_of(self.source or "")
         self.takes_tools = "tools" in self.variables
         self._reserved = _NOT_THE_CLIENTS | tokenizer.special_tokens_map.keys()

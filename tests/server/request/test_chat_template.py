@@ -13,6 +13,7 @@ from server.plan import IGNORED_HEADER
 from server.request.prompts import ChatTemplate
 from server.request.render_limit import LIMIT, SlowTemplateError
 from server.request.special_tokens import Spellings
+from worlds.request_bodies import TOOLS
 from worlds.scripted_engine import CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
 from worlds.serving import post, serve
 
@@ -116,6 +117,22 @@ async def test_a_variable_that_the_template_does_not_read_is_told(
         reply = await client.post("/chat/completions", json=body)
     assert reply.status_code == 200
     assert reply.headers.get(IGNORED_HEADER) == (None if is_read else f"{KWARGS}.{name}")
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+async def test_of_several_templates_the_one_for_tools_is_known_as_well(tools: Any) -> None:
+    """As Hermes and Command R have them. Quotes of both kinds stand in them."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {
+        "default": "{{ \"don't\" }}{{ '\\n' }}",
+        "tool_use": "{{ 'call' if shout }} {{ tools | length }}",
+    }
+    engine = ScriptedEngine()
+    body = {"messages": MESSAGES, "tools": tools, KWARGS: {"shout": True}}
+    reply = await post("/chat/completions", body, engine, tokenizer, tool_call_parser="hermes")
+    assert (reply.status_code, reply.headers.get(IGNORED_HEADER)) == (200, None)
+    said = tokenizer.decode(engine.requests[0].prompt_token_ids)
+    assert said == ("don't\n" if tools is None else f"call {len(TOOLS)}")
 
 
 OF_PARTS = (
