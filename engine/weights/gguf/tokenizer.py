@@ -70,6 +70,8 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
         options.setdefault("add_bos_token", True)
     if chat_template is not None:
         options["chat_template"] = chat_template
+    elif named := _named_templates(header.metadata):
+        options["chat_template"] = {"default": options["chat_template"], **named}
     infill = [_special_id(header, f"fim_{name}") for name in ("pre", "suf", "mid")]
     if None not in infill:
         options["infill_tokens"] = [[tokens[each] for each in infill if each is not None]]
@@ -102,6 +104,12 @@ def _parts(metadata: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
         for stored, name in names.items()
         if f"tokenizer.{stored}" in metadata
     }
+
+
+def _named_templates(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the chat templates beside the usual one: for tools, say."""
+    names, key = metadata.get("tokenizer.chat_templates", ()), "tokenizer.chat_template"
+    return {name: metadata[f"{key}.{name}"] for name in names if key in metadata}
 
 
 def _tokens(header: GgufHeader) -> Sequence[str]:

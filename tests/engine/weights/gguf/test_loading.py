@@ -290,6 +290,18 @@ def test_special_tokens_template_and_ends_are_the_files(written: Path) -> None:
     assert eos_token_ids(load_model(str(written), CPU), tokenizer) == (2, 3)
 
 
+def test_templates_that_have_names_are_taken_as_well(tmp_path: Path) -> None:
+    of_tools = "{{ tools | length }} tools"
+    name = "tokenizer.chat_template.tool_use"
+    values = {"tokenizer.chat_templates": ["tool_use"], name: of_tools}
+    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "tiny.gguf", values=values)))
+    assert tokenizer.chat_template == {"default": TEMPLATE, "tool_use": of_tools}
+    said = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tools=[{}], tokenize=False
+    )
+    assert said == "1 tools"
+
+
 def test_the_ends_and_the_sampling_that_a_file_says_are_taken(tmp_path: Path) -> None:
     sampling = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 0}
     values = {f"general.sampling.{key}": value for key, value in sampling.items()}
