@@ -11,6 +11,9 @@ logger = logging.getLogger(__name__)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDS_OF_LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _KANJI_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_WIDE_MARKS = (
+    "[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+)
 _EAST_ASIAN = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
@@ -70,6 +73,7 @@ _SPLITTERS: dict[str, tuple[str, ...]] = {
         _words(r"\p{N}{1,3}").replace(r"\s+(?!\S)|\s+", rf"{_SPACES}|\s{{1,2}}(?!\S)|\s"),
     ),
     "joyai-llm": _DEEPSEEK,
+    "minicpm5": (r"\p{N}{1,3}", _words(r"\p{N}+")),
     "kimi-k2": (
         rf"\p{{Han}}+|{_cased(_HAN)}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS_OF_LINES}",
     ),
@@ -81,15 +85,20 @@ _SPLITTERS: dict[str, tuple[str, ...]] = {
         r"\d{1,3}(?=(?:\d{3})*\b)",
         rf"{_cased()}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS_OF_LINES}",
     ),
+    "youtu": (
+        f"[\uac00-\ud7a3\u3131-\u318e]+|{_WIDE_MARKS}|[\u3105-\u312f]+|{_KANJI_AND_KANA}",
+        rf"{_cased()}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS_OF_LINES}",
+    ),
 }  # fmt: skip
 """Ways of cutting that transformers does not know: patterns that cut one after the other what the earlier
 ones left (llama.cpp's src/llama-vocab.cpp)."""
 _SPLITTERS["bailingmoe2"] = _SPLITTERS["llada-moe"] = _SPLITTERS["bailingmoe"]
-WITHOUT_MERGES = {
+WITH_BEGINNING = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
 }  # fmt: skip
-"""Ways of cutting whose pieces are taken whole where they are tokens, whatever merges would make. Unless
-a file says otherwise, texts of these vocabularies begin with a token of its own."""
+"""Ways of cutting of vocabularies with a token that texts begin with, unless a file says otherwise."""
+_WITHOUT_MERGES = WITH_BEGINNING | {"minicpm5", "youtu"}
+"""Ways of cutting whose pieces are taken whole where they are tokens, whatever merges would make."""
 _DIGIT_SPLITTERS = {
     "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
 }  # fmt: skip
@@ -104,7 +113,7 @@ def split(backend: Any, splitter: str | None, known: Mapping[str, str]) -> None:
     ways that have been seen to. One that is unknown is GPT-2's, with a warning."""
     from tokenizers import Regex, pre_tokenizers
 
-    backend.model.ignore_merges = splitter in WITHOUT_MERGES
+    backend.model.ignore_merges = splitter in _WITHOUT_MERGES
     if splitter in _DIGIT_SPLITTERS:
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]
         bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)

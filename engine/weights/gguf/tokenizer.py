@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.request.errors import UnsupportedModelError
 from engine.weights.gguf.file import GgufHeader
-from engine.weights.gguf.splitters import WITHOUT_MERGES, split
+from engine.weights.gguf.splitters import WITH_BEGINNING, split
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     if kind == "llama" and parts.get("add_prefix_space") is False:
         _begin_without_space(backend)
     options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
-    if kind == "llama" or (kind == "gpt2" and splitter in WITHOUT_MERGES):
+    if kind == "llama" or (kind == "gpt2" and splitter in WITH_BEGINNING):
         # As llama.cpp takes files that do not say.
         options.setdefault("add_bos_token", True)
     if chat_template is not None:

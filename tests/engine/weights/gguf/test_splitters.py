@@ -56,6 +56,10 @@ CUTS = {
     "bailingmoe": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!\n\n| | foo|_bar",
     # One line's end at a time.
     "exaone-moe": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!\n|\n| | foo|_bar",
+    # Digits in threes first.
+    "minicpm5": "Don|'t| |123|456|7| x漢字かなAb|!!\n\n| | foo|_bar",
+    # East Asian letters and marks alone.
+    "youtu": "Don't| |1|2|3|4|5|6|7| x|漢字かな|Ab|!!\n\n| | foo|_bar",
     "smollm": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!|\n\n | foo|_|bar",
 }
 
@@ -71,6 +75,11 @@ def test_text_is_cut_as_the_vocabulary_was_trained(splitter: str) -> None:
         # Letters of other scripts stand alone, and those beyond ASCII behind those of it.
         ("deepseek-llm", "caf\u00e9 \u05e9\u05dc x", "caf|\u00e9| \u05e9\u05dc| x"),
         ("deepseek-llm", "a\u3001b  ", "a|\u3001|b|  "),
+        (
+            "youtu",
+            " \u675c\u7528\ud55c\uff01\u2026aBc!",
+            " |\u675c\u7528|\ud55c|\uff01\u2026|a|Bc|!",
+        ),
         # Spaces by powers of two.
         ("jais-2", f"a{' ' * 7}b 1234", "a|    |  | b| |123|4"),
     ],
@@ -110,7 +119,9 @@ def test_families_that_share_a_pattern_cut_alike(splitter: str, text: str) -> No
     assert pieces(splitter, text) == [piece for piece, _ in theirs]
 
 
-@pytest.mark.parametrize(("splitter", "whole"), [("llama-bpe", True), ("qwen2", False)])
+@pytest.mark.parametrize(
+    ("splitter", "whole"), [("llama-bpe", True), ("youtu", True), ("qwen2", False)]
+)
 def test_some_vocabularies_have_words_that_no_merges_make(splitter: str, whole: bool) -> None:
     metadata = values_of(tiny_llama())
     tokens = [*metadata["tokenizer.ggml.tokens"], "zebra"]
