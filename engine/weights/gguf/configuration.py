@@ -68,7 +68,11 @@ _NUMBERS = {
     "logit_scale": "logit_scale logits_scaling",
     "expert_weights_scale": "routed_scaling_factor route_scale",
 }
-_FLAGS = {"expert_weights_norm": "norm_topk_prob", "use_parallel_residual": "use_parallel_residual"}
+_FLAGS = {
+    "attention.causal": "",
+    "expert_weights_norm": "norm_topk_prob",
+    "use_parallel_residual": "use_parallel_residual",
+}
 _SHOWN = {
     "attn_q.bias": "attention_bias qkv_bias use_qkv_bias",
     "attn_qkv.bias": "attention_bias",
@@ -159,10 +163,17 @@ def described(said: Said, kind: Any, known: Values) -> dict[str, Any]:
     configurations, and what is known besides. Raises UnsupportedModelError for values that cannot
     be."""
     found: dict[str, Any] = {"num_hidden_layers": said.num_layers}
+    names = {field.name for field in fields(kind)} | {*kind.attribute_map}
+    # Values of keys without which a model computes the same: a class need not know them.
+    usual: dict[str, tuple[float, ...]] = dict.fromkeys(_NUMBERS, (0, 1)) | dict.fromkeys(_FLAGS, (1,))
     for keys, read in ((_COUNTS, said.count), (_NUMBERS, said.number), (_FLAGS, said.value)):
         for key, several in keys.items():
             if (value := read(key)) is not None:
                 found |= dict.fromkeys(several.split(), value)
+                if names.isdisjoint(several.split()) and value not in usual.get(key, (value,)):
+                    raise UnsupportedModelError(
+                        f"its {key} is {value}, of which {kind.model_type} knows nothing"
+                    )
             if known.keys().isdisjoint(several.split()) and said.varies(key):
                 raise UnsupportedModelError(f"its layers have several values of {key}")
     shown = {name for tensor in said.has_layers_with for name in _SHOWN.get(tensor, "").split()}
@@ -177,7 +188,6 @@ def described(said: Said, kind: Any, known: Values) -> dict[str, Any]:
         found["mlp_layer_types"] = [
             "dense" if layer < dense else "sparse" for layer in range(said.num_layers)
         ]
-    names = {field.name for field in fields(kind)} | {*kind.attribute_map}
     found = {name: each for name, each in found.items() if name in names and each is not None}
     tokens = {
         f"{name}_token_id": said.header.metadata.get(f"tokenizer.ggml.{stored}_token_id")

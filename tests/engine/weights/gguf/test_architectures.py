@@ -422,6 +422,25 @@ def test_queries_that_grow_down_a_text_are_refused_where_the_type_has_none(tmp_p
 
 
 @pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("afmoe", "expert_weights_norm", False),
+        ("qwen3", "attention.causal", False),
+        ("qwen3", "residual_scale", 0.5),
+        ("qwen3", "final_logit_softcapping", 30.0),
+    ],
+)
+def test_what_a_type_cannot_compute_is_refused(
+    tmp_path: Path, architecture: str, key: str, value: Any
+) -> None:
+    values = {f"{architecture}.{key}": value}
+    model = random_model(architecture)
+    path = write_converted(tmp_path / "tiny.gguf", architecture, model, values=values)
+    with pytest.raises(UnsupportedModelError, match=f"its {key} is {value}"):
+        load_model(str(path), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
     ("values", "part"),
     [
         ({"qwen3moe.expert_feed_forward_length": 40}, "other shapes than the configuration says"),
