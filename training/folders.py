@@ -102,14 +102,15 @@ def _write(
 ) -> None:
     path.mkdir(parents=True, exist_ok=True)
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # Beside the file and then in its place: a head may be served while it is trained.
-    save_file(stored, path / f"{WEIGHTS}.new", metadata={"format": "pt"})
-    let_others_read(path / f"{WEIGHTS}.new")
-    (path / f"{WEIGHTS}.new").replace(path / WEIGHTS)
     if fingerprint is not None:
         content["target_fingerprint"] = fingerprint
     text = json.dumps(content | dict(notes or {}), indent=2)
-    (path / CONFIG).write_text(text + "\n", encoding="utf-8")
+    # Beside the files and then in their place: a head may be served while it is trained.
+    save_file(stored, path / f"{WEIGHTS}.new", metadata={"format": "pt"})
+    let_others_read(path / f"{WEIGHTS}.new")
+    (path / f"{CONFIG}.new").write_text(text + "\n", encoding="utf-8")
+    for name in (WEIGHTS, CONFIG):
+        (path / f"{name}.new").replace(path / name)
 
 
 def _plain_config(network: Eagle3Network) -> dict[str, Any]:
@@ -170,18 +171,12 @@ def write_medusa(
     """Writes a folder in vLLM's form, in bf16. ``notes``: more of its configuration. ``output_head``:
     the target's, ``[vocab_size, hidden_size]``, which vLLM asks for; None: ``medusa.read`` takes it from
     the target."""
-    path.mkdir(parents=True, exist_ok=True)
     tensors = {} if output_head is None else {SHARED_HEAD: output_head}
     for layer, head, name in blocks_of(heads.num_heads, heads.num_layers, "weight"):
         tensors[name] = heads.weight[layer, head].T
     for layer, head, name in blocks_of(heads.num_heads, heads.num_layers, "bias"):
         tensors[name] = heads.bias[layer, head, 0]
-    rounded = {
-        name: tensor.detach().to(torch.bfloat16).cpu().contiguous()
-        for name, tensor in tensors.items()
-    }
-    save_file(rounded, path / WEIGHTS, metadata={"format": "pt"})
-    let_others_read(path / WEIGHTS)
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     config = {
         "architectures": ["MedusaModel"],
         "model_type": KIND,
@@ -192,7 +187,5 @@ def write_medusa(
         "truncated_vocab_size": facts.vocab_size,
         "medusa_fc_bias": True,
         "original_lm_head": True,
-        "target_fingerprint": facts.fingerprint,
     }
-    text = json.dumps(config | dict(notes), indent=2)
-    (path / CONFIG).write_text(text + "\n", encoding="utf-8")
+    _write(path, rounded, config, facts.fingerprint, notes)

@@ -3,8 +3,8 @@
 The budget is counted in active minutes: the time of each step, capped, so that a paused
 process does not lose training.  The learning rate is constant after a warm-up and decays
 linearly to zero over the last part of the budget.  Writing a number of minutes into
-`<out>/decay` starts the decay at once and sets its length; writing another number later plans
-the rest of it anew, from the rate reached by then.
+`<out>/decay` starts the decay at once and sets its length, 0: ends the training; writing another
+number later plans the rest of it anew, from the rate reached by then.
 """
 
 from __future__ import annotations
@@ -193,9 +193,17 @@ class Decay:
     factor: float = 1.0
     asked: str = ""  # what the `decay` file held that asked for it
 
+    @classmethod
+    def planned(cls, budget: float, saved: dict[str, Any] | None = None) -> Decay:
+        """Return the last part of the budget, or what was saved if the `decay` file asked for that."""
+        if saved is not None and saved["asked"]:
+            return cls(**saved)
+        return cls(budget * (1 - DECAY_SHARE), budget * DECAY_SHARE)
+
     def at(self, active: float) -> float:
         """Return the factor at a time, full before the start."""
-        return self.factor * min(1.0, max(0.0, 1 - (active - self.start) / self.length))
+        left = self.end - active
+        return self.factor * min(1.0, left / self.length) if left > 0 else 0.0
 
     @property
     def end(self) -> float:
@@ -232,7 +240,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--minutes", type=float, required=True, help="active, in all runs together")
     parser.add_argument("--save-every", type=float, default=5.0)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
@@ -265,11 +273,11 @@ def train(
 
     args.out.mkdir(parents=True, exist_ok=True)
     budget, active, step, tokens = args.minutes * 60, 0.0, 0, 0
-    decay = Decay(budget * (1 - DECAY_SHARE), budget * DECAY_SHARE)
+    decay = Decay.planned(budget)
     if (args.out / "state.pt").exists():
         state = torch.load(args.out / "state.pt", weights_only=True)
         active, step, tokens = (state[k] for k in ("active", "step", "tokens"))
-        decay = Decay(**state["decay"])
+        decay = Decay.planned(budget, state["decay"])
         for learner in learners:
             learner.restore(state[learner.name])
     for learner in learners:

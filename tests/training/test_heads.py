@@ -124,6 +124,21 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     torch.testing.assert_close(parts, whole)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_is_read_stays_whole_while_it_is_written_anew(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    heads.main(arguments(folder, kind, tmp_path, 1))
+    names = ("config.json", "model.safetensors")
+    before = [(tmp_path / name).read_bytes() for name in names]
+    with (tmp_path / names[0]).open("rb") as config, (tmp_path / names[1]).open("rb") as weights:
+        heads.main(arguments(folder, kind, tmp_path, 2))
+        assert [config.read(), weights.read()] == before
+    assert all(
+        (tmp_path / name).read_bytes() != old for name, old in zip(names, before, strict=True)
+    )
+
+
 def test_states_that_are_not_kept_say_the_same(folder: Path, tmp_path: Path) -> None:
     heads.main(arguments(folder, "eagle3", tmp_path / "kept", 2))
     heads.main([*arguments(folder, "eagle3", tmp_path / "read", 2), "--no-cache-states"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,18 @@ def test_a_decay_is_planned_anew_when_the_file_changes(tmp_path: Path) -> None:
     asked.write_text("10")
     longer = first.replan(asked, 70.0)
     assert (longer.at(70.0), longer.at(370.0), longer.end) == (0.5, 0.25, 670.0)
+    asked.write_text("0")
+    over = longer.replan(asked, 80.0)
+    assert (over.at(80.0), over.at(90.0), over.end) == (0.0, 0.0, 80.0)
+
+
+def test_a_run_that_goes_on_has_the_minutes_that_it_is_told(tmp_path: Path) -> None:
+    before = train.Decay.planned(600.0)
+    assert train.Decay.planned(600.0, asdict(before)) == before
+    assert train.Decay.planned(1200.0, asdict(before)).end == 1200.0
+    (tmp_path / "decay").write_text("3")
+    asked = before.replan(tmp_path / "decay", 100.0)
+    assert train.Decay.planned(1200.0, asdict(asked)) == asked
 
 
 def test_a_card_shows_what_was_measured_and_nothing_else() -> None:
