@@ -112,6 +112,8 @@ export class Conversation {
       this._abort = null;
       this._setBusy(false);
     }
+    // The conversation may have been cleared meanwhile.
+    if (!this._turns.includes(turn)) return;
     this._redrawLast();
     this._keep();
     announce(turn.failed ? "" : `The answer is there. ${[turn.told, turn.ended].filter(Boolean).join(", ")}`);

@@ -15,12 +15,19 @@ import server
 FOLDER = Path(server.__file__).parent / "playground"
 # What the modules need of a page.
 _PAGE = """
-const made = (name) => ({
-  tagName: (name ?? "").toUpperCase(), childNodes: [], style: {}, dataset: {}, textContent: "",
-  append(...nodes) { this.childNodes.push(...nodes); },
-});
+class Made extends EventTarget {
+  childNodes = []; style = {}; dataset = {}; textContent = ""; value = "";
+  constructor(name = "") { super(); this.tagName = name.toUpperCase(); }
+  get lastElementChild() { return this.childNodes.at(-1) ?? null; }
+  append(...nodes) { this.childNodes.push(...nodes); }
+  replaceChildren(...nodes) { this.childNodes = nodes; }
+  querySelector() { return new Made(); }
+  replaceWith() {} setAttribute() {} focus() {}
+}
+const boxes = {};
 globalThis.document = {
-  hidden: true, getElementById: () => made(), createElement: made, addEventListener() {},
+  hidden: true, getElementById: (id) => (boxes[id] ??= new Made()), addEventListener() {},
+  createElement: (name) => new Made(name),
 };
 const [module, given] = [await import(process.argv[1]), JSON.parse(process.argv[2])];
 const tell = (found) => process.stdout.write(JSON.stringify(found));
@@ -37,6 +44,22 @@ _DEPTH = """
 const depth = (node) => 1 + Math.max(0, ...(node.childNodes ?? []).map(depth));
 const text = given.mark.repeat(given.count) + "x";
 tell(depth({ childNodes: module.markdown(text, (start, end) => [text.slice(start, end)]) }));
+"""
+_CLEARED = """
+globalThis.sessionStorage = { getItem: () => null, setItem() {} };
+globalThis.cancelAnimationFrame = () => {};
+globalThis.fetch = (_, { signal }) =>
+  new Promise((_, fail) => signal.addEventListener("abort", () => fail(signal.reason)));
+const nothing = () => {};
+const talk = new module.Conversation(
+  { request: (messages) => ({ messages }), changed: nothing, busy: nothing, refused: nothing },
+);
+talk.enabled = true;
+boxes.message.value = given;
+talk.send();
+boxes.clear.dispatchEvent(new Event("click"));
+await new Promise(setTimeout);
+tell([talk.running, talk.messages(), boxes.said.textContent]);
 """
 
 
@@ -72,3 +95,8 @@ def test_no_text_is_nested_too_deeply_for_the_page(mark: str) -> None:
     """A model in a loop may write a mark thousands of times: the page's stack was not deep enough."""
     assert told("markdown.js", _DEPTH, {"mark": mark, "count": 5}) >= 6
     assert told("markdown.js", _DEPTH, {"mark": mark, "count": 6000}) < 60
+
+
+def test_a_new_conversation_ends_the_answer_and_keeps_nothing_of_it() -> None:
+    ended = [False, [], "The conversation is empty."]
+    assert told("conversation.js", _CLEARED, "Go on") == ended
