@@ -25,14 +25,21 @@ class Terms:
 
     def on(self, plan: RequestPlan) -> RequestPlan:
         """The request on these terms. Raises ApiError with the client's names of fields."""
-        most = self.tenant.max_concurrent_requests
-        with plan.names.in_refusals():
-            if most is not None and len(plan.choices) > most:
-                field = "n" if plan.n > 1 else "prompt"
-                raise refused(field, f": this API key may have {most} choices at a time")
-            choices = [replace(each, request=self._request(each.request)) for each in plan.choices]
         limits = [each for each in (plan.limit, self.max_tokens) if each is not None]
-        return replace(plan, choices=tuple(choices), limit=min(limits, default=None))
+        with plan.names.in_refusals():
+            choices = [replace(each, request=self._request(each.request)) for each in plan.choices]
+            found = replace(plan, choices=tuple(choices), limit=min(limits, default=None))
+            self._check_number(found)
+        return found
+
+    def _check_number(self, plan: RequestPlan) -> None:
+        """Raises ApiError where no time to wait would be enough."""
+        most, rate = self.tenant.max_concurrent_requests, self.tenant.requests_per_minute
+        if most is not None and plan.num_at_once > most:
+            field = "n" if plan.n > 1 else "prompt"
+            raise refused(field, f": this API key may have {most} choices at a time")
+        if rate is not None and len(plan.choices) > plan.n * rate:
+            raise refused("prompt", f": this API key may have {rate} requests per minute")
 
     def _request(self, request: GenerationRequest) -> GenerationRequest:
         if request.priority < 0:

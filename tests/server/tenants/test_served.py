@@ -47,7 +47,7 @@ def by(name: str) -> dict[str, str]:
 
 
 async def ask(
-    client: httpx.AsyncClient, name: str, prompt: Sequence[int] = (1, 2, 3), **body: Any
+    client: httpx.AsyncClient, name: str, prompt: Sequence[Any] = (1, 2, 3), **body: Any
 ) -> httpx.Response:
     body = {"prompt": list(prompt), "max_tokens": 4, **body}
     return await client.post("/completions", json=body, headers=by(name))
@@ -161,6 +161,21 @@ async def test_more_choices_than_there_may_ever_be_are_no_matter_of_time(keys: s
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
 
+async def test_more_prompts_than_a_minute_has_are_no_matter_of_time(keys: str) -> None:
+    """No time to wait would be enough, and every attempt would take what there is."""
+    async with serve(Engine(), api_keys_file=keys) as client:
+        refused = await ask(client, "few", prompt=[[1], [2], [3]])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+        assert (await ask(client, "few", prompt=[[1], [2]], n=2)).status_code == 200
+
+
+async def test_texts_beyond_the_choices_at_a_time_are_embedded_in_parts(keys: str) -> None:
+    engine = ScriptedEngine(info=engine_info(embeddings="mean", hidden_size=2))
+    async with serve(engine, api_keys_file=keys) as client:
+        reply = await client.post("/embeddings", json=THREE, headers=by("two"))
+    assert [each["index"] for each in reply.json()["data"]] == [0, 1, 2]
+
+
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 FIRST = {"priority": -1}
 THREE = {"input": ["a", "b", "c"]}
@@ -190,7 +205,8 @@ async def test_terms_are_told_in_the_words_of_each_api(
     """A large body is read elsewhere, on the same terms."""
     engine = ScriptedEngine(info=engine_info(embeddings="mean", hidden_size=2))
     async with serve(engine, api_keys_file=keys) as client:
-        headers = by("two") | {"content-type": "application/json"}
+        name = "few" if body is THREE else "two"
+        headers = by(name) | {"content-type": "application/json"}
         content = json.dumps(body) + more
         reply = await client.post(f"http://test/{path}", content=content, headers=headers)
     assert reply.status_code == 400
