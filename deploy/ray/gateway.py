@@ -84,7 +84,7 @@ class Gateway:
         try:
             if is_get and path == "/metrics":
                 response = await self._metrics(request)
-            elif is_get and path in ("/health", "/ready"):
+            elif (is_get and path in ("/health", "/ready")) or _is_of_kept(request):
                 response = await self._any(request)
             elif not is_get and path.startswith("/admin/"):
                 response = await self._all(request)
@@ -161,7 +161,7 @@ class Gateway:
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _any(self, request: Forwarded) -> Response:
-        """Answers probes: all is well while one replica is."""
+        """Answers as the replica that says best: all is well while one is, and one keeps a response."""
         found = await self._replicas.ask_all(request)
         if not found:
             raise replica_lost()
@@ -173,6 +173,12 @@ class Gateway:
         if len({each.status for each in found}) != 1:
             raise not_adopted()
         return _response(found[0])
+
+
+def _is_of_kept(request: Forwarded) -> bool:
+    """Whether it is about a response that a replica keeps."""
+    scope = request.scope
+    return scope["path"].startswith("/v1/responses/") and scope["method"] in ("GET", "DELETE")
 
 
 def _route(request: Forwarded, replica: str) -> str:

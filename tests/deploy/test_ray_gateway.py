@@ -91,6 +91,16 @@ async def test_what_begins_alike_goes_to_one_replica(found: Fleet) -> None:
     assert set(found.replicas.asked) == {"a", "b"}
 
 
+async def test_a_kept_response_is_found_wherever_it_is(found: Fleet) -> None:
+    for number in range(8):  # of either replica
+        made = await found.client.post("/v1/responses", json={"input": f"{number}"})
+        path = f"/v1/responses/{made.json()['id']}"
+        assert (await found.client.get(path)).json() == made.json()
+        assert (await found.client.delete(path)).json()["deleted"]
+        assert (await found.client.get(path)).status_code == 404
+    assert set(found.replicas.asked) == {"a", "b"}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("messages", [0, 1])
 async def test_a_request_that_wrote_nothing_is_done_by_another(
