@@ -136,7 +136,10 @@ def _metrics_table(found: list[ExportedMetric]) -> str:
     rows: dict[str, list[str]] = {}
     for name, kind, labels, text in found:
         about = "as ours" if name.startswith("vllm:") and text in own else _cell(text)
-        about = "Prometheus' usual ones, on Linux." if name.startswith("process_") else about
+        usual = (
+            "Prometheus' usual ones, on Linux, of the server's own process, without the engine's."
+        )
+        about = usual if name.startswith("process_") else about
         named = ", ".join(f"`{label}`" for label in labels)
         key = f"{kind}{named and f' by {named}'} | {about}"
         rows.setdefault(key if about != _cell(text) else f"{key}\0{name}", []).append(f"`{name}`")

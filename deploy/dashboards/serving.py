@@ -217,13 +217,14 @@ def _memory(dashboard: Dashboard) -> None:
         ),
         lines(
             "Memory of the process",
-            "Resident memory of each server.",
+            "Resident memory of the server's own process. The engine's, with model and KV blocks, is "
+            "another, which is not in it.",
             "bytes",
             [(resident, "{{instance}}")],
         ),
         lines(
-            "CPU",
-            "Cores in use by each server.",
+            "CPU of the process",
+            "Cores in use by the server's own process, without the engine's.",
             "none",
             [(f"sum by (instance) ({rate('process_cpu_seconds_total')})", "{{instance}}")],
         ),
