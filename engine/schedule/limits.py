@@ -140,7 +140,9 @@ def _check_seats(account: _Account) -> None:
 
 
 def _check_rate(what: str, per_minute: int | None, bucket: _Bucket, amount: int) -> None:
-    seconds = 0.0 if per_minute is None else bucket.seconds_until(amount, per_minute)
+    if per_minute is None or amount == 0:  # a further choice of a prompt
+        return
+    seconds = bucket.seconds_until(amount, per_minute)
     if seconds > 0:
         code = {"requests": "rate_limited", "tokens": "token_limit"}[what]
         message = f"This key may spend {per_minute} {what} per minute ({what}_per_minute)."

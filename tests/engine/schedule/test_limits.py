@@ -98,6 +98,14 @@ def test_tokens_are_charged_for_prompts_and_as_they_are_written() -> None:
     world.admit(60)
 
 
+def test_a_prompt_of_more_than_a_minute_may_have_several_choices() -> None:
+    """The first one's charge leaves the bucket overdrawn, which is no matter of the others."""
+    world = World(Tenant("a", tokens_per_minute=10))
+    world.admit(15)
+    world.admit(15, choice=1)
+    assert world.refused().code == "token_limit"
+
+
 def test_a_prompt_of_more_than_a_minute_needs_a_full_bucket() -> None:
     world = World(Tenant("a", tokens_per_minute=60))
     world.limits.release(world.admit(600))
