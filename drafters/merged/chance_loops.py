@@ -32,11 +32,6 @@ COPY_VALUES = 58
 
 
 @njit
-def with_feature(features: int, kind: int, value: int, default: int) -> int:
-    return features + ((value - default) << (FEATURE_BITS * kind))
-
-
-@njit
 def margin_bucket(rank: int, log: int, first: int, second: int) -> int:
     """Returns the bucket of a row's token for a greedy request: the lead of the first one before the
     second, and how far another lies behind the first, in units of log-probability."""
@@ -86,7 +81,7 @@ def noise_bucket(noise: float) -> int:
 
 
 @njit
-def copy_value(match: int, share: float) -> int:
+def copy_bucket(match: int, share: float) -> int:
     length = (
         (match >= 1) + (match >= 2) + (match >= 3) + (match >= 5) + (match >= 8) + (match >= 16)
     )
@@ -99,7 +94,7 @@ def copy_value(match: int, share: float) -> int:
         + (share >= 0.93)
         + (share >= 0.98)
     )
-    return 2 + 8 * length + part
+    return 8 * length + part
 
 
 @njit

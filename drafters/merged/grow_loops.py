@@ -8,7 +8,6 @@ likeliest guess of all is the next node, until there are enough.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from numba import njit
 
@@ -35,7 +34,7 @@ from drafters.merged.chance_loops import (
     NOISE,
     ROW,
     believed,
-    copy_value,
+    copy_bucket,
     judge,
     log_bucket,
     margin_bucket,
@@ -43,12 +42,12 @@ from drafters.merged.chance_loops import (
     score_bucket,
     set_chances,
     share_bucket,
-    with_feature,
 )
 from drafters.merged.records import Merged, Seen
 from drafters.merged.row_loops import (
     LEAST_LOG,
     LOG_UNITS,
+    LOGS_AT,
     MOST_FREQUENT,
     NUM_LEVELS,
     NUM_TOP,
@@ -75,33 +74,59 @@ _LEAST_FURTHER = 0.15
 
 
 @njit
-def _guess(m: Merged, first: int, count: int, token: int, features: int) -> int:
-    """Returns which of the guesses has this token, a new one if there is none and there is room, else
-    ``count`` at its most."""
-    for at in range(count):
-        if m.guesses[first + at].token == token:
-            return at
-    if count < MOST_GUESSES:
-        g = m.guesses[first + count]
-        g.token, g.features, g.next, g.first, g.count = token, features, -1, 0, 0
-    return count
+def _guess(
+    m: Merged, first: int, count: int, token: int, unsaid: int, kind: int, bucket: int
+) -> int:
+    """Adds the ``bucket`` of a ``kind`` to the features of a token, which begins with those ``unsaid``.
+    Returns which guess it is; ``MOST_GUESSES``: there is no room for another."""
+    at = 0
+    while at < count and m.guesses[first + at].token != token:
+        at += 1
+    if at < MOST_GUESSES:
+        g = m.guesses[first + at]
+        if at == count:
+            g.token, g.features, g.next, g.first, g.count = token, unsaid, -1, 0, 0
+        g.features += (1 + bucket) << (FEATURE_BITS * kind)
+    return at
 
 
 @njit
-def _add_ranked(
-    m: Merged,
-    first: int,
-    count: int,
-    kind: int,
-    value: int,
-    cells: Any,
-    tokens: int,
-    features: int,
-    default: int,
+def _unsaid(found: tuple[int, int, int], depth: int, is_copied: bool, looks_further: bool) -> int:
+    """Returns the features of a token that no source names: of each kind a base, by what else is known of
+    the place, and one more where the source names other tokens."""
+    features = min(depth, _NUM_DEPTHS - 1) * 2 + is_copied
+    longer = 0
+    for level in range(NUM_LEVELS - 1, -1, -1):
+        is_found = found[level] >= 0
+        features += (16 * longer + is_found) << (FEATURE_BITS * (ROW + level))
+        longer = min(longer + is_found, 2)
+    is_new = longer == 0
+    features += (COPY_VALUES * (longer > 0) + is_copied) << (FEATURE_BITS * COPY)
+    if looks_further:
+        features += (33 * is_new + 11 * min(depth, 2) + 1) << (FEATURE_BITS * NEARLY)
+        features += (9 * is_new + 1) << (FEATURE_BITS * FREQUENT)
+    return features
+
+
+@njit
+def _guess_copied(
+    desk: Desk, m: Merged, first: int, num_children: int, total: float, depth: int, unsaid: int
 ) -> int:
-    """Adds likely tokens, best first; returns how many guesses there are. ``value``: that of the feature
-    ``kind`` for its first bucket."""
-    logs, total, temperature = tokens + NUM_TOP, 0.0, m.temperature
+    """Guesses the tokens with most of the votes; returns how many there are."""
+    for rank in range(num_children):
+        c = desk.children[rank]
+        match = desk.voters[desk.lists[c.first]].match + depth
+        bucket = copy_bucket(match, c.weight / total)
+        g = m.guesses[first + _guess(m, first, rank, c.token, unsaid, COPY, bucket)]
+        g.first, g.count = c.first, c.count
+    return num_children
+
+
+@njit
+def _guess_row(m: Merged, first: int, count: int, kind: int, cell: int, unsaid: int) -> int:
+    """Guesses a row's tokens, best first; returns how many guesses there are."""
+    cells, tokens, logs, temperature = m.rows.cells, cell + TOKENS_AT, cell + LOGS_AT, m.temperature
+    total = 0.0
     if temperature > 0.0:
         for rank in range(NUM_TOP):
             if cells[tokens + rank] < 0:
@@ -112,17 +137,43 @@ def _add_ranked(
     for rank in range(NUM_TOP):
         if cells[tokens + rank] < 0:
             break
-        at = _guess(m, first, count, cells[tokens + rank], features)
-        if at == MOST_GUESSES:
-            break
-        count = max(count, at + 1)
         log = cells[logs + rank]
         if temperature > 0.0:
             bucket = log_bucket(log / (LOG_UNITS * temperature) - total)
         else:
             bucket = margin_bucket(rank, log, cells[logs], second)
-        g = m.guesses[first + at]
-        g.features = with_feature(g.features, kind, value + bucket, default)
+        at = _guess(m, first, count, cells[tokens + rank], unsaid, kind, bucket)
+        if at == MOST_GUESSES:
+            break
+        count = max(count, at + 1)
+    return count
+
+
+@njit
+def _guess_nearly(m: Merged, first: int, count: int, unsaid: int) -> int:
+    """Guesses what the target nearly said of late; returns how many guesses there are."""
+    for rank in range(m.num_nearly):
+        bucket = score_bucket(m.nearly[MOST_NEARLY + rank])
+        at = _guess(m, first, count, m.nearly[rank], unsaid, NEARLY, bucket)
+        if at == MOST_GUESSES:
+            break
+        count = max(count, at + 1)
+    return count
+
+
+@njit
+def _guess_frequent(m: Merged, first: int, count: int, unsaid: int) -> int:
+    """Guesses what the target says most often; returns how many guesses there are."""
+    said = m.rows.frequent
+    for rank in range(_MOST_FREQUENT_GUESSED):
+        num_said = said[MOST_FREQUENT + rank]
+        if num_said < 2:
+            break
+        bucket = share_bucket(num_said / m.rows.num_counted)
+        at = _guess(m, first, count, said[rank], unsaid, FREQUENT, bucket)
+        if at == MOST_GUESSES:
+            break
+        count = max(count, at + 1)
     return count
 
 
@@ -136,80 +187,25 @@ def _find_guesses(
         s, desk, copied[0], copied[1], depth, desk.ending[end - 1], s.worth[TREE_CORRECTION]
     )
     num_children = min(num_children, _MOST_COPIED)
-    features = min(depth, _NUM_DEPTHS - 1) * 2 + (num_children > 0)
     found = (
         find_row(m.rows, desk.ending, end, length_of(0)),
         find_row(m.rows, desk.ending, end, length_of(1)),
         find_row(m.rows, desk.ending, end, length_of(2)),
     )
-    longer = 0
-    for level in range(NUM_LEVELS - 1, -1, -1):
-        base = 16 * longer + (found[level] >= 0)
-        features += base << (FEATURE_BITS * (ROW + level))
-        if found[level] >= 0:
-            longer = min(longer + 1, 2)
-    copy_base = COPY_VALUES * (longer > 0)
-    features += (copy_base + (num_children > 0)) << (FEATURE_BITS * COPY)
-    is_new = longer == 0
     looks_further = above >= _LEAST_FURTHER
-    nearly = 33 * is_new + 11 * min(depth, 2)
-    frequent = 9 * is_new
-    if looks_further:
-        features += ((nearly + 1) << (FEATURE_BITS * NEARLY)) + (
-            (frequent + 1) << (FEATURE_BITS * FREQUENT)
-        )
-    count = 0
-    for rank in range(num_children):
-        c = desk.children[rank]
-        at = _guess(m, first, count, c.token, features)
-        count = max(count, at + 1)
-        g = m.guesses[first + at]
-        g.first, g.count = c.first, c.count
-        match = desk.voters[desk.lists[c.first]].match + depth
-        value = copy_base + copy_value(match, c.weight / total)
-        g.features = with_feature(g.features, COPY, value, copy_base + 1)
-    longer = 0
+    unsaid = _unsaid(found, depth, num_children > 0, looks_further)
+    count = _guess_copied(desk, m, first, num_children, total, depth, unsaid)
     for level in range(NUM_LEVELS - 1, -1, -1):
         if found[level] >= 0:
-            cell, base = found[level], 16 * longer
-            count = _add_ranked(
-                m,
-                first,
-                count,
-                ROW + level,
-                base + 2,
-                m.rows.cells,
-                cell + TOKENS_AT,
-                features,
-                base + 1,
-            )
-            longer = min(longer + 1, 2)
+            count = _guess_row(m, first, count, ROW + level, found[level], unsaid)
     if looks_further:
-        for rank in range(m.num_nearly):
-            at = _guess(m, first, count, m.nearly[rank], features)
-            if at == MOST_GUESSES:
-                break
-            count = max(count, at + 1)
-            g = m.guesses[first + at]
-            value = nearly + 2 + score_bucket(m.nearly[MOST_NEARLY + rank])
-            g.features = with_feature(g.features, NEARLY, value, nearly + 1)
-        said = m.rows.frequent
-        for rank in range(_MOST_FREQUENT_GUESSED):
-            num_said = said[MOST_FREQUENT + rank]
-            if num_said < 2:
-                break
-            at = _guess(m, first, count, said[rank], features)
-            if at == MOST_GUESSES:
-                break
-            count = max(count, at + 1)
-            g = m.guesses[first + at]
-            value = frequent + 2 + share_bucket(num_said / m.rows.num_counted)
-            g.features = with_feature(g.features, FREQUENT, value, frequent + 1)
+        count = _guess_nearly(m, first, count, unsaid)
+        count = _guess_frequent(m, first, count, unsaid)
     if m.temperature > 0.0:
         state = hash_of(m.key, s.own.num_tokens + depth)
-        for at in range(count):
-            g = m.guesses[first + at]
-            g.features = with_feature(g.features, NOISE, noise_bucket(noise_of(state, g.token)), 0)
+        for g in range(first, first + count):
+            noise = noise_of(state, m.guesses[g].token)
+            m.guesses[g].features += noise_bucket(noise) << (FEATURE_BITS * NOISE)
     set_chances(m, first, count)
     return count
 
