@@ -8,26 +8,55 @@ negated, which is the same number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.weights.layer import StoredLinear, StoredWeight, fixed
 
-_EVEN_AND_ODD = (0, 4)
-"""Shifts of the two codes in a byte."""
+IQ4_VALUES = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
+"""Values of the codes of IQ4_NL and IQ4_XS, plus 128."""
+MXFP4_VALUES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""Values of the codes of MXFP4: twice the 4-bit numbers (a sign, two bits of exponent, one of
+fraction), plus 12."""
+
+
+class Packed(NamedTuple):
+    """Numbers of ``bits`` bits in a block's bytes from ``start`` on: of each ``width`` bytes first the
+    lowest bits, then the next."""
+
+    start: int
+    width: int
+    bits: int = 4
+
+    def unpacked(self, blocks: torch.Tensor, count: int) -> torch.Tensor:
+        """``[rows, blocks, bytes]`` to ``[rows, blocks, count]`` uint8."""
+        data = blocks[..., self.start : self.start + count * self.bits // 8]
+        runs = data.reshape(*data.shape[:2], -1, 1, self.width)
+        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=data.device)
+        return ((runs >> shifts[:, None]) & (1 << self.bits) - 1).flatten(2)
+
+
+Inner = Callable[[torch.Tensor], dict[str, Any]]
+"""Takes blocks of 256 and returns the scales within them, in the words of ``GroupedWeight``."""
 
 
 class BlockType(NamedTuple):
     """A type of blocks. ``num_values``, ``num_bytes``: of a block. ``halves``: where in it its float16
-    numbers begin, if it has any. ``read``: takes blocks ``[rows, blocks, num_bytes]``."""
+    numbers begin, a scale and a minimum; none: the first byte is an exponent. ``low``: the lowest bits of
+    codes, None: they are signed bytes behind the scale; ``high``: the others. ``zero``, ``table``: as in
+    ``GroupedWeight``."""
 
     name: str
     num_values: int
     num_bytes: int
     halves: tuple[int, ...]
-    read: Callable[[torch.Tensor], GroupedWeight]
+    low: Packed | None = None
+    high: Packed | None = None
+    zero: int = 0
+    inner: Inner = lambda _: {}
+    table: tuple[int, ...] = ()
 
     def row_bytes(self, in_features: int) -> int:
         return in_features // self.num_values * self.num_bytes
@@ -36,6 +65,28 @@ class BlockType(NamedTuple):
     def bits(self) -> float:
         """Bits per weight, scales included."""
         return self.num_bytes * 8 / self.num_values
+
+    def read(self, blocks: torch.Tensor) -> GroupedWeight:
+        """Returns the weights of blocks ``[rows, blocks, num_bytes]``."""
+        if self.low is None:
+            codes, bits = blocks[..., 2:] ^ 128, 8  # a flipped sign bit is 128 added
+        else:
+            codes, bits = self.low.unpacked(blocks, self.num_values), self.low.bits
+        if self.high is not None:
+            codes = codes | (self.high.unpacked(blocks, self.num_values) << bits)
+            bits += self.high.bits
+        if not self.halves:
+            return from_mxfp4(codes, blocks[..., 0])
+        halves = (_half(blocks, start) for start in self.halves)
+        numbers: dict[str, Any] = dict(zip(("scales", "minima"), halves, strict=False))
+        return GroupedWeight(
+            codes.flatten(1),
+            bits,
+            self.zero,
+            self.num_values,
+            table=self.table,
+            **numbers | self.inner(blocks),
+        )
 
 
 class _Rows(StoredWeight):
@@ -98,130 +149,29 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
     return blocks.view(torch.float16)[..., start // 2]
 
 
-def _fields(data: torch.Tensor, shifts: tuple[int, ...], width: int, mask: int) -> torch.Tensor:
-    """Returns the fields of bytes: of each ``width`` bytes all at the first shift, then all at the next.
-    ``data``: ``[rows, blocks, bytes]``; the answer has ``len(shifts)`` times as many."""
-    runs = data.reshape(*data.shape[:2], -1, 1, width)
-    found = (runs >> torch.tensor(shifts, dtype=torch.uint8, device=data.device)[:, None]) & mask
-    return found.flatten(2)
-
-
-def _fifth_bits(data: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns the high bits of codes of 5 bits, in their place."""
-    return _fields(data, tuple(range(8)), width, 1) << 4
-
-
-def _codes(blocks: torch.Tensor) -> torch.Tensor:
-    """Puts the codes of a row's blocks side by side."""
-    return blocks.flatten(1)
-
-
-def _read_q4_0(blocks: torch.Tensor) -> GroupedWeight:
-    low = _fields(blocks[..., 2:], _EVEN_AND_ODD, 16, 15)
-    return GroupedWeight(_codes(low), 4, 8, 32, _half(blocks, 0))
-
-
-def _read_q4_1(blocks: torch.Tensor) -> GroupedWeight:
-    low = _fields(blocks[..., 4:], _EVEN_AND_ODD, 16, 15)
-    return GroupedWeight(_codes(low), 4, 0, 32, _half(blocks, 0), minima=_half(blocks, 2))
-
-
-def _read_q5_0(blocks: torch.Tensor) -> GroupedWeight:
-    low = _fields(blocks[..., 6:], _EVEN_AND_ODD, 16, 15)
-    # The bits of four bytes are those of 32 codes in turn.
-    codes = low | _fifth_bits(blocks[..., 2:6], 1)
-    return GroupedWeight(_codes(codes), 5, 16, 32, _half(blocks, 0))
-
-
-def _read_q5_1(blocks: torch.Tensor) -> GroupedWeight:
-    low = _fields(blocks[..., 8:], _EVEN_AND_ODD, 16, 15)
-    codes = low | _fifth_bits(blocks[..., 4:8], 1)
-    return GroupedWeight(_codes(codes), 5, 0, 32, _half(blocks, 0), minima=_half(blocks, 2))
-
-
-def _read_q8_0(blocks: torch.Tensor) -> GroupedWeight:
-    # A flipped sign bit is 128 added.
-    return GroupedWeight(_codes(blocks[..., 2:] ^ 128), 8, 128, 32, _half(blocks, 0))
-
-
-def _read_q4_k(blocks: torch.Tensor) -> GroupedWeight:
-    low = _fields(blocks[..., 16:], _EVEN_AND_ODD, 32, 15)
-    return _with_inner_minima(blocks, low, 4)
-
-
-def _read_q5_k(blocks: torch.Tensor) -> GroupedWeight:
-    low = _fields(blocks[..., 48:], _EVEN_AND_ODD, 32, 15)
-    return _with_inner_minima(blocks, low | _fifth_bits(blocks[..., 16:48], 32), 5)
-
-
-def _with_inner_minima(blocks: torch.Tensor, codes: torch.Tensor, bits: int) -> GroupedWeight:
-    """Reads a block of 256, whose 8 scales and 8 minima of 6 bits take 12 bytes: the first four of each
-    in the low bits of 4 bytes, the others' low halves in the last 4, with 2 bits above the former."""
+def _scales_and_minima(blocks: torch.Tensor) -> dict[str, Any]:
+    """Q4_K and Q5_K have 8 scales and 8 minima of 6 bits in 12 bytes: the first four of each in the low
+    bits of 4 bytes, the others' low halves in the last 4, with 2 bits above the former."""
     first, second, halves = blocks[..., 4:16].split(4, 2)
     scales = torch.cat([first & 63, (halves & 15) | ((first >> 6) << 4)], 2)
     minima = torch.cat([second & 63, (halves >> 4) | ((second >> 6) << 4)], 2)
-    return GroupedWeight(
-        _codes(codes),
-        bits,
-        0,
-        256,
-        _half(blocks, 0),
-        minima=-_half(blocks, 2),
-        inner_span=32,
-        inner_scales=scales.flatten(1),
-        inner_minima=minima.flatten(1),
-    )
+    return {
+        "minima": -_half(blocks, 2),
+        "inner_span": 32,
+        "inner_scales": scales.flatten(1),
+        "inner_minima": minima.flatten(1),
+    }
 
 
-def _read_q6_k(blocks: torch.Tensor) -> GroupedWeight:
-    low = _fields(blocks[..., :128], _EVEN_AND_ODD, 64, 15)
-    high = _fields(blocks[..., 128:192], (0, 2, 4, 6), 32, 3)
+def _byte_scales(blocks: torch.Tensor) -> dict[str, Any]:
     scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    return GroupedWeight(
-        _codes(low | (high << 4)),
-        6,
-        32,
-        256,
-        _half(blocks, 208),
-        inner_span=16,
-        inner_scales=scales.flatten(1),
-    )
+    return {"inner_span": 16, "inner_scales": scales.flatten(1)}
 
 
-IQ4_VALUES = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
-"""Values of the codes of IQ4_NL and IQ4_XS, plus 128."""
-MXFP4_VALUES = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""Values of the codes of MXFP4: twice the 4-bit numbers (a sign, two bits of exponent, one of
-fraction), plus 12."""
-
-
-def _read_iq4_nl(blocks: torch.Tensor) -> GroupedWeight:
-    low = _fields(blocks[..., 2:], _EVEN_AND_ODD, 16, 15)
-    return GroupedWeight(_codes(low), 4, 128, 32, _half(blocks, 0), table=IQ4_VALUES)
-
-
-def _read_iq4_xs(blocks: torch.Tensor) -> GroupedWeight:
-    """Reads a block of 256, whose 8 scales of 6 bits, plus 32, have two bits each in two bytes, and
-    four in the next four."""
-    codes = _fields(blocks[..., 8:], _EVEN_AND_ODD, 16, 15)
-    high = _fields(blocks[..., 2:4], (0, 2, 4, 6), 1, 3)
-    low = _fields(blocks[..., 4:8], _EVEN_AND_ODD, 1, 15)
-    scales = (low | (high << 4)).to(torch.int8) - 32
-    return GroupedWeight(
-        _codes(codes),
-        4,
-        128,
-        256,
-        _half(blocks, 0),
-        inner_span=32,
-        inner_scales=scales.flatten(1),
-        table=IQ4_VALUES,
-    )
-
-
-def _read_mxfp4(blocks: torch.Tensor) -> GroupedWeight:
-    codes = _fields(blocks[..., 1:], _EVEN_AND_ODD, 16, 15)
-    return from_mxfp4(codes, blocks[..., 0])
+def _split_scales(blocks: torch.Tensor) -> dict[str, Any]:
+    """IQ4_XS has 8 scales of 6 bits, plus 32: two bits of each in two bytes, four in the next four."""
+    codes = Packed(4, 1).unpacked(blocks, 8) | (Packed(2, 1, 2).unpacked(blocks, 8) << 4)
+    return {"inner_span": 32, "inner_scales": (codes.to(torch.int8) - 32).flatten(1)}
 
 
 def from_mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> GroupedWeight:
@@ -248,17 +198,21 @@ def _half_powers(exponents: torch.Tensor) -> torch.Tensor:
 BLOCK_TYPES = {
     each.name: each
     for each in (
-        BlockType("Q4_0", 32, 18, (0,), _read_q4_0),
-        BlockType("Q4_1", 32, 20, (0, 2), _read_q4_1),
-        BlockType("Q5_0", 32, 22, (0,), _read_q5_0),
-        BlockType("Q5_1", 32, 24, (0, 2), _read_q5_1),
-        BlockType("Q8_0", 32, 34, (0,), _read_q8_0),
-        BlockType("Q4_K", 256, 144, (0, 2), _read_q4_k),
-        BlockType("Q5_K", 256, 176, (0, 2), _read_q5_k),
-        BlockType("Q6_K", 256, 210, (208,), _read_q6_k),
-        BlockType("IQ4_NL", 32, 18, (0,), _read_iq4_nl),
-        BlockType("IQ4_XS", 256, 136, (0,), _read_iq4_xs),
-        BlockType("MXFP4", 32, 17, (), _read_mxfp4),
+        BlockType("Q4_0", 32, 18, (0,), Packed(2, 16), zero=8),
+        BlockType("Q4_1", 32, 20, (0, 2), Packed(4, 16)),
+        BlockType("Q5_0", 32, 22, (0,), Packed(6, 16), Packed(2, 1, 1), zero=16),
+        BlockType("Q5_1", 32, 24, (0, 2), Packed(8, 16), Packed(4, 1, 1)),
+        BlockType("Q8_0", 32, 34, (0,), zero=128),
+        BlockType("Q4_K", 256, 144, (0, 2), Packed(16, 32), inner=_scales_and_minima),
+        BlockType(
+            "Q5_K", 256, 176, (0, 2), Packed(48, 32), Packed(16, 32, 1), inner=_scales_and_minima
+        ),
+        BlockType(
+            "Q6_K", 256, 210, (208,), Packed(0, 64), Packed(128, 32, 2), 32, inner=_byte_scales
+        ),
+        BlockType("IQ4_NL", 32, 18, (0,), Packed(2, 16), zero=128, table=IQ4_VALUES),
+        BlockType("IQ4_XS", 256, 136, (0,), Packed(8, 16), None, 128, _split_scales, IQ4_VALUES),
+        BlockType("MXFP4", 32, 17, (), Packed(1, 16)),
     )
 }
 """The types that stay as they are, by ggml's names."""
