@@ -67,6 +67,27 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "null")
 
 
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the only values that match; None where that is not said."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a value may have; empty where that is not said."""
+    types = schema.get("type")
+    if types is None:
+        values = values_of(schema)
+        return {"string"} if values and all(isinstance(each, str) for each in values) else set()
+    return {types} if isinstance(types, str) else set(types)
+
+
+def types_within(schema: Mapping[str, Any]) -> set[str]:
+    """The same, also where that is said in the branches of ``anyOf`` or ``oneOf``."""
+    ways = schema.get("anyOf", schema.get("oneOf", ()))
+    found = [types_of(each) if isinstance(each, dict) else set() for each in ways]
+    return types_of(schema) or (set[str]().union(*found) if all(found) else set())
+
+
 def pointed_at(root: Any, reference: str) -> Any:
     """Returns the schema that a ``$ref`` names. Raises SchemaError where it is none of this one."""
     found: Any = root if f"{reference}/".startswith("#/") else None

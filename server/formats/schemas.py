@@ -9,8 +9,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from server.formats.json_rules import SchemaError, kind_of, looks_around, pointed_at
-from server.formats.tool_calls.arguments import types_of, values_of
+from server.formats.json_rules import (
+    SchemaError,
+    kind_of,
+    looks_around,
+    pointed_at,
+    types_of,
+    values_of,
+)
 
 _KNOWN = (
     " $anchor $defs $dynamicRef $id $recursiveRef $ref additionalItems additionalProperties allOf anyOf"

@@ -60,27 +60,6 @@ def schema_of(schema: Schema, name: str) -> Schema:
     return found if isinstance(found, dict) else {}
 
 
-def values_of(schema: Schema) -> list[Any] | None:
-    """Returns the only values that match; None where that is not said."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
-def types_of(schema: Schema) -> set[str]:
-    """The JSON types that a value may have; empty where that is not said."""
-    types = schema.get("type")
-    if types is None:
-        values = values_of(schema)
-        return {"string"} if values and all(isinstance(each, str) for each in values) else set()
-    return {types} if isinstance(types, str) else set(types)
-
-
-def types_within(schema: Schema) -> set[str]:
-    """The same, also where that is said in the branches of ``anyOf`` or ``oneOf``."""
-    ways = schema.get("anyOf", schema.get("oneOf", ()))
-    found = [types_of(each) if isinstance(each, dict) else set() for each in ways]
-    return types_of(schema) or (set[str]().union(*found) if all(found) else set())
-
-
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _NAMES = {
     str: {"string"},

@@ -17,15 +17,8 @@ from server.formats.format import (
     Spelling,
     ToolCallFormat,
 )
-from server.formats.json_rules import json_rule, listed, word
-from server.formats.tool_calls.arguments import (
-    escaped,
-    json_of,
-    parameters_of,
-    takes_any,
-    types_of,
-    values_of,
-)
+from server.formats.json_rules import json_rule, listed, types_of, values_of, word
+from server.formats.tool_calls.arguments import escaped, json_of, parameters_of, takes_any
 
 _KEY: Pattern[str] = compile(rf"(?P<key>[A-Za-z_]\w{{0,127}}){SPACE}=|(?P<close>\))")
 # A word ends where something else begins.

@@ -9,7 +9,14 @@ from typing import Any
 from regex import Pattern, compile, escape, fullmatch
 
 from server.formats.format import ArgumentsReader, Schema
-from server.formats.json_rules import found_in, json_rule, word
+from server.formats.json_rules import (
+    found_in,
+    json_rule,
+    types_of,
+    types_within,
+    values_of,
+    word,
+)
 from server.formats.tool_calls.arguments import (
     ANNOTATIONS,
     Parameter,
@@ -19,9 +26,6 @@ from server.formats.tool_calls.arguments import (
     parameters_of,
     schema_of,
     takes_any,
-    types_of,
-    types_within,
-    values_of,
 )
 
 _SAID_OF_TEXTS = {
