@@ -18,7 +18,7 @@ from drafters.base import NORMED
 from drafters.containment import is_interrupt
 from engine.accounts import Accounts
 from engine.batch import ForwardOutput, InputBatch, RequestRows, build_batch, slot_of
-from engine.grammar.compiler import Constrain
+from engine.grammar.constraint import Constrain
 from engine.kv_events.begin import KvEvents
 from engine.request.errors import DeadlineExceededError, RanksError, RequestFailedError
 from engine.request.events import ErrorEvent, StepResult, TokenEvent

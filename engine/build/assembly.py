@@ -33,7 +33,8 @@ from engine.drafting.checked import check_drafts
 from engine.drafting.drafts import check_names, find_drafts, with_bundled_drafts
 from engine.drafting.heads import prepare_heads
 from engine.drafting.located import located
-from engine.grammar.compiler import Constrain, GrammarCompiler
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.constraint import Constrain
 from engine.kv_events.begin import check_kv_events
 from engine.lora.adapters import Adapters, load_all
 from engine.lora.names import parse_adapters

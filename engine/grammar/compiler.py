@@ -18,7 +18,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, Generic, TypeVar
 
-from engine.grammar.constraint import GrammarConstraint
+from engine.grammar.constraint import Fields, GrammarConstraint
 from engine.grammar.trial_process import TrialProcess
 from engine.grammar.vocabulary import Vocabulary, error_of, new_matcher
 from engine.request.errors import RequestError
@@ -30,11 +30,6 @@ _MAX_CACHED = 64
 _MAX_FAULTS = 1024
 _STACK_BYTES = 64 << 20
 _NICENESS = 10
-
-Fields = Sequence[tuple[str, str]]
-"""Fields of a request, and the grammars that a grammar was made of."""
-Constrain = Callable[[str, Fields], GrammarConstraint]
-"""``GrammarCompiler.constraint``."""
 
 
 class GrammarCompiler:

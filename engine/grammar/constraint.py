@@ -225,3 +225,9 @@ class GrammarConstraint:
                 self._lost = "its text takes too long to be followed again"
             if self._lost:
                 return
+
+
+Fields = Sequence[tuple[str, str]]
+"""Fields of a request, and the grammars that a grammar was made of."""
+Constrain = Callable[[str, Fields], GrammarConstraint]
+"""Makes the constraint of a request's grammar, as ``GrammarCompiler.constraint`` does."""

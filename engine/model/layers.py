@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.model.product import kernels_of
 from engine.weights.layer import scaled
 
 
@@ -148,20 +147,3 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids`` ``[..]`` int64; returns ``[.., embedding_dim]``."""
         return scaled(super().forward(token_ids), self.embed_scale)
-
-
-class GroupedEmbedding(nn.Module):
-    """In ``nn.Embedding``'s place: rows of packed weights, which the output head may be, too. ``dtype``:
-    of what it returns; ``scale``: what that is multiplied with."""
-
-    def __init__(
-        self, packed: Any, dtype: torch.dtype, scheme: str, method: str, scale: float = 1.0
-    ) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = packed.out_features, packed.in_features
-        self.packed, self._dtype, self._look_up = packed, dtype, kernels_of(packed).look_up
-        self.scheme, self.method, self._scale = scheme, method, scale
-
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """``token_ids`` ``[..]`` int64; returns ``[.., embedding_dim]``."""
-        return scaled(self._look_up(self.packed, token_ids, self._dtype), self._scale)

@@ -15,9 +15,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from engine.kernels import KINDS, find_kernel, is_host
 from engine.kernels.triton.packed_codes import PackedCodes
+from engine.weights.layer import scaled
 
 if TYPE_CHECKING:
     from engine.kernels.grouped_product import Gate
@@ -112,6 +114,23 @@ class GroupedProduct:
         if self._num_read == self._num_layers:
             self._inputs = self._result = None
         return result
+
+
+class GroupedEmbedding(nn.Module):
+    """In ``nn.Embedding``'s place: rows of packed weights, which the output head may be, too. ``dtype``:
+    of what it returns; ``scale``: what that is multiplied with."""
+
+    def __init__(
+        self, packed: Any, dtype: torch.dtype, scheme: str, method: str, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = packed.out_features, packed.in_features
+        self.packed, self._dtype, self._look_up = packed, dtype, kernels_of(packed).look_up
+        self.scheme, self.method, self._scale = scheme, method, scale
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``token_ids`` ``[..]`` int64; returns ``[.., embedding_dim]``."""
+        return scaled(self._look_up(self.packed, token_ids, self._dtype), self._scale)
 
 
 def join_products(products: Sequence[GroupedProduct]) -> GroupedProduct:

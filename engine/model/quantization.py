@@ -29,7 +29,6 @@ from engine.model.experts import (
     rounded_experts,
 )
 from engine.model.layers import (
-    GroupedEmbedding,
     GroupedLinear,
     ScaledEmbedding,
     as_linear,
@@ -37,6 +36,7 @@ from engine.model.layers import (
     names_by_input,
 )
 from engine.model.product import (
+    GroupedEmbedding,
     GroupedProduct,
     can_join,
     join_products,

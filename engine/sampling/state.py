@@ -12,8 +12,7 @@ from typing import Protocol
 
 from drafters.base import GREEDY, DraftSampling
 from drafters.tree import DraftTree
-from engine.grammar.compiler import Constrain
-from engine.grammar.constraint import GrammarConstraint
+from engine.grammar.constraint import Constrain, GrammarConstraint
 from engine.request.errors import RequestError
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, VerificationName

@@ -26,7 +26,7 @@ from drafters.registry import build_drafters
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.config import ShedSpeculation
 from engine.core import EngineCore, ModelLimits, Runner
-from engine.grammar.compiler import Constrain
+from engine.grammar.constraint import Constrain
 from engine.kv_events.begin import KvEvents
 from engine.model.loader import attach_attention, prepare_model, state_shapes
 from engine.model.runner import ModelRunner

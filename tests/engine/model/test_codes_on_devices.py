@@ -15,8 +15,9 @@ from engine.kernels.triton import code_ops
 from engine.kernels.triton.packed_codes import PackedCodes
 from engine.model import loader as loader_module
 from engine.model.calibration.sequence import quantize_4_bits
-from engine.model.layers import GroupedEmbedding, GroupedLinear
+from engine.model.layers import GroupedLinear
 from engine.model.loader import load_model
+from engine.model.product import GroupedEmbedding
 from engine.model.quantization import (
     complete_packed,
     num_bytes,

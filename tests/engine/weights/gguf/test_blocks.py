@@ -11,7 +11,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import nn
 
-from engine.model.layers import GroupedEmbedding
+from engine.model.product import GroupedEmbedding
 from engine.model.quantization import pack_stored
 from engine.weights.gguf.blocks import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.weights.layer import embed_scale
