@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -22,12 +23,14 @@ from engine.drafting.facts import TargetFacts
 from engine.drafting.published.folder import CONFIG, DraftFolder, Field, flag, of_target, size
 
 KIND = "medusa"
-_PREFIX = re.compile(r"^medusa_heads?\.")
-"""Prefix of tensor names if the heads were saved as a part of a model."""
-_AUTHORS_BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
-_AUTHORS_PROJECTION = re.compile(r"^(\d+)\.(\d+)\.weight$")
-_BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
-_PROJECTION = re.compile(r"^lm_heads\.(\d+)\.weight$")
+_PREFIX = r"(?:medusa_heads?\.)?"  # of heads that were saved as a part of a model
+_NAMES = {
+    r"(\d+)\.(\d+)\.linear\.(weight|bias)": r"blocks.\1.layers.\2.\3",
+    r"(\d+)\.\d+\.weight": r"lm_heads.\1.weight",
+    r"(blocks\.\d+\.layers\.\d+\.(?:weight|bias))": r"\1",
+    r"(lm_heads\.\d+\.weight|lm_head\.weight|token_map)": r"\1",
+}
+"""Tensors' names in vLLM's form, by patterns of the authors' and of vLLM's own."""
 SHARED_HEAD = "lm_head.weight"
 _TOKEN_MAP = "token_map"
 _MOST_OF_A_KIND = 1 << 10
@@ -37,15 +40,15 @@ def _is_one(scale: Any, _: TargetFacts) -> str | None:
     return None if scale == 1 else "is not 1: scaled logits are not served"
 
 
-_COUNTED = ("medusa_num_heads", "num_heads")
-_COUNTED_LAYERS = ("medusa_num_layers", "num_hidden_layers")
+_COUNTS = {"medusa_num_heads": 0, "num_heads": 0, "medusa_num_layers": 1, "num_hidden_layers": 1}
+"""Keys for the number of heads (0), and of blocks in each (1)."""
 _FIELDS = {
     "hidden_size": Field((size, of_target("hidden_size", "this model needs")), default=None),
     "vocab_size": Field((size, of_target("vocab_size", "this model needs")), default=None),
     "logit_scale": Field((_is_one,), default=None),
     "original_lm_head": Field((flag,), default=False),
     "truncated_vocab_size": Field((size,), default=attrgetter("vocab_size")),
-} | dict.fromkeys((*_COUNTED, *_COUNTED_LAYERS), Field((size,), default=None))
+} | dict.fromkeys(_COUNTS, Field((size,), default=None))
 
 
 class Heads(Protocol):
@@ -82,8 +85,7 @@ class MedusaNetwork(nn.Module):
     projections; None: they are the same."""
 
     hidden_layers: tuple[int, ...] = (NORMED,)
-    shapes = ()
-    """No keys and values."""
+    shapes = ()  # no keys and values
     token_map: torch.Tensor | None
 
     def __init__(
@@ -95,14 +97,10 @@ class MedusaNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.blocks, self.projections = blocks, projections
-        self.vocab_size = vocab_size
+        self.num_heads, self.vocab_size = blocks.num_heads, vocab_size
         self.register_buffer(_TOKEN_MAP, token_map)
         # In a tuple, so that the target's module is not one of this network's own.
         self._bound: tuple[nn.Module, ...] = ()
-
-    @property
-    def num_heads(self) -> int:
-        return self.blocks.num_heads
 
     def bind(self, embed: nn.Module, output_head: nn.Module) -> None:
         """Gives it the target's output head, for heads without a projection of their own."""
@@ -161,44 +159,31 @@ def read(folder: DraftFolder, facts: TargetFacts) -> MedusaNetwork:
 def _own_names(folder: DraftFolder) -> dict[str, str]:
     """Returns the folder's name of each tensor by vLLM's name of it."""
     found: dict[str, str] = {}
-    unknown = []
-    for name in sorted(folder.tensors):
-        own = _own_name(_PREFIX.sub("", name))
-        if own is None or own in found:
-            unknown.append(name)
-        else:
-            found[own] = name
-    if unknown:
+    # Backwards: of two names for one tensor the first is its name, and the second unknown.
+    for name, (pattern, own) in product(sorted(folder.tensors, reverse=True), _NAMES.items()):
+        if match := re.fullmatch(_PREFIX + pattern, name):
+            found[match.expand(own)] = name
+    if unknown := sorted(folder.tensors.keys() - set(found.values())):
         raise folder.refused(f"unknown tensors: {', '.join(unknown[:3])}")
     return found
-
-
-def _own_name(name: str) -> str | None:
-    if match := _AUTHORS_BLOCK.match(name):
-        return "blocks.{}.layers.{}.{}".format(*match.groups())
-    if match := _AUTHORS_PROJECTION.match(name):
-        return f"lm_heads.{match[1]}.weight"
-    known = _BLOCK.match(name) or _PROJECTION.match(name) or name in (SHARED_HEAD, _TOKEN_MAP)
-    return name if known else None
 
 
 def _counts(
     folder: DraftFolder, stored: Mapping[str, str], found: Mapping[str, Any]
 ) -> tuple[int, int]:
     """Returns how many heads there are, and blocks in each."""
-    places = [match.groups() for match in map(_BLOCK.match, stored) if match]
+    places = [name.split(".")[1::2] for name in stored if name.startswith("blocks.")]
     if not places:
         raise folder.refused("there are no tensors of heads")
-    num_heads, num_layers = (1 + max(int(place[axis]) for place in places) for axis in (0, 1))
-    if max(num_heads, num_layers) > _MOST_OF_A_KIND:
+    counts = tuple(1 + max(map(int, each)) for each in zip(*places, strict=True))
+    if max(counts) > _MOST_OF_A_KIND:
         raise folder.refused(f"tensors are numbered beyond {_MOST_OF_A_KIND}")
-    for keys, count in ((_COUNTED, num_heads), (_COUNTED_LAYERS, num_layers)):
-        for key in keys:
-            # Some authors say fewer heads than there are.
-            most = found[key] or count
-            if most > count or (most < count and keys is _COUNTED_LAYERS):
-                raise folder.settings.refused(key, f"is {most}, and there are {count}")
-    return num_heads, num_layers
+    for key, axis in _COUNTS.items():
+        said, count = found[key] or counts[axis], counts[axis]
+        # Some authors say fewer heads than there are.
+        if said > count or (said < count and axis == 1):
+            raise folder.settings.refused(key, f"is {said}, and there are {count}")
+    return counts[0], counts[1]
 
 
 def _read_blocks(
@@ -206,20 +191,18 @@ def _read_blocks(
 ) -> ResidualHeads:
     """Returns the blocks, with zeros for biases that a folder has none of."""
     heads = ResidualHeads(num_heads, num_layers, size)
-    has_bias = any(name.endswith(".bias") for name in stored)
-    parts = [("weight", (size, size)), *([("bias", (size,))] if has_bias else [])]
     with torch.no_grad():
-        for part, shape in parts:
-            for layer, head, name in blocks_of(num_heads, num_layers, part):
-                tensor = folder.tensor(stored.get(name, name), shape)
-                getattr(heads, part)[layer, head] = tensor.T if part == "weight" else tensor
+        for layer, head, name in blocks_of(num_heads, num_layers, "weight"):
+            heads.weight[layer, head] = folder.tensor(stored.get(name, name), (size, size)).T
+        if any(name.endswith(".bias") for name in stored):
+            for layer, head, name in blocks_of(num_heads, num_layers, "bias"):
+                heads.bias[layer, head] = folder.tensor(stored.get(name, name), (size,))
     return heads
 
 
 def blocks_of(num_heads: int, num_layers: int, part: str) -> Iterator[tuple[int, int, str]]:
-    for head in range(num_heads):
-        for layer in range(num_layers):
-            yield layer, head, f"blocks.{head}.layers.{layer}.{part}"
+    for head, layer in product(range(num_heads), range(num_layers)):
+        yield layer, head, f"blocks.{head}.layers.{layer}.{part}"
 
 
 def _projection_names(
@@ -227,8 +210,7 @@ def _projection_names(
 ) -> list[str]:
     """Returns the folder's names of the projections: none, one for all heads, or one for each."""
     own = [f"lm_heads.{head}.weight" for head in range(num_heads)]
-    extra = sorted(name for name in stored if _PROJECTION.match(name) and name not in own)
-    if extra:
+    if extra := sorted(each for each in stored if each.startswith("lm_heads.") and each not in own):
         raise folder.refused(f"unknown tensors: {stored[extra[0]]}")
     if not is_shared:
         if SHARED_HEAD in stored:
@@ -261,8 +243,7 @@ def _read_projection(
     """Returns a projection; of one over the whole vocabulary only the rows that a map names."""
     num_rows = facts.vocab_size if token_map is None else len(token_map)
     is_whole = folder.shape(name, 2)[0] == facts.vocab_size
-    shape = (facts.vocab_size if is_whole else num_rows, facts.hidden_size)
-    weight = folder.tensor(name, shape)
+    weight = folder.tensor(name, (facts.vocab_size if is_whole else num_rows, facts.hidden_size))
     linear = nn.Linear(facts.hidden_size, num_rows, bias=False, device="meta")
     linear.weight = nn.Parameter(weight if len(weight) == num_rows else weight[token_map])
     return linear

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.backend import AttentionPlan, KVShape, attending
-from engine.batch import NORMED
+from engine.attention.backend import KVShape
 from engine.drafting.facts import TargetFacts
 from engine.drafting.published.folder import DraftFolder, Field, Section
-from engine.model.loader import attach_attention, max_position, refuse_unservable
+from engine.drafting.published.mtp_network import Form, MtpNetwork
+from engine.model.loader import attach_attention, refuse_unservable
 from engine.request.errors import UnsupportedModelError
 from engine.weights.checkpoint import load_weights
 from engine.weights.shards import whole
@@ -37,38 +37,23 @@ _FIRST_LAYER = "layers.0."
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A family's names, after those of its first module. ``join``: from both inputs to the layer's.
-    ``layer``: what the decoder layer's own names begin with. ``own_ends``: whether a module may bring an
-    embedding and an output head. ``is_blank_first``: the embedding of the row at position 0 is zeros."""
-
-    token_norm: str
-    hidden_norm: str
-    join: str
-    last_norm: str
-    layer: str = ""
-    own_ends: bool = False
-    is_hidden_first: bool = False
-    is_blank_first: bool = False
-
-    def parts(self) -> tuple[str, ...]:
-        return self.token_norm, self.hidden_norm, self.join, self.last_norm
-
-
-_NUMBERED = _Form(  # DeepSeek-V3, GLM-4.x
-    "enorm", "hnorm", "eh_proj", "shared_head.norm", own_ends=True, is_blank_first=True
-)
-_NAMED = _Form(  # Qwen3-Next, Qwen3.5, EXAONE MoE, Mellum
-    "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer=_FIRST_LAYER
-)
-_LISTED = _Form(  # MiMo
-    "token_layernorm",
-    "hidden_layernorm",
-    "input_proj",
-    "final_layernorm",
-    is_hidden_first=True,
-    is_blank_first=True,
+FORMS = (
+    # DeepSeek-V3, GLM-4.x
+    Form(
+        r"layers\.{}\.",
+        ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        own_ends=True,
+        is_blank_first=True,
+    ),
+    # Qwen3-Next, Qwen3.5, EXAONE MoE, Mellum
+    Form(r"mtp\.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), _FIRST_LAYER),
+    # MiMo
+    Form(
+        r"mtp_layers\.0\.",
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        is_hidden_first=True,
+        is_blank_first=True,
+    ),
 )
 _HEAD, _EMBEDDING = "shared_head.head.weight", "embed_tokens.weight"
 
@@ -81,74 +66,12 @@ def _kinds(value: Any, _: TargetFacts) -> str | None:
 _FIELDS = dict.fromkeys(("mtp_layer_types", "layer_types"), Field((_kinds,), default=()))
 
 
-class MtpNetwork(nn.Module):
-    """A module as a ``ChainNetwork``. ``ends``: its own embedding and output head, where they are not
-    the target's."""
-
-    hidden_layers: tuple[int, ...] = (NORMED,)
-    candidate_layers: tuple[tuple[int, ...], ...] = ((NORMED,),)
-    token_map: torch.Tensor | None = None
-    num_parallel = 1
-
-    def __init__(
-        self,
-        body: Any,
-        shapes: list[KVShape],
-        form: _Form,
-        ends: tuple[nn.Module | None, nn.Module | None],
-    ) -> None:
-        super().__init__()
-        config = body.config
-        self.shapes, self.max_len = shapes, max_position(config)
-        self.feature_size = size = int(config.hidden_size)
-        self._form = form
-        norm = type(body.norm)
-        self.token_norm = norm(size, config.rms_norm_eps)
-        self.hidden_norm = norm(size, config.rms_norm_eps)
-        self.join = nn.Linear(2 * size, size, bias=False)
-        body.embed_tokens = nn.Identity()  # rows arrive as vectors
-        self.body = body
-        self.own_embed, self.own_head = ends
-        # In a tuple, so that the target's modules are none of this network's own.
-        self._bound: tuple[nn.Module, ...] = ()
-
-    def bind(self, embed: nn.Module, output_head: nn.Module) -> None:
-        self._bound = (self.own_embed or embed, self.own_head or output_head)
-
-    def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        return states
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,  # [num_rows] int64
-        features: torch.Tensor,  # [num_rows, feature_size], of the tokens before
-        positions: torch.Tensor,  # [num_rows] int64
-        plan: AttentionPlan,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``ChainNetwork``: what leaves the last norm is both."""
-        embeddings = self._bound[0](token_ids)
-        if self._form.is_blank_first:
-            embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
-        both = self.token_norm(embeddings), self.hidden_norm(features)
-        joined = self.join(torch.cat(both[::-1] if self._form.is_hidden_first else both, dim=-1))
-        with attending(plan):
-            output = self.body(
-                inputs_embeds=joined[None], position_ids=positions[None], use_cache=False
-            )
-        states: torch.Tensor = output.last_hidden_state[0]
-        return states, states
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._bound[1](hidden)
-        return logits
-
-
 @dataclass(frozen=True, slots=True)
 class _Module:
     """A checkpoint's first MTP module. ``root``: what its tensors' names begin with."""
 
     folder: DraftFolder
-    form: _Form
+    form: Form
     root: str
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -167,7 +90,7 @@ class _Module:
     def layer_names(self) -> list[str]:
         """Returns the names of what the module has besides its own parts: the decoder layer's. Raises
         DraftRefusedError where there is anything else."""
-        known = {f"{self.root}{part}.weight" for part in self.form.parts()}
+        known = {f"{self.root}{part}.weight" for part in self.form.parts}
         if self.form.own_ends:
             known |= {self.root + each for each in (_HEAD, _EMBEDDING)}
         found = [
@@ -199,14 +122,9 @@ def read_mtp(target: PreTrainedModel, path: Path, facts: TargetFacts) -> MtpNetw
         fault = str(error).replace(own, module.root + module.form.layer)
         raise module.folder.refused(f"its MTP module: {fault}") from error
     network = MtpNetwork(body, shapes, module.form, _own_ends(target, module))
-    size = network.feature_size
-    parts: list[tuple[str, nn.Module, tuple[int, ...]]] = [
-        (module.form.token_norm, network.token_norm, (size,)),
-        (module.form.hidden_norm, network.hidden_norm, (size,)),
-        (module.form.join, network.join, (size, 2 * size)),
-    ]
-    for name, part, shape in parts:
-        tensor = module.read(f"{name}.weight", shape)
+    parts = network.token_norm, network.hidden_norm, network.join
+    for name, part in zip(module.form.parts, parts, strict=False):
+        tensor = module.read(f"{name}.weight", tuple(part.weight.shape))
         part.weight = nn.Parameter(tensor.to(target.dtype))
     network.to(target.device)
     return network.requires_grad_(False).eval()
@@ -214,16 +132,11 @@ def read_mtp(target: PreTrainedModel, path: Path, facts: TargetFacts) -> MtpNetw
 
 def _find(folder: DraftFolder, num_layers: int) -> _Module:
     """Returns the first MTP module of a checkpoint whose model has so many layers."""
-    kinds = {
-        rf"(.*\b)layers\.{num_layers}\.": _NUMBERED,
-        r"(.*\b)mtp\.": _NAMED,
-        r"(.*\b)mtp_layers\.0\.": _LISTED,
-    }
-    for pattern, form in kinds.items():
-        joined = re.compile(rf"{pattern}{form.join}\.weight$")
-        for match in filter(None, map(joined.match, folder.tensors)):
-            root = match[0].removesuffix(f"{form.join}.weight")
-            return _Module(folder, form, root)
+    for form in FORMS:
+        join = f"{form.parts[2]}.weight"
+        joined = re.compile(rf".*\b{form.root.format(num_layers)}{re.escape(join)}")
+        for name in filter(joined.fullmatch, folder.tensors):
+            return _Module(folder, form, name.removesuffix(join))
     raise folder.refused("the checkpoint has no MTP module of a kind that is known")
 
 
@@ -249,7 +162,7 @@ def _load_body(
         f"{prefix}.{_FIRST_LAYER}{name.removeprefix(start)}": tensor.clone()
         for name, tensor in module.folder.read(names).items()
     }
-    tensors[f"{prefix}.norm.weight"] = module.read(f"{module.form.last_norm}.weight", (size,))
+    tensors[f"{prefix}.norm.weight"] = module.read(f"{module.form.parts[-1]}.weight", (size,))
     for end in (target.get_input_embeddings(), target.get_output_embeddings()):
         name = next(name for name, each in target.named_modules() if each is end)
         tensors[f"{name}.weight"] = torch.zeros(1, size)
@@ -306,8 +219,6 @@ def _own_ends(
     target: PreTrainedModel, module: _Module
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """Returns the module's own embedding and output head; None: it has none, or the target's again."""
-    if not module.form.own_ends:
-        return None, None
     embedding = _own_end(target, module, _EMBEDDING, target.get_input_embeddings())
     head = _own_end(target, module, _HEAD, target.get_output_embeddings())
     linear = None
@@ -319,7 +230,7 @@ def _own_ends(
 
 def _own_end(target: PreTrainedModel, module: _Module, name: str, end: Any) -> torch.Tensor | None:
     """Returns a weight of the module's own, where it differs from the target's."""
-    if module.root + name not in module.folder.tensors:
+    if not module.form.own_ends or module.root + name not in module.folder.tensors:
         return None
     theirs = whole(end.weight.detach()).cpu()
     own = module.read(name, tuple(theirs.shape)).to(target.dtype)
