@@ -232,64 +232,6 @@ def kinds_by_heads(said: Said, attending: str, other: str) -> list[str]:
     return [attending if each else other for each in heads]
 
 
-def rope(said: Said, usual: Any, head_dim: int) -> dict[str, Any]:
-    """Returns ``rope_parameters``. ``usual``: those of the class, which may tell apart kinds of layers.
-    Raises UnsupportedModelError for scalings that are not known."""
-    width = said.count("rope.dimension_count")
-    base = {
-        "rope_theta": float(said.number("rope.freq_base") or 10000.0),
-        "partial_rotary_factor": (width or head_dim) / head_dim,
-    }
-    scaled = base | _scaling(said)
-    if "full_attention" not in (usual or {}):
-        return scaled
-    # A class with one base for both kinds of layers is of models whose files may say no other.
-    bases = {kind: each["rope_theta"] for kind, each in usual.items()}
-    is_one = bases["sliding_attention"] == bases["full_attention"]
-    unsaid = base["rope_theta"] if is_one else bases["sliding_attention"]
-    local = float(said.number("rope.freq_base_swa") or unsaid)
-    sliding = base | {"rope_type": "default", "rope_theta": local}
-    return {"full_attention": scaled, "sliding_attention": sliding}
-
-
-def _scaling(said: Said) -> dict[str, Any]:
-    if "rope_factors_long.weight" in said.tensors:
-        return _long_rope(said)
-    # Older files have another key, and what is scaled without a word is scaled linearly.
-    factor = said.number("rope.scaling.factor") or said.number("rope.scale_linear")
-    kind = said.value("rope.scaling.type") or ("linear" if factor else "none")
-    if kind == "none" or (kind == "linear" and factor == 1):
-        return {"rope_type": "default"}
-    if kind not in ("linear", "yarn") or not factor:
-        raise UnsupportedModelError(
-            f"its rotary embedding is scaled ({kind}, by {factor}), which is not read"
-        )
-    found: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
-    if kind == "yarn":
-        found["original_max_position_embeddings"] = said.needed(
-            "rope.scaling.original_context_length"
-        )
-        for name, key in (
-            ("beta_fast", "yarn_beta_fast"),
-            ("beta_slow", "yarn_beta_slow"),
-            ("attention_factor", "yarn_attn_factor"),
-        ):
-            if (number := said.number(f"rope.scaling.{key}")) is not None:
-                found[name] = float(number)
-    return found
-
-
-def _long_rope(said: Said) -> dict[str, Any]:
-    original = said.needed("rope.scaling.original_context_length")
-    return {
-        "rope_type": "longrope",
-        "factor": said.needed("context_length") / original,
-        "original_max_position_embeddings": original,
-        "long_factor": said.floats("rope_factors_long.weight"),
-        "short_factor": said.floats("rope_factors_short.weight"),
-    }
-
-
 def latent(said: Said) -> dict[str, Any]:
     """Returns the sizes of attention with latent keys and values: newer files say those of the heads
     apart from those of what is stored."""
