@@ -32,7 +32,8 @@ from server.apis.ollama.request import OllamaGenerateRequest
 from server.apis.openai.request import ChatRequest, CompletionRequest
 from server.apis.responses.request import ResponsesRequest
 from server.app import routers
-from server.metrics.prometheus import Metrics, aliases
+from server.metrics.aliases import aliases
+from server.metrics.prometheus import Metrics
 from server.request.body import Body, Hint
 from server.request.chat import WITHOUT_EFFECT, CommonFields, EventOptions, ReasoningOptions
 from server.request.messages import ChatMessage, TextPart

@@ -3,18 +3,13 @@
 Fed by the engine's ``StepStats`` (once per step) and each request's ``FinishInfo``. No label names
 a request; those that name tenants have the names of the file of API keys. Speculation is counted
 before stop strings trim: it is work done. docs/metrics.md has useful queries.
-
-Many are shown a second time under vLLM's names, which benchmarks, dashboards and schedulers read. An
-alias counts nothing: it is worked out of our own series when ``/metrics`` is read, so a step pays nothing
-for it, and the two cannot disagree. What vLLM has and we have no figure of (times between tokens as the
-engine sees them, caches of images, lives of blocks) has no alias: a zero would be a lie.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Counts
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Any, Protocol
@@ -28,7 +23,7 @@ from prometheus_client import (
     Metric,
     ProcessCollector,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
@@ -37,15 +32,11 @@ from drafters.options import SpeculativeParams
 from engine.request.events import FinishInfo
 from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.stats import SpeculativeStats, StepStats, idle_stats
+from server.metrics.aliases import aliases
 from server.metrics.drift import AcceptanceDrift
+from server.metrics.series import COUNTERS, GAUGES, HISTOGRAMS, OF_STATES, PREFIX, SHOWN_AS_ZERO
 
-PREFIX = "slipstream_"
-_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 _GAMMA = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_RATE = tuple(step / 10 for step in range(1, 11))
-_SPEEDUP = (0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
 _SPEEDUP_WINDOW_STEPS = 512
 _SHOWN_DEFAULTS = (
     "draft_strategy",
@@ -56,221 +47,6 @@ _SHOWN_DEFAULTS = (
     "tree_strategy",
     "verification",
 )
-
-
-# By name, after "slipstream_": what it counts, and its labels.
-COUNTERS = {
-    "spec_draft_tokens": ("Draft tokens verified.", "drafter"),
-    "spec_accepted_tokens": ("Draft tokens accepted.", "drafter"),
-    "spec_accepted_tokens_per_position": ("Accepted, by depth from 0.", "drafter", "position"),
-    "spec_emitted_tokens": ("Tokens emitted, the target's own included.", "drafter"),
-    "spec_steps": ("Decoding steps of requests, those without a draft included.", "drafter"),
-    "spec_disabled": ("Proposals of requests cut to nothing.", "drafter", "reason"),
-    "spec_draft_seconds": ("Requests' share of drafting.", "drafter"),
-    "spec_verify_seconds": ("Requests' share of forward and verify.", "drafter"),
-    "spec_draft_failures": ("Drafts lost to an error in the drafter.",),
-    "steps": ("Engine steps.",),
-    "rows": ("Rows through the target's forward.",),
-    "prompt_tokens": ("Prompt tokens computed.",),
-    "generation_tokens": ("Tokens emitted.",),
-    "step_seconds": ("Time of engine steps.", "part"),
-    "baseline_seconds": ("Estimated time of the same tokens at gamma 0.",),
-    "decode_seconds": ("Time of the steps that slipstream_baseline_seconds estimates.",),
-    "preemptions": ("Requests preempted.",),
-    "prefix_cache_queries": ("Prompt tokens looked up.",),
-    "prefix_cache_hits": ("Prompt tokens found.",),
-    "state_hits": ("Requests that began from a kept state.",),
-    "kv_events": ("KV events sent.",),
-    "kv_events_dropped": ("KV events lost because too many were waiting to be sent.",),
-    "kv_offload_restored_tokens": ("Prompt tokens whose evicted blocks were brought back.",),
-    "kv_offload_damaged": ("Kept blocks that were found damaged.",),
-    "kv_offload_dropped": ("Evicted blocks that could not be kept.",),
-    "requests": ("Choices by how they ended.", "finish_reason"),
-    "rejections": ("Requests turned away.", "reason"),
-    "tenant_requests": ("Choices of a tenant by how they ended.", "tenant", "finish_reason"),
-    "tenant_tokens": ("Tokens of a tenant's choices that were done.", "tenant", "kind"),
-    "tenant_rejections": (
-        "Choices of a tenant turned away by a limit, and its requests of /tokenize and /detokenize.",
-        "tenant",
-        "reason",
-    ),
-    "http_requests": ("Answers.", "method", "path", "status"),
-    "connections_cut_off": ("Connections of clients that took too long.", "waiting_for"),
-    "speculative_changes": ("Changes of speculative defaults and caps while serving.",),
-}
-GAUGES = {
-    "spec_speedup_ratio": ("Estimated speed-up over gamma 0, last 512 steps.",),
-    "draft_agreement": ("Share of a draft's tokens that were the target's at start.", "drafter"),
-    "drafter_acceptance_recent": (
-        "Share of first drafts accepted, over about 2,000 draft tokens.",
-        "drafter",
-    ),
-    "drafter_acceptance_past": (
-        "The same over 200,000 draft tokens or a day of work, whichever is more.",
-        "drafter",
-    ),
-    "requests_running": ("Requests in the batch.",),
-    "requests_waiting": ("Requests in the queue.",),
-    "kv_blocks": ("KV blocks by state.", "state"),
-    "state_slots": ("Slots for states of layers by what they hold.", "state"),
-    "kv_offload_blocks": ("Blocks that are kept outside of the KV store.",),
-    "kv_offload_bytes": ("Bytes of these.",),
-    "kv_blocks_total": ("KV blocks in the pool.",),
-    "kv_block_size": ("Tokens in a KV block.",),
-    "lora_adapters": ("Adapters that are loaded.",),
-    "engine_up": ("1 while the engine lives.",),
-    "draining": ("1 while open requests finish and no new ones are taken.",),
-    "gpu_memory_bytes": ("Device memory.", "kind"),
-}
-# Only of models whose layers keep a state.
-_OF_STATES = {"state_hits", "state_slots"}
-# Buckets, what it shows, labels.
-_HISTOGRAMS: dict[str, tuple[Sequence[float], str, tuple[str, ...]]] = {
-    "spec_request_acceptance_rate": (
-        _RATE,
-        "Accepted over verified draft tokens, per request.",
-        ("drafter",),
-    ),
-    "spec_request_speedup": (
-        _SPEEDUP,
-        "Estimated speed-up over gamma 0, per request.",
-        ("drafter",),
-    ),
-    "time_to_first_token_seconds": (_LATENCY, "From arrival to the first token.", ()),
-    "time_per_output_token_seconds": (_PER_TOKEN, "Per request: mean after the first token.", ()),
-    "e2e_seconds": (_LATENCY, "From arrival to the last token.", ()),
-    "queue_seconds": (_LATENCY, "From arrival into the batch.", ()),
-    "request_inference_seconds": (_LATENCY, "From the batch to the last token.", ()),
-    "request_prefill_seconds": (_LATENCY, "From the batch to the first token.", ()),
-    "request_decode_seconds": (_LATENCY, "From the first token to the last.", ()),
-    "request_prompt_tokens": (_TOKENS, "Prompt tokens per choice.", ()),
-    "request_generation_tokens": (_TOKENS, "Tokens returned per choice.", ()),
-}
-# A rate sees a first event only if the series was there before it; alerts watch these.
-_SHOWN_AS_ZERO = {
-    "requests": ("stop", "length", "abort", "error", "deadline", "rejected"),
-    "rejections": ("queue_full",),
-    "connections_cut_off": ("read", "write"),
-}
-# vLLM's names, after "vllm:", of what is the same there but for our labels.
-_SAME_IN_VLLM = {
-    "spec_decode_num_draft_tokens": "spec_draft_tokens",
-    "spec_decode_num_accepted_tokens": "spec_accepted_tokens",
-    "generation_tokens": "generation_tokens",
-    "num_preemptions": "preemptions",
-    "prefix_cache_queries": "prefix_cache_queries",
-    "prefix_cache_hits": "prefix_cache_hits",
-    "num_requests_running": "requests_running",
-    "num_requests_waiting": "requests_waiting",
-    "time_to_first_token_seconds": "time_to_first_token_seconds",
-    "request_time_per_output_token_seconds": "time_per_output_token_seconds",
-    "e2e_request_latency_seconds": "e2e_seconds",
-    "request_queue_time_seconds": "queue_seconds",
-    "request_inference_time_seconds": "request_inference_seconds",
-    "request_prefill_time_seconds": "request_prefill_seconds",
-    "request_decode_time_seconds": "request_decode_seconds",
-    "request_prompt_tokens": "request_prompt_tokens",
-    "request_generation_tokens": "request_generation_tokens",
-}
-
-
-_COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
-_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
-_Series = dict[tuple[str, ...], float]
-"""Figures by the values of an alias's labels beside the model's name."""
-
-
-class _Aliases:
-    """Our own series as they stand, as vLLM's for this model."""
-
-    def __init__(self, families: Iterable[Metric], model_name: str) -> None:
-        self._model_name = model_name
-        self._samples: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
-        for family in families:
-            for each in family.samples:
-                self._samples[each.name].append((each.labels, each.value))
-
-    def same(self, alias: str, name: str) -> Metric:
-        """Returns a family of ours under another name, summed over its labels."""
-        if name in COUNTERS:
-            return self._add(_COUNTER, alias, COUNTERS[name][0], {(): self._total(f"{name}_total")})
-        if name in GAUGES:
-            return self._add(_GAUGE, alias, GAUGES[name][0], {(): self._total(name)})
-        text = _HISTOGRAMS[name][1]
-        found = HistogramMetricFamily(f"vllm:{alias}", text, labels=["model_name"])
-        buckets = list(self._by(f"{name}_bucket", "le").items())
-        found.add_metric([self._model_name], buckets, self._total(f"{name}_sum"))
-        return found
-
-    def made(self) -> Iterator[Metric]:
-        """Yields what is more than another name."""
-        gammas, hits = self._by("spec_gamma_bucket", "le"), self._total("prefix_cache_hits_total")
-        # A draft is a request's step with a gamma above 0.
-        drafts = self._total("spec_gamma_count") - gammas.get("0.0", 0.0)
-        yield self._add(
-            _COUNTER,
-            "spec_decode_num_drafts",
-            "Drafts that were verified.",
-            {(): drafts},
-        )
-        yield self._add(
-            _COUNTER,
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted, by depth from 0.",
-            _keyed(self._by("spec_accepted_tokens_per_position_total", "position")),
-            "position",
-        )
-        computed = self._total("prompt_tokens_total")
-        text = "Prompt tokens computed, or found in the prefix cache."
-        yield self._add(_COUNTER, "prompt_tokens", text, {(): computed + hits})
-        yield self._add(_COUNTER, "prompt_tokens_cached", "Prompt tokens found in it.", {(): hits})
-        ends = self._by("requests_total", "finish_reason")
-        ends.pop("rejected", None)  # which vLLM does not know
-        text = "Choices by how they ended."
-        yield self._add(_COUNTER, "request_success", text, _keyed(ends), "finished_reason")
-        # Cached blocks that nobody uses are free, as vLLM counts.
-        blocks, num_blocks = self._by("kv_blocks", "state"), self._total("kv_blocks_total")
-        held = blocks.get("committed", 0.0) + blocks.get("draft", 0.0)
-        text = "Share of KV blocks that requests hold, 1 for all."
-        yield self._add(_GAUGE, "kv_cache_usage_perc", text, {(): held / num_blocks})
-        # vLLM's ``info`` is a gauge of 1 whose labels say it.
-        sizes = (f"{self._total('kv_block_size'):.0f}", f"{num_blocks:.0f}")
-        text = "The size of a KV block in tokens, and how many there are."
-        yield self._add(
-            _GAUGE,
-            "cache_config_info",
-            text,
-            {sizes: 1.0},
-            "block_size",
-            "num_gpu_blocks",
-        )
-
-    def _add(self, kind: _Kind, name: str, text: str, series: _Series, *labels: str) -> Metric:
-        found = kind(f"vllm:{name}", text, labels=["model_name", *labels])
-        for values, figure in series.items():
-            found.add_metric([self._model_name, *values], figure)
-        return found
-
-    def _by(self, name: str, label: str) -> dict[str, float]:
-        """The series ``slipstream_NAME``, by that label's values, summed over other labels."""
-        found: dict[str, float] = defaultdict(float)
-        for labels, value in self._samples[f"{PREFIX}{name}"]:
-            found[labels[label]] += value
-        return found
-
-    def _total(self, name: str) -> float:
-        """The same, summed over all labels."""
-        return sum(value for _, value in self._samples[f"{PREFIX}{name}"])
-
-
-def _keyed(figures: dict[str, float]) -> _Series:
-    return {(value,): figure for value, figure in figures.items()}
-
-
-def aliases(families: Iterable[Metric], model_name: str) -> list[Metric]:
-    """Returns the aliases of our own ``families``, in a fixed order."""
-    found = _Aliases(families, model_name)
-    return [*(found.same(*each) for each in _SAME_IN_VLLM.items()), *found.made()]
 
 
 class _Gammas(Collector):
@@ -336,12 +112,12 @@ class Metrics(Collector):
         self._metrics: dict[str, Any] = {}
         for kind, table in ((Counter, COUNTERS), (Gauge, GAUGES)):
             for name, (text, *labels) in table.items():
-                if name in _OF_STATES and info.states is None:
+                if name in OF_STATES and info.states is None:
                     continue
                 self._metrics[name] = kind(f"{PREFIX}{name}", text, labels, registry=self.registry)
-        for name, (buckets, text, names) in _HISTOGRAMS.items():
+        for name, (buckets, text, *labels) in HISTOGRAMS.items():
             self._metrics[name] = Histogram(
-                f"{PREFIX}{name}", text, names, registry=self.registry, buckets=buckets
+                f"{PREFIX}{name}", text, labels, registry=self.registry, buckets=buckets
             )
         self._gammas = _Gammas()
         self.registry.register(self._gammas)
@@ -358,7 +134,7 @@ class Metrics(Collector):
         name, text = "speculative_defaults", "Speculation of requests that do not say otherwise."
         self._defaults = Info(f"{PREFIX}{name}", text, registry=self.registry)
         self.show_speculation(SpeculativeParams())
-        for name, values in _SHOWN_AS_ZERO.items():
+        for name, values in SHOWN_AS_ZERO.items():
             for value in values:
                 self._series(name, value)
 

@@ -10,7 +10,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.request.info import EngineInfo
-from server.metrics.prometheus import COUNTERS, GAUGES, PREFIX, Metrics, exposition
+from server.metrics.prometheus import Metrics, exposition
+from server.metrics.series import COUNTERS, GAUGES, PREFIX
 
 _OWN = {"http_requests", "rejections", "connections_cut_off"}
 _MODELS = {
