@@ -70,19 +70,11 @@ class _Aliases:
         gammas, hits = self._by("spec_gamma_bucket", "le"), self._total("prefix_cache_hits_total")
         # A draft is a request's step with a gamma above 0.
         drafts = self._total("spec_gamma_count") - gammas.get("0.0", 0.0)
-        yield self._add(
-            _COUNTER,
-            "spec_decode_num_drafts",
-            "Drafts that were verified.",
-            {(): drafts},
-        )
-        yield self._add(
-            _COUNTER,
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted, by depth from 0.",
-            _keyed(self._by("spec_accepted_tokens_per_position_total", "position")),
-            "position",
-        )
+        text = "Drafts that were verified."
+        yield self._add(_COUNTER, "spec_decode_num_drafts", text, {(): drafts})
+        accepted = _keyed(self._by("spec_accepted_tokens_per_position_total", "position"))
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted, by depth from 0."
+        yield self._add(_COUNTER, name, text, accepted, "position")
         computed = self._total("prompt_tokens_total")
         text = "Prompt tokens computed, or found in the prefix cache."
         yield self._add(_COUNTER, "prompt_tokens", text, {(): computed + hits})
@@ -99,14 +91,8 @@ class _Aliases:
         # vLLM's ``info`` is a gauge of 1 whose labels say it.
         sizes = (f"{self._total('kv_block_size'):.0f}", f"{num_blocks:.0f}")
         text = "The size of a KV block in tokens, and how many there are."
-        yield self._add(
-            _GAUGE,
-            "cache_config_info",
-            text,
-            {sizes: 1.0},
-            "block_size",
-            "num_gpu_blocks",
-        )
+        labels = "block_size", "num_gpu_blocks"
+        yield self._add(_GAUGE, "cache_config_info", text, {sizes: 1.0}, *labels)
 
     def _add(self, kind: _Kind, name: str, text: str, series: _Series, *labels: str) -> Metric:
         found = kind(f"vllm:{name}", text, labels=["model_name", *labels])

@@ -328,6 +328,5 @@ def _check_blocks(model: PreTrainedModel) -> None:
             places.append((f"{name}.weight", each.block_scales()))
         elif isinstance(each, GgufExperts):
             places += [(f"{name}.{own}", scales) for own, scales in each.block_scales()]
-    faults = not_finite(places)
-    if faults:
+    if faults := not_finite(places):
         raise UnsupportedModelError(faults[0])
