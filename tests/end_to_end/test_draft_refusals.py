@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.drafting.published.eagle3_network import Eagle3Network, Eagle3Spec
@@ -24,7 +23,6 @@ from worlds.published_blocks import write_folder as write_block_folder
 from worlds.tiny_bench_model import save_tiny_model, tiny_tokenizer
 
 VOCAB, HIDDEN = 512, 32
-Change = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("target"))
 
 
-def write_eagle(path: Path, hidden_size: int = HIDDEN, vocab_size: int = VOCAB) -> Path:
+def write_eagle(path: Path, vocab_size: int = VOCAB) -> Path:
     torch.manual_seed(2)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -44,14 +42,14 @@ def write_eagle(path: Path, hidden_size: int = HIDDEN, vocab_size: int = VOCAB) 
         num_key_value_heads=2,
         max_position_embeddings=256,
     )
-    spec = Eagle3Spec(config, hidden_size, ((0, 1, 2),), vocab_size, owns_embedding=True)
+    spec = Eagle3Spec(config, HIDDEN, ((0, 1, 2),), vocab_size, owns_embedding=True)
     write_eagle3(path, Eagle3Network(spec))
     return path
 
 
-def write_dflash(path: Path, **nested: Any) -> Path:
+def write_dflash(path: Path) -> Path:
     config = PLAIN | {"vocab_size": VOCAB, "num_target_layers": 2}
-    section = {"mask_token_id": 3, "target_layer_ids": [0, 0, 1]} | nested
+    section = {"mask_token_id": 3, "target_layer_ids": [0, 0, 1]}
     write_block_folder(path, config | {"dflash_config": section}, block_tensors())
     return path
 
@@ -62,15 +60,9 @@ def with_config(path: Path, **changes: Any) -> Path:
     return path
 
 
-def with_tensors(path: Path, **changes: torch.Tensor) -> Path:
+def cut(path: Path) -> Path:
     file = path / "model.safetensors"
-    save_file(load_file(file) | changes, file)
-    return path
-
-
-def cut(path: Path, count: int) -> Path:
-    file = path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:count])
+    file.write_bytes(file.read_bytes()[:40])
     return path
 
 
@@ -99,21 +91,8 @@ def folder_with(path: Path, name: str, content: str) -> Path:
     return path
 
 
+# One of each way to a refusal; what heads' readers refuse is told by tests/engine/drafting/published.
 FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "a head of a wider model": (
-        lambda path: write_eagle(path, hidden_size=40),
-        r"draft eagle3: PATH: target_hidden_size is 40, and the target's is 32",
-    ),
-    "a head of a wider model that does not say so": (
-        lambda path: with_config(write_eagle(path, hidden_size=40), target_hidden_size=None),
-        r"draft eagle3: PATH: fc\.weight \[32, 120\] reads no whole number of states of 32",
-    ),
-    "a head of a deeper model": (
-        lambda path: with_config(
-            write_eagle(path), eagle_aux_hidden_state_layer_ids=[2, 18, 33], eagle_config=None
-        ),
-        r"draft eagle3: PATH: it reads the states of layers \[2, 18, 33\], and the target has 2",
-    ),
     "a block head of a deeper model": (
         lambda path: with_config(write_dflash(path), num_target_layers=36),
         r"draft dflash: PATH: num_target_layers is 36, and this model has 2",
@@ -122,55 +101,13 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda path: write_eagle(path, vocab_size=500),
         r"draft eagle3: PATH: vocab_size is 500, and the target's is 512",
     ),
-    "a block head of another vocabulary": (
-        lambda path: with_config(write_dflash(path), vocab_size=96),
-        r"draft dflash: PATH: vocab_size is 96, and this model has 512",
-    ),
-    "other weights of the target": (
-        lambda path: with_config(write_eagle(path), target_fingerprint="0" * 32),
-        r"draft eagle3: PATH: it was trained for other weights of the target \(.*\)",
-    ),
     "a cut header": (
-        lambda path: cut(write_eagle(path), 40),
+        lambda path: cut(write_eagle(path)),
         r"PATH: model\.safetensors cannot be read: .*",
-    ),
-    "cut tensors": (
-        lambda path: cut(write_eagle(path), 5000),
-        r"PATH: model\.safetensors cannot be read: .*",
-    ),
-    "numbers that are none": (
-        lambda path: with_tensors(
-            write_eagle(path), **{"norm.weight": torch.full((32,), torch.nan)}
-        ),
-        r"draft eagle3: PATH: .*not finite: norm\.weight.*",
     ),
     "a configuration that is no JSON": (
         lambda path: folder_with(path, "config.json", "{'a': 1}"),
         r"PATH: config\.json cannot be read: .*",
-    ),
-    "unknown keys in eagle_config": (
-        lambda path: with_config(write_eagle(path), eagle_config={"use_moon": True}),
-        r"draft eagle3: PATH: config\.json has unknown keys: eagle_config\.use_moon",
-    ),
-    "unknown values in eagle_config": (
-        lambda path: with_config(write_eagle(path), eagle_config={"use_mtp_layernorm": True}),
-        r"draft eagle3: PATH: eagle_config\.use_mtp_layernorm is True, and only False is known",
-    ),
-    "unknown keys in dflash_config": (
-        lambda path: write_dflash(path, moon=1),
-        r"draft dflash: PATH: config\.json has unknown keys: dflash_config\.moon",
-    ),
-    "unknown tensors": (
-        lambda path: with_tensors(write_eagle(path), **{"moon.weight": torch.ones(3)}),
-        r"draft eagle3: PATH: unknown tensors: moon\.weight",
-    ),
-    "unknown tensors of a block head": (
-        lambda path: with_tensors(write_dflash(path), **{"moon.weight": torch.ones(3)}),
-        r"draft dflash: PATH: unknown tensors: moon\.weight",
-    ),
-    "a tensor of another shape": (
-        lambda path: with_tensors(write_eagle(path), **{"norm.weight": torch.ones(31)}),
-        r"draft eagle3: PATH: norm\.weight \[31\] instead of \[32\]",
     ),
     "a small model of another vocabulary": (
         small_model_of_another_vocabulary,
@@ -218,21 +155,14 @@ def test_drafts_that_cannot_be_told_apart_are_refused(
     def said(*drafts: str) -> str:
         return refusal(capfd, target, *(part for each in drafts for part in ("--draft", each)))
 
-    assert said(str(head), str(head)) == (
-        "draft: two are called eagle3; name one of them: NAME=PATH"
-    )
-    assert said(f"x={head}", f"x={other}") == (
-        "draft: two are called x; name one of them: NAME=PATH"
-    )
-    assert said(f"eagle3={other}", str(head)) == (
-        "draft: two are called eagle3; name one of them: NAME=PATH"
-    )
+    twice = "draft: two are called {}; name one of them: NAME=PATH"
+    assert said(str(head), str(head)) == twice.format("eagle3")
+    assert said(f"x={head}", f"x={other}") == twice.format("x")
+    assert said(f"eagle3={other}", str(head)) == twice.format("eagle3")
     for taken in ("ngram", "medusa", "auto", "none"):
+        own = f", and {head} is of the method eagle3" if taken == "medusa" else ""
         assert said(f"{taken}={head}") == (
-            f"draft {taken}: a drafter has that name, and {head} is of the method eagle3; "
-            "name it otherwise"
-            if taken == "medusa"
-            else f"draft {taken}: a drafter has that name; name it otherwise"
+            f"draft {taken}: a drafter has that name{own}; name it otherwise"
         )
 
 

@@ -44,6 +44,11 @@ async def anthropic_client(
 async def ollama_client(
     engine: ScriptedEngine, tokenizer: Any = None, **settings: Any
 ) -> AsyncIterator[ollama.AsyncClient]:
-    async with serve(engine, tokenizer, **settings) as http:
-        transport = httpx.ASGITransport(app=http.app, raise_app_exceptions=False)  # type: ignore[attr-defined]
-        yield ollama.AsyncClient(host="http://test", transport=transport)
+    async with serve(engine, tokenizer, **settings) as http, ollama_of(http) as client:
+        yield client
+
+
+def ollama_of(http: httpx.AsyncClient) -> ollama.AsyncClient:
+    """Ollama's client of the server that an HTTP client has."""
+    transport = httpx.ASGITransport(app=http.app, raise_app_exceptions=False)  # type: ignore[attr-defined]
+    return ollama.AsyncClient(host="http://test", transport=transport)

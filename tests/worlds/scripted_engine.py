@@ -140,6 +140,12 @@ def scripted_embedding(request: GenerationRequest) -> bytes:
     return struct.pack("<2f", 0.5, request.prompt_token_ids[0])
 
 
+def prompt_text(request: GenerationRequest, special: str = "") -> str:
+    """The text of a request's prompt, with ``special`` for each special token."""
+    parts = (bytes([each]) if each < 256 else special.encode() for each in request.prompt_token_ids)
+    return b"".join(parts).decode()
+
+
 def refuse_impossible_grammars(request: GenerationRequest) -> None:
     """Raises RequestError as an engine does, for those that do not compile."""
     for field, grammar in request.sampling.grammar_fields:

@@ -38,6 +38,17 @@ async def post(
         return await client.post(path, json=body)
 
 
+def fault(reply: httpx.Response, name: str = "code") -> tuple[int, Any]:
+    """The status of an error, and what its ``name`` says."""
+    return reply.status_code, reply.json()["error"][name]
+
+
+def as_json(body: Any, padding: int = 0, **headers: str) -> dict[str, Any]:
+    """Arguments of a post whose body ends with so many blanks."""
+    headers |= {"content-type": "application/json"}
+    return {"content": json.dumps(body) + " " * padding, "headers": headers}
+
+
 def events(text: str) -> list[Any]:
     """The data of server-sent events."""
     return [

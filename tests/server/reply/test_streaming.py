@@ -10,7 +10,7 @@ import pytest
 import server.reply.streaming
 from engine.request.errors import EngineDeadError, QueueFullError, RequestError, RequestFailedError
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
-from worlds.serving import endless, events, post, serve, until
+from worlds.serving import endless, events, fault, post, serve, until
 
 ENDLESS = {"prompt": "x", "max_tokens": 400}
 
@@ -65,17 +65,19 @@ async def test_a_stream_starts_even_if_no_token_comes(monkeypatch: pytest.Monkey
     assert "".join(each["choices"][0]["text"] for each in chunks[:-1]) == "abc"
 
 
+@pytest.mark.parametrize("path", ["/completions", "http://test/api/generate"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_full_queue_is_a_429_with_retry_after(stream: bool) -> None:
+async def test_a_full_queue_is_a_429_with_retry_after(path: str, stream: bool) -> None:
     engine = ScriptedEngine()
     engine.capacity = 0
     async with serve(engine) as client:
-        refused = await client.post("/completions", json={"prompt": "x", "stream": stream})
+        refused = await client.post(path, json={"prompt": "x", "stream": stream})
         metrics = (await client.get("http://test/metrics")).text
     assert refused.status_code == 429
     # The engine said 2.5 s; the header holds whole seconds.
     assert refused.headers["retry-after"] == "3"
-    assert refused.json()["error"]["type"] == "rate_limit_error"
+    error = refused.json()["error"]
+    assert "queue" in error if "api" in path else error["type"] == "rate_limit_error"
     assert 'slipstream_rejections_total{reason="queue_full"} 1.0' in metrics
     assert 'slipstream_requests_total{finish_reason="rejected"} 1.0' in metrics
 
@@ -84,8 +86,7 @@ async def test_choices_beyond_the_queue_take_the_others_with_them() -> None:
     engine = endless()
     engine.capacity = 2
     engine.gate.clear()
-    refused = await post("/completions", ENDLESS | {"n": 3}, engine)
-    assert refused.status_code == 429
+    assert (await post("/completions", ENDLESS | {"n": 3}, engine)).status_code == 429
     assert engine.open == set()
 
 
@@ -97,8 +98,7 @@ async def test_a_dead_engine_is_a_503(stream: bool) -> None:
         refused = await client.post("/completions", json={"prompt": "x", "stream": stream})
         health = await client.get("http://test/health")
         ready = await client.get("http://test/ready")
-    assert refused.status_code == 503
-    assert refused.json()["error"]["code"] == "engine_dead"
+    assert fault(refused) == (503, "engine_dead")
     assert health.status_code == ready.status_code == 503
 
 
@@ -119,9 +119,7 @@ async def test_an_engine_error_before_the_first_token_has_its_status(
     async with serve(engine) as client:
         for stream in (False, True):
             reply = await client.post("/completions", json={"prompt": "x", "stream": stream})
-            assert reply.status_code == status
-            assert reply.json()["error"]["param"] == param
-            assert reply.json()["error"]["code"] == code
+            assert (*fault(reply), reply.json()["error"]["param"]) == (status, code, param)
             assert "0x1234" not in reply.text
     assert engine.open == set()
 
@@ -159,8 +157,7 @@ async def test_a_request_that_shutdown_cut_off_is_a_503() -> None:
         engine.aborted |= engine.open
         engine.gate.set()
         reply = await pending
-    assert reply.status_code == 503
-    assert reply.json()["error"]["code"] == "shutting_down"
+    assert fault(reply) == (503, "shutting_down")
 
 
 async def test_a_slow_reader_holds_up_its_own_choice_only() -> None:

@@ -15,24 +15,19 @@ from server.request.render_limit import LIMIT, SlowTemplateError
 from server.request.special_tokens import Spellings
 from worlds.request_bodies import TOOLS
 from worlds.scripted_engine import CHAT_TEMPLATE, USER, ScriptedEngine, byte_tokenizer
-from worlds.serving import post, serve
+from worlds.serving import fault, post, serve
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 async def ask(template: str, **fields: Any) -> tuple[int, dict[str, Any]]:
-    reply = await post(
-        "/chat/completions",
-        {"messages": MESSAGES} | fields,
-        ScriptedEngine(),
-        byte_tokenizer(template),
-    )
+    body = {"messages": MESSAGES} | fields
+    reply = await post("/chat/completions", body, ScriptedEngine(), byte_tokenizer(template))
     return reply.status_code, reply.json().get("error")
 
 
 async def test_what_a_template_refuses_is_the_clients_fault() -> None:
-    template = "{{ raise_exception('roles must alternate') }}"
-    status, error = await ask(template)
+    status, error = await ask("{{ raise_exception('roles must alternate') }}")
     assert (status, error["param"]) == (400, "messages")
     assert "roles must alternate" in error["message"]
 
@@ -58,7 +53,8 @@ async def test_a_broken_template_is_the_servers_fault(
 
 
 KWARGS = "chat_template_kwargs"
-SHOUT = {KWARGS: {"shout": True}}
+RAISE = "raise_exception"
+CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 IN_TAGS = (
     "{% for m in messages %}{%- generation -%}{% if shout is defined %}{{ m.content }}{% endif %}"
     "{% endgeneration %}{% break %}{% endfor %}<|user|>"
@@ -72,18 +68,10 @@ IN_TAGS = (
         ("{{ 'x' + (shout or '') }}a", {KWARGS: {"shout": 5}}, KWARGS),
         (CHAT_TEMPLATE + "{{ 'x' + shout }}", {KWARGS: {"shout": "5"}}, None),
         # A final message that is not in the text cannot be continued.
-        (
-            "no messages here",
-            {"continue_final_message": True, "add_generation_prompt": False},
-            "continue_final_message",
-        ),
+        ("no messages here", CONTINUED, "continue_final_message"),
         # What the server or the tokenizer says is refused.
         ("{{ bos_token }}", {KWARGS: {"bos_token": True}}, f"{KWARGS}.bos_token"),
-        (
-            "{{ raise_exception('x') }}",
-            {KWARGS: {"raise_exception": True}},
-            f"{KWARGS}.raise_exception",
-        ),
+        ("{{ raise_exception('x') }}", {KWARGS: {RAISE: True}}, f"{KWARGS}.{RAISE}"),
         ("{{ messages }}", {KWARGS: {"messages": True}}, f"{KWARGS}.messages"),
     ],
 )
@@ -112,9 +100,8 @@ async def test_what_a_request_says_to_a_template_is_taken_or_refused_by_name(
 async def test_a_variable_that_the_template_does_not_read_is_told(
     template: str, name: str, is_read: bool
 ) -> None:
-    async with serve(ScriptedEngine(), byte_tokenizer(template)) as client:
-        body = {"messages": [{"role": "user", "content": "a"}], KWARGS: {name: True}}
-        reply = await client.post("/chat/completions", json=body)
+    body = {"messages": MESSAGES, KWARGS: {name: True}}
+    reply = await post("/chat/completions", body, ScriptedEngine(), byte_tokenizer(template))
     assert reply.status_code == 200
     assert reply.headers.get(IGNORED_HEADER) == (None if is_read else f"{KWARGS}.{name}")
 
@@ -168,8 +155,7 @@ async def test_templates_that_go_through_parts_are_given_parts(
         assert tokenizer.decode(prompt) == expected
         assert prompt.count(USER) == template.count("<|user|>") * len(messages)
         last = [*messages, {"role": "assistant", "content": "so"}]
-        options = {"add_generation_prompt": False, "continue_final_message": True}
-        await client.post("/chat/completions", json={"messages": last, **options})
+        await client.post("/chat/completions", json={"messages": last, **CONTINUED})
         assert tokenizer.decode(engine.requests[1].prompt_token_ids).endswith("so")
 
 
@@ -184,7 +170,7 @@ async def test_a_template_without_end_is_ended(
     monkeypatch.setattr(LIMIT, "most_seconds", 0.3)
     async with serve(ScriptedEngine(), byte_tokenizer(template), body_processes=0) as client:
         reply = await client.post("/chat/completions", json={"messages": MESSAGES})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "chat_template_error")
+        assert fault(reply) == (500, "chat_template_error")
         assert (await client.post("/completions", json={"prompt": "x"})).is_success
 
 

@@ -23,8 +23,8 @@ from worlds.request_bodies import (
     TOOLS,
     with_values,
 )
-from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import serve
+from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info, prompt_text
+from worlds.serving import post, serve
 
 pytestmark = pytest.mark.anyio
 
@@ -48,9 +48,7 @@ async def test_the_header_names_the_hints_without_effect_and_no_others(
     path: str, stream: bool, large: bool
 ) -> None:
     base = ENDPOINTS[path][1]
-    ignored = {
-        each: IGNORED[path][each] for each in IGNORED[path] if stream or "stream" not in each
-    }
+    ignored = {each: hint for each, hint in IGNORED[path].items() if stream or "stream" not in each}
     effective: dict[str, Any] = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
     effective |= {"metadata": {"a": "b"}, "stream": stream}
     if large:
@@ -97,8 +95,8 @@ async def test_a_hint_goes_to_a_template_that_reads_it_and_is_told_with_others(
         ("{{ messages[0].content }}", name, b"ab"),
     ):
         engine = ScriptedEngine(TEXT)
-        async with serve(engine, byte_tokenizer(template)) as client:
-            reply = await client.post(path, json=ENDPOINTS[path][1] | body)
+        asked = ENDPOINTS[path][1] | body
+        reply = await post(path, asked, engine, byte_tokenizer(template))
         assert reply.headers.get(IGNORED_HEADER) == told
         assert bytes(engine.requests[0].prompt_token_ids) == prompt
 
@@ -109,31 +107,25 @@ async def test_an_effort_says_whether_to_think(
     effort: str, thinks: bool, said: bool | None
 ) -> None:
     """An explicit switch decides over an effort, and the reply lists the other as without effect."""
-    template = "<{{ enable_thinking }}>"
-    body = {"reasoning_effort": effort} | (
-        {"chat_template_kwargs": {"enable_thinking": said}} if said is not None else {}
-    )
+    body = ENDPOINTS[CHAT][1] | {"reasoning_effort": effort}
+    if said is not None:
+        body |= {"chat_template_kwargs": {"enable_thinking": said}}
     engine = ScriptedEngine(TEXT)
-    async with serve(engine, byte_tokenizer(template)) as client:
-        path = "/chat/completions"
-        reply = await client.post(path, json=ENDPOINTS[path][1] | body)
-    shown = bytes(engine.requests[0].prompt_token_ids).decode()
-    assert shown == f"<{thinks if said is None else said}>"
+    reply = await post(CHAT, body, engine, byte_tokenizer("<{{ enable_thinking }}>"))
+    assert prompt_text(engine.requests[0]) == f"<{thinks if said is None else said}>"
     assert reply.headers.get(IGNORED_HEADER) == (None if said is None else "reasoning_effort")
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_a_tier_that_was_asked_for_is_answered_in_streams_too(path: str) -> None:
-    async with serve(ScriptedEngine(TEXT)) as client:
-        body = ENDPOINTS[path][1] | {"service_tier": "flex", "stream": True}
-        tier = "standard" if path == "/messages" else "default"
-        assert f'"service_tier":"{tier}"' in (await client.post(path, json=body)).text
+    body = ENDPOINTS[path][1] | {"service_tier": "flex", "stream": True}
+    tier = "standard" if path == "/messages" else "default"
+    assert f'"service_tier":"{tier}"' in (await post(path, body, ScriptedEngine(TEXT))).text
 
 
 async def test_a_response_repeats_its_hints() -> None:
     body = {"input": "a", "prompt_cache_key": "k", "safety_identifier": "s", "store": True}
-    async with serve(ScriptedEngine(TEXT)) as client:
-        reply = (await client.post("/responses", json=body)).json()
+    reply = (await post("/responses", body, ScriptedEngine(TEXT))).json()
     assert (reply["prompt_cache_key"], reply["safety_identifier"]) == ("k", "s")
     assert (reply["store"], reply["service_tier"]) == (True, "default")
 
@@ -213,23 +205,19 @@ async def test_arguments_that_are_no_object_are_text(given: str | None, takes_te
             assert (reply.status_code, reply.headers.get(IGNORED_HEADER)) == (200, None), reply.text
     shown = SHOWN[given]
     shown = shown if takes_text or shown == "{}" else f'{{"arguments": {shown}}}'
-    assert {_shown(each) for each in engine.requests} == {f"{shown}hi"}
-
-
-def _shown(request: GenerationRequest) -> str:
-    return bytes(each for each in request.prompt_token_ids if each < 256).decode()
+    assert {prompt_text(each) for each in engine.requests} == {f"{shown}hi"}
 
 
 def _calls_other(request: GenerationRequest) -> bool:
     """Neither the prompt nor the grammar has the tool that is not allowed."""
     grammar = request.sampling.grammar
-    return "other" in grammar and "get_weather" not in _shown(request) + grammar
+    return "other" in grammar and "get_weather" not in prompt_text(request) + grammar
 
 
 OTHER = {"type": "function", "function": {"name": "other"}}
 FLAT = {"type": "function", "name": "other"}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [OTHER]}}
-FLAT_ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [FLAT]}
+SOME = {"type": "allowed_tools", "mode": "required", "tools": [FLAT]}
 EMPTY = {"context": [], "images": [], "system": "", "format": "", "think": None, "options": None}
 SAID_TWICE = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -248,16 +236,11 @@ MARKED = HI | MARK | {"content": [{"type": "text", "text": "ab", **MARK}]}
         (CHAT, {"seed": -1}, None, lambda r: r.sampling.seed >= 0),
         (CHAT, {"repeat_penalty": 1.5}, None, lambda r: r.sampling.repetition_penalty == 1.5),
         (CHAT, {"think": False, "cache_prompt": True}, "thinking", None),
-        (CHAT, SAID_TWICE, None, lambda r: "effort low" in _shown(r)),
+        (CHAT, SAID_TWICE, None, lambda r: "effort low" in prompt_text(r)),
         (CHAT, {"functions": [], "logit_bias": {}, "stop": []}, None, None),
         ("/completions", {"n_predict": 7.0}, None, lambda r: r.sampling.max_tokens == 7),
         ("/responses", {"client_metadata": {}, "top_logprobs": 0}, "client_metadata", None),
-        (
-            "/responses",
-            {"tools": [*FLAT_TOOLS, FLAT], "tool_choice": FLAT_ALLOWED},
-            None,
-            _calls_other,
-        ),
+        ("/responses", {"tools": [*FLAT_TOOLS, FLAT], "tool_choice": SOME}, None, _calls_other),
         (f"{API}/chat", {"options": {"num_predict": 0, "typical_p": 1.0}}, None, None),
         (f"{API}/chat", {"options": {"num_ctx": 4096}}, "options.num_ctx", None),
         (f"{API}/generate", EMPTY | {"suffix": "", "template": ""}, None, None),
@@ -268,17 +251,16 @@ async def test_what_clients_add_is_accepted(
     path: str, body: dict[str, Any], told: str | None, check: Any
 ) -> None:
     engine = ScriptedEngine(TEXT)
-    async with serve(engine) as client:
-        reply = await client.post(path, json=LIMITS[path][0] | body)
+    reply = await post(path, LIMITS[path][0] | body, engine)
     assert (reply.status_code, reply.headers.get(IGNORED_HEADER)) == (200, told), reply.text
     assert check is None or check(engine.requests[0])
 
 
 async def test_a_name_goes_to_a_template_that_reads_it() -> None:
     engine = ScriptedEngine(TEXT)
-    async with serve(engine, byte_tokenizer("{{ messages[0].name }}:")) as client:
-        reply = await client.post(CHAT, json={"messages": [HI | {"name": "ann"}]})
-    assert (_shown(engine.requests[0]), reply.headers.get(IGNORED_HEADER)) == ("ann:", None)
+    tokenizer = byte_tokenizer("{{ messages[0].name }}:")
+    reply = await post(CHAT, {"messages": [HI | {"name": "ann"}]}, engine, tokenizer)
+    assert (prompt_text(engine.requests[0]), reply.headers.get(IGNORED_HEADER)) == ("ann:", None)
 
 
 WITHOUT_PLANS: dict[str, dict[str, Any]] = {
@@ -302,7 +284,6 @@ async def test_unknown_fields_are_listed_where_the_operator_says_so(
         unknown["messages"] = [HI | {"content": [part], "colour": 1}]
         expected |= {"messages.colour", "messages.content.colour"}
     engine = ScriptedEngine(TEXT, info=engine_info(embeddings="mean", hidden_size=2))
-    async with serve(engine, unknown_fields="tell", body_processes=0) as client:
-        reply = await client.post(path, json=body | unknown)
+    reply = await post(path, body | unknown, engine, unknown_fields="tell", body_processes=0)
     assert reply.status_code == 200, reply.text
     assert expected <= set(reply.headers[IGNORED_HEADER].split(", "))

@@ -18,7 +18,7 @@ from server.errors import ApiError
 from server.request.large_bodies import LARGE, BodyReader, default_body_bytes
 from worlds import deadly_bodies
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import endless, serve, until
+from worlds.serving import as_json, endless, fault, serve, until
 
 pytestmark = pytest.mark.anyio
 
@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[3]
 PADDING = " " * LARGE
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "seed": 1}
 COMPLETION = {"prompt": "hi", "seed": 1}
+JSON = {"content-type": "application/json"}
+PADDED = as_json(COMPLETION, LARGE)
 HOSTILE = json.dumps({"prompt": [{}] * 1_900_000}).encode()
 
 
@@ -80,12 +82,11 @@ async def test_other_requests_go_on_while_a_body_is_read(body: str) -> None:
     if body == "prompt":
         content = json.dumps({"prompt": ["a b " * 20] * 88_000}).encode()
     async with serve(engine, max_body_bytes=8 << 20) as client:
-        headers = {"content-type": "application/json"}
         # The pool is there when the time comes.
-        await client.post("completions", content=json.dumps(COMPLETION) + PADDING, headers=headers)
+        await client.post("completions", **PADDED)
         before = engine.num_events
         reading = asyncio.create_task(
-            client.post("completions", content=content, headers=headers, timeout=120)
+            client.post("completions", content=content, headers=JSON, timeout=120)
         )
         finished = 0
         while not reading.done():
@@ -99,23 +100,19 @@ async def test_other_requests_go_on_while_a_body_is_read(body: str) -> None:
 
 async def test_a_process_that_was_killed_costs_nobody_an_error() -> None:
     async with serve(ScriptedEngine(), max_body_bytes=8 << 20) as client:
-        headers = {"content-type": "application/json"}
-        content = json.dumps(COMPLETION) + PADDING
-        assert (await client.post("completions", content=content, headers=headers)).is_success
+        assert (await client.post("completions", **PADDED)).is_success
         reader = client.app.state.models.only.bodies  # type: ignore[attr-defined]
         pool = reader._pool
         (pid,) = pool._processes
         reading = asyncio.create_task(
-            client.post("completions", content=HOSTILE, headers=headers, timeout=120)
+            client.post("completions", content=HOSTILE, headers=JSON, timeout=120)
         )
         await until(lambda: pool._pending_work_items)
         os.kill(pid, signal.SIGKILL)
-        refused = await reading
-        assert refused.status_code == 400
         # What is wrong with it, found by the next process.
-        assert refused.json()["error"]["param"] == "prompt"
+        assert fault(await reading, "param") == (400, "prompt")
         assert (await client.post("completions", json=COMPLETION)).is_success
-        assert (await client.post("completions", content=content, headers=headers)).is_success
+        assert (await client.post("completions", **PADDED)).is_success
 
 
 async def test_a_body_that_ends_its_process_is_refused_and_its_neighbours_are_read(
@@ -159,40 +156,7 @@ async def test_where_no_process_begins_the_server_reads_bodies_itself() -> None:
         reader.close()
 
 
-KILLED = """
-import os, signal
-from server.request.large_bodies import BodyReader
-
-def nothing(): ...
-
-if __name__ == "__main__":
-    reader = BodyReader(nothing, 1)
-    reader.warm()
-    locks = reader._pool._call_queue
-    print(locks._rlock._semlock.name, locks._sem._semlock.name, flush=True)
-    reader._pool.submit(os.getpid).result()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize("warnings", ["", "default"])
-async def test_a_server_that_is_killed_leaves_nothing_and_nobody_says_otherwise(
-    tmp_path: Path, warnings: str
-) -> None:
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings}
-    # Ends when the pool and multiprocessing's tracker have, which write to the same pipe.
-    ended = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stderr) == (-signal.SIGKILL, "")
-    names = ended.stdout.split()
-    assert len(names) == 2
-    assert not any(Path(f"/dev/shm/sem.{name.lstrip('/')}").exists() for name in names)
-
-
-STOPPED = """
+READER = """
 import multiprocessing, os, signal
 from server.request.large_bodies import BodyReader
 
@@ -201,46 +165,62 @@ def nothing(): ...
 if __name__ == "__main__":
     reader = BodyReader(nothing, 1)
     reader.warm()
+"""
+KILLED = """
+    locks = reader._pool._call_queue
+    print(locks._rlock._semlock.name, locks._sem._semlock.name, flush=True)
+    reader._pool.submit(os.getpid).result()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def ended(folder: Path, code: str, warnings: str = "") -> subprocess.CompletedProcess[str]:
+    """Returns a process that has read bodies, and then runs the code; its output ends when its pool's and
+    multiprocessing's tracker's do, which write to the same pipe."""
+    script = folder / "script.py"
+    script.write_text(READER + code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings}
+    command = [sys.executable, script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize("warnings", ["", "default"])
+def test_a_server_that_is_killed_leaves_nothing_and_nobody_says_otherwise(
+    tmp_path: Path, warnings: str
+) -> None:
+    process = ended(tmp_path, KILLED, warnings)
+    assert (process.returncode, process.stderr) == (-signal.SIGKILL, "")
+    names = process.stdout.split()
+    assert len(names) == 2
+    assert not any(Path(f"/dev/shm/sem.{name.lstrip('/')}").exists() for name in names)
+
+
+STOPPED = """
     (starting,) = multiprocessing.active_children()
     os.kill(starting.pid, signal.SIGSTOP)
     reader.close()
 """
 
 
-async def test_a_server_that_ends_waits_for_no_process_that_is_still_starting(
-    tmp_path: Path,
-) -> None:
-    script = tmp_path / "stopped.py"
-    script.write_text(STOPPED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_a_server_that_ends_waits_for_no_process_that_is_still_starting(tmp_path: Path) -> None:
+    process = ended(tmp_path, STOPPED)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 async def test_without_a_pool_the_server_reads_them_itself() -> None:
-    content = json.dumps(COMPLETION) + PADDING
-    headers = {"content-type": "application/json"}
-    tokenizer = byte_tokenizer()
-    async with serve(ScriptedEngine(), body_processes=0) as client:
-        assert (await client.post("completions", content=content, headers=headers)).is_success
-        assert client.app.state.models.only.bodies._pool is None  # type: ignore[attr-defined]
-    tokenizer.odd = lambda: None  # type: ignore[attr-defined]  # what cannot be sent
-    async with serve(ScriptedEngine(), tokenizer=tokenizer) as client:
-        assert (await client.post("completions", content=content, headers=headers)).is_success
-        assert client.app.state.models.only.bodies._pool is None  # type: ignore[attr-defined]
+    odd = byte_tokenizer()
+    odd.odd = lambda: None  # what cannot be sent
+    for settings in ({"body_processes": 0}, {"tokenizer": odd}):
+        async with serve(ScriptedEngine(), **settings) as client:
+            assert (await client.post("completions", **PADDED)).is_success
+            assert client.app.state.models.only.bodies._pool is None  # type: ignore[attr-defined]
 
 
 async def test_the_default_limit_follows_from_the_context() -> None:
     long = engine_info(max_model_len=100_000)
     sizes = [default_body_bytes(each, byte_tokenizer()) for each in (512, 100_000)]
     assert sizes[1] - sizes[0] == 2 * (100_000 - 512) * len("<|assistant|>")
-    content = b'{"prompt": "a"}' + b" " * sizes[0]
-    headers = {"content-type": "application/json"}
-    statuses = []
-    for engine in (ScriptedEngine(), ScriptedEngine(info=long)):
+    for engine, status in ((ScriptedEngine(), 413), (ScriptedEngine(info=long), 200)):
         async with serve(engine, body_processes=0) as client:
-            reply = await client.post("/completions", content=content, headers=headers)
-            statuses.append(reply.status_code)
-    assert statuses == [413, 200]
+            reply = await client.post("/completions", **as_json({"prompt": "a"}, sizes[0]))
+            assert reply.status_code == status

@@ -12,6 +12,7 @@ from server.apis.openai.tokens import TokenizeRequest
 from server.apis.responses.request import ResponsesRequest
 from server.errors import ApiError
 from server.request.parsing import check_content_type, parse
+from worlds.serving import as_json
 
 HALF = r"\ud83d"
 
@@ -52,6 +53,7 @@ def test_what_json_can_nest_and_a_field_cannot_is_refused(field: str, depth: int
 
 
 CHAT = '"messages": [{"role": "user", "content": "a"}]'
+REASONING_5 = '{"messages": [{"role": "assistant", "reasoning": 5}]}'
 
 
 @pytest.mark.parametrize(
@@ -73,11 +75,7 @@ CHAT = '"messages": [{"role": "user", "content": "a"}]'
         ),
         (ChatRequest, f'{{{CHAT}, "metadata": {{"float": 5}}}}', "metadata.float"),
         (ChatRequest, f'{{{CHAT}, "think": [NaN]}}', "thinking.0"),
-        (
-            ChatRequest,
-            '{"messages": [{"role": "assistant", "reasoning": 5}]}',
-            "messages.0.reasoning_content",
-        ),
+        (ChatRequest, REASONING_5, "messages.0.reasoning_content"),
     ],
 )
 def test_a_field_that_may_have_several_types_has_one_name(
@@ -132,8 +130,7 @@ def test_half_a_character_is_a_400_that_names_the_field(
 
 @pytest.mark.anyio
 async def test_half_a_character_is_answered(client: Any) -> None:
-    headers = {"content-type": "application/json"}
-    for content in ('{"prompt": "%s"}', '{"%s": 1}'):
-        reply = await client.post("/completions", content=content % HALF, headers=headers)
+    for body in ({"prompt": "\ud83d"}, {"\ud83d": 1}):
+        reply = await client.post("/completions", **as_json(body))
         assert reply.status_code == 400
         assert "half a character" in reply.json()["error"]["message"]

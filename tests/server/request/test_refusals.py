@@ -15,7 +15,7 @@ from server.request.messages import ChatMessage
 from server.request.parsing import parse
 from worlds.request_bodies import COMPLETION, ENDPOINTS, STRICT, TEXT, TOOLS, called, function
 from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import serve
+from worlds.serving import fault, post, serve
 
 pytestmark = pytest.mark.anyio
 Row = tuple[dict[str, Any], str]
@@ -147,7 +147,7 @@ LOOK = {"type": "grammar", "syntax": "regex", "definition": "(?=a"}
 LOOKS, SYNTAX = "tools.1.tools.0.format.definition", "tools.0.format.syntax"
 SEARCH = {"type": "web_search"}
 MADE = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
-SOME = {"type": "allowed_tools", "mode": "auto"}
+SOME, ALLOWED_TOOLS = {"type": "allowed_tools", "mode": "auto"}, "tool_choice.tools"
 RESPONSES: list[Row] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"input": []}, "input"),
@@ -156,10 +156,7 @@ RESPONSES: list[Row] = [
     ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
     ({"input": [{"role": "user", "content": 7}]}, "input.0.content"),
     ({"input": [{"role": "user", "content": [{"type": "colour"}]}]}, "input.0.content.0.type"),
-    (
-        {"input": [USER, {"role": "user", "content": [{"type": "input_image"}]}]},
-        "input.1.content.0",
-    ),
+    ({"input": [USER, USER | {"content": [{"type": "input_image"}]}]}, "input.1.content.0"),
     ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"input": "x" * 600}, "input"),
@@ -171,10 +168,7 @@ RESPONSES: list[Row] = [
     ({"tools": [TOOL, SEARCH], "tool_choice": SEARCH}, "tool_choice.type"),
     ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {**SOME, "tools": [SEARCH]}}, "tool_choice.tools"),
-    (
-        {"tools": [TOOL], "tool_choice": {**SOME, "tools": [TEXT_TOOL]}},
-        "tool_choice.tools.0.name",
-    ),
+    ({"tools": [TOOL], "tool_choice": {**SOME, "tools": [TEXT_TOOL]}}, f"{ALLOWED_TOOLS}.0.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
@@ -217,8 +211,7 @@ async def test_what_cannot_be_is_a_400_that_names_it(
     async with serve(engine, max_choices=4) as client:
         for fields, param in rows:
             refused = await client.post(path, json=base | fields)
-            assert refused.status_code == 400, fields
-            assert refused.json()["error"]["param"] == param, fields
+            assert fault(refused, "param") == (400, param), fields
     assert engine.requests == []
 
 
@@ -228,8 +221,6 @@ async def test_a_malformed_value_is_a_400_that_names_the_field(path: str) -> Non
     async with serve(engine) as client:
         for name, values in MALFORMED.items():
             for value in values:
-                if (path, name, value) == ("/messages", "max_tokens", 513):
-                    continue  # as much as there is room for
                 # Python's JSON has numbers that are none.
                 content = json.dumps(ENDPOINTS[path][1] | {name: value})
                 refused = await client.post(path, content=content, headers=JSON)
@@ -261,21 +252,18 @@ async def test_a_malformed_prompt_is_a_400() -> None:
     async with serve(ScriptedEngine(), tokenizer) as client:
         for prompt in PROMPTS:
             refused = await client.post("/completions", json={"prompt": prompt})
-            assert refused.status_code == 400, prompt
-            assert refused.json()["error"]["param"] == "prompt", prompt
+            assert fault(refused, "param") == (400, "prompt"), prompt
 
 
 async def test_an_empty_prompt_is_the_bos_token_where_there_is_one() -> None:
     engine = ScriptedEngine()
-    async with serve(engine) as client:
-        assert (await client.post("/completions", json={"prompt": ""})).status_code == 200
+    assert (await post("/completions", {"prompt": ""}, engine)).status_code == 200
     assert engine.requests[0].prompt_token_ids == (BOS,)
 
 
 async def test_several_errors_are_listed_and_long_input_is_not_echoed() -> None:
     body = {f"field_{number}": "x" * 10_000 for number in range(30)}
-    async with serve(ScriptedEngine()) as client:
-        refused = await client.post("/completions", json=body | {"prompt": "a"})
+    refused = await post("/completions", body | {"prompt": "a"}, ScriptedEngine())
     message = refused.json()["error"]["message"]
     assert message.count("this server knows no such field") == 10
     assert message.endswith("and 20 more")
@@ -331,10 +319,8 @@ async def test_a_part_that_is_no_text_is_refused_with_what_of_the_model_it_lacks
     async with serve(engine, body_processes=1) as client:
         (card,) = (await client.get("/models")).json()["data"]
         assert (card["modalities"], card["unserved"]) == (["text"], list(unserved))
-        for kind, path, field in (
-            (part, "/chat/completions", "messages"),
-            (name, "/responses", "input"),
-        ):
+        chat, responses = (part, "/chat/completions", "messages"), (name, "/responses", "input")
+        for kind, path, field in (chat, responses):
             for data in ("AA==", "A" * (LARGE + 1)):
                 content = [{"type": kind, kind: {"url": f"data:image/png;base64,{data}"}}]
                 body = {field: [USER, {"role": "user", "content": content}]}
@@ -349,6 +335,5 @@ async def test_a_part_that_is_no_text_is_refused_with_what_of_the_model_it_lacks
 
 async def test_an_output_of_a_call_is_no_image() -> None:
     output = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}
-    async with serve(ScriptedEngine()) as client:
-        refused = await client.post("/responses", json={"input": [output]})
+    refused = await post("/responses", {"input": [output]}, ScriptedEngine())
     assert refused.json()["error"]["param"] == "input.0.output.0"

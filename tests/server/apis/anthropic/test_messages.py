@@ -12,17 +12,17 @@ from anthropic.types import Message
 
 from engine.request.errors import EngineDeadError
 from engine.request.params import GenerationRequest
+from server.apis.anthropic.request import CountTokensRequest
 from worlds.official_clients import anthropic_client
 from worlds.request_bodies import CALL
 from worlds.scripted_engine import (
-    ASSISTANT,
     CHAT_TEMPLATE,
     EOS,
     THINKING,
-    USER,
     ScriptedEngine,
     byte_tokenizer,
     engine_info,
+    prompt_text,
 )
 from worlds.serving import serve
 
@@ -37,15 +37,6 @@ HI: Any = [{"role": "user", "content": "hi"}]
 ASKED: Any = {"model": "test/scripted", "max_tokens": 400, "messages": HI}
 
 
-def prompt_of(request: GenerationRequest) -> str:
-    marks = {USER: "<|user|>", ASSISTANT: "<|assistant|>"}
-    parts = [
-        marks[each].encode() if each in marks else bytes([each])
-        for each in request.prompt_token_ids
-    ]
-    return b"".join(parts).decode()
-
-
 def said(message: Message) -> list[dict[str, Any]]:
     """The blocks of a message without the ids of its calls, which differ between requests."""
     return [block.model_dump(exclude={"id"}) for block in message.content]
@@ -57,6 +48,7 @@ async def test_a_message_and_the_account_of_its_drafts() -> None:
         message = await client.messages.create(
             **ASKED,
             system="be brief",
+            service_tier="auto",
             metadata={"user_id": "somebody"},
             extra_body={
                 **{"temperature": 0.5, "top_p": 0.5, "top_k": 7, "seed": 3, "cache_salt": "a"},
@@ -67,7 +59,7 @@ async def test_a_message_and_the_account_of_its_drafts() -> None:
     assert (message.role, message.model) == ("assistant", "test/scripted")
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     (request,) = engine.requests
-    assert prompt_of(request) == "<|user|>system: be brief\n<|user|>user: hi\n<|assistant|>"
+    assert prompt_text(request, "|") == "|system: be brief\n|user: hi\n|"
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.5, 7)
     assert (sampling.seed, sampling.max_tokens, request.cache_salt) == (3, 400, "a")
@@ -102,7 +94,6 @@ async def test_a_stream_says_what_the_whole_message_says(
     assert streamed.stop_reason == ("tool_use" if CALL in text else "end_turn")
     for usage in (whole.usage, streamed.usage):
         assert usage.output_tokens == len(text.encode())
-        assert usage.output_tokens_details is not None
         thoughts = text.partition("</think>")[0] if "<think>" in text else ""
         marks = "</think>" if "</think>" in text else ""
         assert usage.output_tokens_details.thinking_tokens == len((thoughts + marks).encode())
@@ -144,7 +135,7 @@ async def test_the_clients_tool_runner_goes_round() -> None:
     """Its messages come back as they were, with what its function returned."""
 
     def script(request: GenerationRequest) -> list[int]:
-        is_answered = "tool: rain in Köln" in prompt_of(request)
+        is_answered = "tool: rain in Köln" in prompt_text(request)
         return [*("It rains." if is_answered else f"Look.\n{CALL}").encode(), EOS]
 
     @beta_async_tool
@@ -165,9 +156,9 @@ async def test_the_clients_tool_runner_goes_round() -> None:
     assert len(engine.requests) == 4
     called = '{"name": "get_weather", "arguments": {"city": "Köln"}}'
     for request in engine.requests[1::2]:
-        told = prompt_of(request).split("</tools>")[-1]
-        expected = f"<|user|>user: hi\n<|user|>assistant: Look.<tool_call>{called}</tool_call>\n"
-        assert told == f"{expected}<|user|>tool: rain in Köln\n<|assistant|>"
+        told = prompt_text(request, "|").split("</tools>")[-1]
+        expected = f"|user: hi\n|assistant: Look.<tool_call>{called}</tool_call>\n"
+        assert told == f"{expected}|tool: rain in Köln\n|"
 
 
 CONVERSATION: Any = [
@@ -221,7 +212,7 @@ async def test_blocks_become_the_messages_of_a_chat() -> None:
         await client.messages.create(**ASKED | {"messages": CONVERSATION}, system=SYSTEM)
     calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
     called = "".join(f"<tool_call>{json.dumps(each)}</tool_call>" for each in calls)
-    assert prompt_of(engine.requests[0]).split("<|user|>") == [
+    assert prompt_text(engine.requests[0], "|").split("|") == [
         "",
         "system: be brief\nbe good\n",
         "user: one\ntwo\nthree\n",
@@ -229,7 +220,8 @@ async def test_blocks_become_the_messages_of_a_chat() -> None:
         f"assistant: four thought hm{called}\n",
         "tool: five\n",
         "tool: Error: six\n",
-        "user: seven\neight\nnine\n<|assistant|>",
+        "user: seven\neight\nnine\n",
+        "",
     ]
 
 
@@ -244,7 +236,7 @@ async def test_a_turn_reads_alike_whole_and_with_a_message_for_each_block() -> N
             said = [{"role": "assistant", "content": each} for each in turn]
             body = ASKED | {"messages": [*HI, *said, after]}
             assert (await client.post("/messages", json=body)).status_code == 200
-    whole, apart = map(prompt_of, engine.requests)
+    whole, apart = map(prompt_text, engine.requests)
     assert whole == apart
     assert "Look.<tool_call>" in whole
 
@@ -254,7 +246,7 @@ async def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
     messages = [*HI, {"role": "assistant", "content": "The answer is ("}]
     async with anthropic_client(engine) as client:
         message = await client.messages.create(**ASKED | {"messages": messages})
-    assert prompt_of(engine.requests[0]).endswith("<|user|>assistant: The answer is (")
+    assert prompt_text(engine.requests[0], "|").endswith("|assistant: The answer is (")
     assert said(message)[0]["text"] == TEXT
 
 
@@ -278,7 +270,6 @@ async def test_the_count_is_that_of_the_message() -> None:
         for more in ({}, {"tools": [TOOL]}, {"tools": [TOOL], **none}):
             counted = await client.messages.count_tokens(**asked, **more)
             usage = (await client.messages.create(**asked, **more, max_tokens=5)).usage
-            assert usage.cache_read_input_tokens is not None
             assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
             counts.append(counted.input_tokens)
         long: Any = [{"role": "user", "content": "a" * 2000}]
@@ -310,7 +301,7 @@ async def test_thinking_is_the_templates_switch(thinking: Any, told: str) -> Non
     async with anthropic_client(engine, byte_tokenizer(SWITCHED)) as client:
         message = await client.messages.create(**ASKED, thinking=thinking)
         await client.messages.count_tokens(model="test/scripted", messages=HI, thinking=thinking)
-    assert prompt_of(engine.requests[0]).endswith(f"<|assistant|>{told}")
+    assert prompt_text(engine.requests[0], "|").endswith(f"\n|{told}")
     assert [block.type for block in message.content] == ["thinking", "text"]
 
 
@@ -322,7 +313,6 @@ async def test_thoughts_may_be_left_out_and_are_counted() -> None:
             **ASKED, thinking={"type": "adaptive", "display": "omitted"}
         )
     assert [block.type for block in message.content] == ["text"]
-    assert message.usage.output_tokens_details is not None
     assert message.usage.output_tokens_details.thinking_tokens == 17
 
 
@@ -333,7 +323,7 @@ EXAMPLE: Any = {"input_examples": [{"city": "Bonn"}], "eager_input_streaming": T
 @pytest.mark.parametrize(
     ("fields", "prompt", "grammar"),
     [
-        ({"output_config": AS_JSON}, "effort low <|assistant|>", "city"),
+        ({"output_config": AS_JSON}, "effort low ", "city"),
         ({"tools": [TOOL | EXAMPLE]}, '"examples": [{"city": "Bonn"}]', ""),
         *(
             ({"tools": [TOOL], "tool_choice": choice}, "get_weather", grammar)
@@ -353,37 +343,9 @@ async def test_fields_have_their_effect_on_the_prompt_and_hold_the_text(
     async with anthropic_client(engine, tool_call_parser="hermes") as client:
         await client.messages.create(**ASKED, **fields)
     (request,) = engine.requests
-    assert prompt in prompt_of(request)
+    assert prompt in prompt_text(request)
     found = request.sampling.grammar
     assert grammar in found if grammar else not found
-
-
-AGENTS: dict[str, Any] = {
-    "metadata": {"user_id": '{"device_id":"e5","account_uuid":"","session_id":"5e"}'},
-    "max_tokens": 32000,
-    "thinking": {"type": "adaptive"},
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    "output_config": {"effort": "high"},
-    "cache_control": {"type": "ephemeral"},
-    "service_tier": "auto",
-    "speed": "standard",
-    "inference_geo": "eu",
-    "mcp_servers": [],
-    "diagnostics": {"previous_message_id": None},
-    "system": SYSTEM,
-    "messages": CONVERSATION,
-    "stream": True,
-}
-"""Fields that a coding agent sends, and some that others may."""
-
-
-async def test_what_agents_send_is_taken() -> None:
-    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "a-2025-01-01,b-2025-01-01"}
-    async with serve(ScriptedEngine(TEXT)) as http:
-        reply = await http.post("/messages?beta=true", json=ASKED | AGENTS, headers=headers)
-    assert reply.status_code == 200, reply.text
-    assert '"context_management":{"applied_edits":[]}' in reply.text
-    assert "event: message_stop" in reply.text
 
 
 def _block(kind: str, **fields: Any) -> dict[str, Any]:
@@ -451,18 +413,9 @@ async def test_what_cannot_be_is_refused_by_name(
         assert error["type"] == "invalid_request_error"
         assert error["param"].startswith(field)
         assert part in error["message"]
-        fields = {
-            "messages",
-            "system",
-            "tools",
-            "tool_choice",
-            "thinking",
-            "output_config",
-            "container",
-        }
-        counted = {"messages": HI} | asked
+        fields = {*CountTokensRequest.model_fields, *CountTokensRequest.unsupported}
         if asked.keys() <= fields and "prompt is too long" not in part:
-            reply = await http.post("/messages/count_tokens", json=counted)
+            reply = await http.post("/messages/count_tokens", json={"messages": HI} | asked)
             assert reply.json().get("error", {}).get("param", field).startswith(field)
     assert engine.requests == []
 
@@ -470,7 +423,6 @@ async def test_what_cannot_be_is_refused_by_name(
 async def fails(client: AsyncAnthropic, kind: type[anthropic.APIStatusError], **asked: Any) -> Any:
     with pytest.raises(kind) as caught:
         await client.messages.create(**ASKED | asked)
-    assert isinstance(caught.value.body, dict)
     assert caught.value.body["type"] == "error"
     assert caught.value.request_id == caught.value.body["request_id"]
     return caught.value

@@ -6,7 +6,7 @@ from server.plan import IGNORED_HEADER
 from worlds.official_clients import openai_client
 from worlds.request_bodies import CHAT
 from worlds.scripted_engine import ASSISTANT, USER, ScriptedEngine, byte_tokenizer
-from worlds.serving import events, post, serve
+from worlds.serving import events, fault, post, serve
 
 TEXT = "hello wörld, 100 € spent"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -20,10 +20,8 @@ async def test_the_openai_client_chats() -> None:
         # Clients send back what ``model_dump`` gives, nulls included.
         replayed = [*MESSAGES, choice.message.model_dump(), *MESSAGES]
         again = await client.chat.completions.create(model="test/scripted", messages=replayed)
-    assert choice.message.role == "assistant"
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
     assert choice.message.content == again.choices[0].message.content == TEXT
-    assert choice.finish_reason == "stop"
-    assert reply.usage is not None
     assert reply.usage.completion_tokens == len(TEXT.encode())
     assert reply.usage.model_dump()["speculative"]["num_accepted_tokens"] == 7
     request = engine.requests[0]
@@ -59,7 +57,6 @@ async def test_two_choices_stream_interleaved() -> None:
         assert all(each.delta.role is None for each in deltas[1:])
         assert "".join(each.delta.content or "" for each in deltas) == TEXT
         assert deltas[-1].finish_reason == "stop"
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 2 * len(TEXT.encode())
 
 
@@ -69,23 +66,18 @@ async def test_logprobs_have_openai_shape() -> None:
             model="test/scripted", messages=MESSAGES, logprobs=True, top_logprobs=2
         )
     logprobs = reply.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
     assert [entry.token for entry in logprobs.content][:2] == ["a", "bytes:\\xe2"]
     assert [entry.bytes for entry in logprobs.content] == [[97], [0xE2], [0x82], [0xAC]]
     assert [entry.logprob for entry in logprobs.content] == [-0.5] * 4
     top = logprobs.content[0].top_logprobs
-    assert [(each.token, each.logprob, each.bytes) for each in top] == [
-        ("a", -0.5, [97]),
-        ("b", -1.5, [98]),
-    ]
+    found = [(each.token, each.logprob, each.bytes) for each in top]
+    assert found == [("a", -0.5, [97]), ("b", -1.5, [98])]
 
 
 async def test_streamed_logprobs_come_with_their_text() -> None:
     body = {"messages": MESSAGES, "logprobs": True, "stream": True, "stop": "rld"}
     *chunks, _ = events((await post("/chat/completions", body, ScriptedEngine(TEXT))).text)
-    seen = b""
-    text = ""
+    seen, text = b"", ""
     for chunk in chunks:
         choice = chunk["choices"][0]
         text += choice["delta"].get("content", "")
@@ -95,14 +87,9 @@ async def test_streamed_logprobs_come_with_their_text() -> None:
 
 
 async def test_a_tokenizer_without_a_template_is_a_400() -> None:
-    refused = await post(
-        "/chat/completions",
-        {"messages": MESSAGES},
-        ScriptedEngine(),
-        byte_tokenizer(chat_template=None),
-    )
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "messages"
+    tokenizer = byte_tokenizer(chat_template=None)
+    refused = await post("/chat/completions", {"messages": MESSAGES}, ScriptedEngine(), tokenizer)
+    assert fault(refused, "param") == (400, "messages")
     assert "no chat template" in refused.json()["error"]["message"]
 
 
@@ -120,9 +107,7 @@ async def test_a_prediction_is_drafted_from_and_accounted() -> None:
     request = engine.requests[0]
     assert request.speculative.draft_strategy == "prediction"
     assert request.prediction_token_ids == tuple(b"hello world")
-    assert reply.usage is not None
     details = reply.usage.completion_tokens_details
-    assert details is not None
     stats = reply.usage.model_dump()["speculative"]
     assert details.accepted_prediction_tokens == stats["num_accepted_tokens"] > 0
     assert details.rejected_prediction_tokens == (
@@ -169,11 +154,8 @@ async def test_named_tokens_come_instead_of_the_likeliest() -> None:
         ]
     for reply in replies:
         (entry,) = reply.json()["choices"][0]["logprobs"]["content"]
-        assert [(each["token"], each["logprob"]) for each in entry["top_logprobs"]] == [
-            ("a", -0.5),
-            ("c", -2.5),
-            ("b", -1.5),
-        ]
+        top = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
+        assert top == [("a", -0.5), ("c", -2.5), ("b", -1.5)]
     assert [each.headers.get(IGNORED_HEADER) for each in replies] == [None, "top_logprobs"]
 
 

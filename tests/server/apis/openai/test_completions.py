@@ -10,7 +10,7 @@ from tokenizers import AddedToken, processors
 from server.plan import IGNORED_HEADER
 from worlds.official_clients import openai_client
 from worlds.scripted_engine import BOS, EOS, ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import events, post, serve
+from worlds.serving import events, fault, post, serve
 
 TEXT = "hello wörld, 100 € spent"
 GROUPINGS = [(1,), (1, 3, 2), (7,), (1000,)]
@@ -102,9 +102,8 @@ async def test_a_stop_string_ends_the_request_in_the_engine() -> None:
 
 
 async def test_min_tokens_lets_early_stop_strings_pass() -> None:
-    async with serve(ScriptedEngine("ab ab ab ab")) as client:
-        body = {"prompt": "x", "max_tokens": 99, "stop": "ab", "min_tokens": 5}
-        reply = await client.post("/completions", json=body)
+    body = {"prompt": "x", "max_tokens": 99, "stop": "ab", "min_tokens": 5}
+    reply = await post("/completions", body, ScriptedEngine("ab ab ab ab"))
     assert reply.json()["choices"][0]["text"] == "ab ab "
 
 
@@ -114,12 +113,10 @@ async def test_logprobs_have_openai_shape() -> None:
             model="test/scripted", prompt="xyz", max_tokens=9, logprobs=2, echo=True
         )
     logprobs = reply.choices[0].logprobs
-    assert logprobs is not None
     assert reply.choices[0].text == "xyza€"
     assert logprobs.tokens == [*"xyza", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
     assert logprobs.text_offset == [0, 1, 2, 3, 4, 4, 4]
     assert logprobs.token_logprobs == [None, *[-0.5] * 6]
-    assert logprobs.top_logprobs is not None
     assert logprobs.top_logprobs[0] is None
     assert logprobs.top_logprobs[3] == {"a": -0.5, "b": -1.5}
 
@@ -191,34 +188,31 @@ async def test_usage_accounts_for_speculation() -> None:
     }
 
 
+TOLD: dict[str, Any] = {"prompt": "x", "speculative": {"return_drafted": True}}
+
+
 async def test_drafted_tokens_are_told_on_request() -> None:
-    async with serve(ScriptedEngine("a€b", group_sizes=(4, 1))) as client:
-        body = {"prompt": "x", "speculative": {"return_drafted": True}}
-        reply = (await client.post("/completions", json=body)).json()
-    assert reply["choices"][0]["tokens"] == [
+    engine = ScriptedEngine("a€b", group_sizes=(4, 1))
+    (choice,) = (await post("/completions", TOLD, engine)).json()["choices"]
+    assert choice["tokens"] == [
         {"id": 97, "text": "a", "drafted": True},
         {"id": 226, "text": "", "drafted": True},
         {"id": 130, "text": "", "drafted": True},
         {"id": 172, "text": "€", "drafted": False},
         {"id": 98, "text": "b", "drafted": False},
     ]
-    assert reply["choices"][0]["num_steps"] == 2
-    assert reply["choices"][0]["num_draft_tokens"] == 4 + 1
+    assert (choice["num_steps"], choice["num_draft_tokens"]) == (2, 4 + 1)
 
 
 async def test_text_that_ends_inside_a_character_is_still_given_out() -> None:
-    async with serve(ScriptedEngine(b"a\xe2\x82")) as client:
-        body = {"prompt": "x", "speculative": {"return_drafted": True}}
-        choice = (await client.post("/completions", json=body)).json()["choices"][0]
+    (choice,) = (await post("/completions", TOLD, ScriptedEngine(b"a\xe2\x82"))).json()["choices"]
     assert choice["text"] == "".join(each["text"] for each in choice["tokens"]) == "a\ufffd"
 
 
 async def test_a_chunk_tells_of_the_steps_whose_text_was_held_back() -> None:
     """Two steps each write a half of a character: one chunk, with both steps' drafts."""
-    body = {"prompt": "x", "stream": True, "speculative": {"return_drafted": True}}
-    *chunks, _ = events(
-        (await post("/completions", body, ScriptedEngine("aé!", group_sizes=(1,)))).text
-    )
+    engine = ScriptedEngine("aé!", group_sizes=(1,))
+    *chunks, _ = events((await post("/completions", TOLD | {"stream": True}, engine)).text)
     first, second = (chunk["choices"][0] for chunk in chunks[-2:])
     assert (first["text"], first["num_steps"], first["num_draft_tokens"]) == ("é", 2, 2)
     assert (second["text"], second["num_steps"]) == ("!", 1)
@@ -231,9 +225,8 @@ async def test_max_tokens_is_clamped_to_the_room_there_is() -> None:
         default = await client.post("/completions", json={"prompt": [1] * 31})
         for prompt in ([1] * 32, "a" * 32, "a" * 100_000):
             refused = await client.post("/completions", json={"prompt": prompt})
-            assert refused.status_code == 400
-            error = refused.json()["error"]
-            assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+            assert fault(refused) == (400, "context_length_exceeded")
+            assert refused.json()["error"]["param"] == "prompt"
         for prompt in ("x" * 9000, [120] * 9000):
             body = {"prompt": prompt, "truncate_prompt_tokens": 31}
             assert (await client.post("/completions", json=body)).status_code == 200
@@ -248,8 +241,7 @@ async def test_the_openai_client_raises_its_own_errors() -> None:
             await client.completions.create(model="gpt-4", prompt="a")
         with pytest.raises(BadRequestError) as refused:
             await client.completions.create(model="test/scripted", prompt="a", suffix="b")
-    assert missing.value.param == "model"
-    assert missing.value.code == "model_not_found"
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
     assert refused.value.param == "suffix"
 
 
@@ -303,11 +295,9 @@ async def test_a_gap_is_filled_by_the_marks_that_the_tokenizer_has(
 
 
 async def test_a_batch_of_prompts_bills_each_prompt_once() -> None:
-    async with serve(ScriptedEngine("abc")) as client:
-        body = {"prompt": ["a", "bcd"], "n": 2}
-        usage = (await client.post("/completions", json=body)).json()["usage"]
-    assert usage["prompt_tokens"] == 4
-    assert usage["completion_tokens"] == 12
+    body = {"prompt": ["a", "bcd"], "n": 2}
+    usage = (await post("/completions", body, ScriptedEngine("abc"))).json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 12)
     # Choice 0 of each prompt found 3; later choices find what the first put there.
     assert usage["prompt_tokens_details"]["cached_tokens"] == 6
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
-import ollama
 import pytest
 from openai import BadRequestError
 
 from server.request.large_bodies import LARGE
-from worlds.official_clients import openai_client
+from worlds.official_clients import ollama_of, openai_client
 from worlds.scripted_engine import USER, ScriptedEngine, engine_info
-from worlds.serving import post, serve
+from worlds.serving import fault, post, serve
 
 
 def embedding_engine(**changes: Any) -> ScriptedEngine:
@@ -88,8 +86,7 @@ async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(
 ) -> None:
     engine = embedding_engine()
     reply = await post("/embeddings", body, engine, body_processes=0)
-    assert reply.status_code == 400, reply.text
-    assert reply.json()["error"]["param"] == param
+    assert fault(reply, "param") == (400, param)
     assert not engine.requests
 
 
@@ -105,21 +102,14 @@ async def test_a_server_without_embeddings_says_how_to_have_them() -> None:
 
 
 async def test_the_ollama_client_gets_vectors() -> None:
-    async with serve(embedding_engine()) as http:
-        transport = httpx.ASGITransport(app=http.app)  # type: ignore[attr-defined]
-        client = ollama.AsyncClient(host="http://test", transport=transport)
+    async with serve(embedding_engine()) as http, ollama_of(http) as client:
         several = await client.embed("test/scripted", ["ab", "cde"])
         one = await client.embed("test/scripted:latest", "x", dimensions=2)
         old = await client.embeddings("test/scripted", "y")
-        assert (await client.show("test/scripted")).capabilities == [
-            "completion",
-            "tools",
-            "embedding",
-        ]
-        hinted = await http.post(
-            "http://test/api/embed",
-            json={"input": "a", "keep_alive": "1h", "options": {"num_ctx": 3, "temperature": 1}},
-        )
+        capabilities = (await client.show("test/scripted")).capabilities
+        asked = {"input": "a", "keep_alive": "1h", "options": {"num_ctx": 3, "temperature": 1}}
+        hinted = await http.post("http://test/api/embed", json=asked)
+    assert capabilities == ["completion", "tools", "embedding"]
     assert several.embeddings == [[0.5, ord("a")], [0.5, ord("c")]]
     assert several.prompt_eval_count == 5
     assert several.total_duration == 120_000_000

@@ -18,8 +18,9 @@ from worlds.scripted_engine import (
     ScriptedEngine,
     byte_tokenizer,
     engine_info,
+    prompt_text,
 )
-from worlds.serving import allows, events, serve
+from worlds.serving import allows, events, fault, post, serve
 
 pytestmark = pytest.mark.anyio
 
@@ -27,9 +28,8 @@ MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 TEXT = f"I look.\n{CALL}\n{CALL}"
 
 
-def prompt_text(engine: ScriptedEngine, index: int = 0) -> str:
-    ids = engine.requests[index].prompt_token_ids
-    return bytes(each for each in ids if each < 256).decode()
+def prompt_of(engine: ScriptedEngine, index: int = 0) -> str:
+    return prompt_text(engine.requests[index])
 
 
 @pytest.mark.parametrize("group_sizes", [(1,), (7, 2, 11), (500,)])
@@ -47,13 +47,12 @@ async def test_the_openai_client_gets_calls_whole_and_streamed(
     for (choice,) in (whole.choices, final.choices):
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "I look."
-        assert choice.message.tool_calls is not None
         functions = [each.function for each in choice.message.tool_calls]
         assert [(each.name, each.arguments) for each in functions] == [
             ("get_weather", ARGUMENTS)
         ] * 2
         assert len({each.id for each in choice.message.tool_calls}) == 2
-    assert json.dumps(TOOLS[0]["function"]["name"]) in prompt_text(engine)
+    assert json.dumps(TOOLS[0]["function"]["name"]) in prompt_of(engine)
     assert engine.requests[0].sampling.grammar == ""
 
 
@@ -81,12 +80,11 @@ async def test_a_conversation_with_calls_goes_back_through_the_template() -> Non
         )
         message = reply.choices[0].message
         assert message.content is None
-        assert message.tool_calls is not None
         answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
         await client.chat.completions.create(
             model="test/scripted", messages=[*MESSAGES, message.model_dump(), answer], tools=TOOLS
         )
-    written = prompt_text(engine, 1)
+    written = prompt_of(engine, 1)
     assert '"arguments": {"city": "Köln"}' in written
     assert written.endswith("tool: rain\n")
 
@@ -173,10 +171,9 @@ async def test_markers_are_seen_though_special_tokens_are_left_out() -> None:
     engine = ScriptedEngine(script=lambda _: script, info=engine_info(vocab_size=VOCAB_SIZE + 1))
     async with serve(engine, tokenizer) as client:
         body = {"messages": MESSAGES, "tools": TOOLS}
-        message = (await client.post("/chat/completions", json=body)).json()["choices"][0][
-            "message"
-        ]
+        told = (await client.post("/chat/completions", json=body)).json()
         plain = (await client.post("/chat/completions", json={"messages": MESSAGES})).json()
+    message = told["choices"][0]["message"]
     assert message["content"] == "Hm."
     assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
     assert len(message["tool_calls"][0]["id"]) == 9
@@ -187,11 +184,10 @@ async def test_markers_are_seen_though_special_tokens_are_left_out() -> None:
 
 async def test_without_calls_nothing_is_told_and_nothing_parsed() -> None:
     engine = ScriptedEngine(CALL)
-    async with serve(engine) as client:
-        body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}
-        reply = (await client.post("/chat/completions", json=body)).json()
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}
+    reply = (await post("/chat/completions", body, engine)).json()
     assert reply["choices"][0]["message"] == {"role": "assistant", "content": CALL}
-    assert "get_weather" not in prompt_text(engine)
+    assert "get_weather" not in prompt_of(engine)
 
 
 # --- what the model is held to ---
@@ -239,8 +235,7 @@ async def test_calls_are_valid_by_construction(
     fields: dict[str, Any], allowed: list[str], refused: list[str]
 ) -> None:
     engine = ScriptedEngine(CALL)
-    async with serve(engine) as client:
-        reply = await client.post("/chat/completions", json={"messages": MESSAGES, **fields})
+    reply = await post("/chat/completions", {"messages": MESSAGES, **fields}, engine)
     assert reply.status_code == 200, reply.text
     grammar = engine.requests[0].sampling.grammar
     assert [text for text in allowed if not allows(grammar, text)] == []
@@ -250,8 +245,7 @@ async def test_calls_are_valid_by_construction(
 async def test_a_required_call_comes_after_the_reasoning() -> None:
     engine = ScriptedEngine(CALL)
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
-    async with serve(engine, byte_tokenizer(THINKING)) as client:
-        await client.post("/chat/completions", json=body)
+    await post("/chat/completions", body, engine, byte_tokenizer(THINKING))
     grammar = engine.requests[0].sampling.grammar
     assert allows(grammar, CALL)
     assert allows(grammar, f"<think>hm <tool_call> </think>\n\n{CALL}")
@@ -273,10 +267,9 @@ async def test_a_required_call_comes_after_the_reasoning() -> None:
 )
 async def test_a_model_without_tools_says_so(template: str, settings: dict[str, Any]) -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": settings.pop("tool_choice", None)}
-    async with serve(ScriptedEngine(), byte_tokenizer(template), **settings) as client:
-        refused = await client.post("/chat/completions", json=body)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "tools"
+    tokenizer = byte_tokenizer(template)
+    refused = await post("/chat/completions", body, ScriptedEngine(), tokenizer, **settings)
+    assert fault(refused, "param") == (400, "tools")
 
 
 @pytest.mark.parametrize(
@@ -304,15 +297,16 @@ async def test_a_call_that_must_come_needs_no_format_of_the_models(
     wrong = PLAIN.replace('"Köln"', "7")
     for text in ("text", "[]", PLAIN, f"[{PLAIN}, ", f"[{wrong}]"):
         assert not allows(grammar, text), text
-    assert ("get_weather" in prompt_text(engine)) == ("tools" in template)
+    assert ("get_weather" in prompt_of(engine)) == ("tools" in template)
 
 
 async def test_the_operator_may_name_the_format() -> None:
     text = '{"name": "get_weather", "parameters": {}}'
-    async with serve(ScriptedEngine(text), tool_call_parser="llama3") as client:
-        body = {"messages": MESSAGES, "tools": TOOLS}
-        choice = (await client.post("/chat/completions", json=body)).json()["choices"][0]
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    reply = await post("/chat/completions", body, ScriptedEngine(text), tool_call_parser="llama3")
+    assert (
+        reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    )
 
 
 # --- reasoning ---
@@ -325,12 +319,8 @@ async def test_reasoning_is_split_off_and_counted() -> None:
         whole = (await client.post("/chat/completions", json=body)).json()
         hidden = await client.post("/chat/completions", json=body | {"include_reasoning": False})
         streamed = await client.post("/chat/completions", json=body | {"stream": True})
-    expected = {
-        "role": "assistant",
-        "content": "yes",
-        "reasoning_content": "hm",
-        "reasoning": "hm",
-    }
+    expected = {"role": "assistant", "content": "yes"}
+    expected |= {"reasoning_content": "hm", "reasoning": "hm"}
     assert whole["choices"][0]["message"] == expected
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 19}
     assert hidden.json()["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
@@ -344,9 +334,8 @@ async def test_past_reasoning_is_handed_to_the_template() -> None:
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
     engine = ScriptedEngine()
     messages = [{"role": "assistant", "content": "a", "reasoning": "b"}]
-    async with serve(engine, byte_tokenizer(template)) as client:
-        await client.post("/chat/completions", json={"messages": messages})
-    assert prompt_text(engine) == "[b]a"
+    await post("/chat/completions", {"messages": messages}, engine, byte_tokenizer(template))
+    assert prompt_of(engine) == "[b]a"
 
 
 async def test_special_tokens_in_tools_calls_and_results_are_text() -> None:
@@ -365,7 +354,7 @@ async def test_special_tokens_in_tools_calls_and_results_are_text() -> None:
     assert as_text == [258, 258, 259]
     assert sorted(as_tokens) == [257, 258, 258, 258, 259, 259]
     for text in ("<|user|>", "<|assistant|>", "</s>"):
-        assert text in prompt_text(engine)
+        assert text in prompt_of(engine)
 
 
 async def test_a_chat_has_the_tokens_that_are_told() -> None:
@@ -432,10 +421,9 @@ RESULT = {"tool_use_id": "c", "type": "tool_result", "content": "4711", "is_erro
 async def test_what_agents_send_back_is_taken(path: str, body: dict[str, Any]) -> None:
     """Shortened from what each sent to this server."""
     engine = ScriptedEngine(TEXT, info=engine_info(max_model_len=2000))
-    async with serve(engine) as client:
-        reply = await client.post(path, json=body)
+    reply = await post(path, body, engine)
     assert reply.status_code == 200, reply.text
-    shown = prompt_text(engine)
+    shown = prompt_of(engine)
     assert 'assistant: I look.<tool_call>{"name": "get_weather", "arguments": {}}' in shown
     assert "tool: 4711" in shown
     assert "billing" not in shown
@@ -450,8 +438,7 @@ async def test_arguments_that_no_template_can_write_are_sent_back_all_the_same(
     call = READ | {"function": {"name": "get_weather", "arguments": arguments}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     engine = ScriptedEngine(TEXT, info=engine_info(max_model_len=20_000))
-    async with serve(engine) as client:
-        body = {"messages": [{"role": "user", "content": "a"}, said], "max_tokens": 4}
-        reply = await client.post("/chat/completions", json=body)
+    body = {"messages": [{"role": "user", "content": "a"}, said], "max_tokens": 4}
+    reply = await post("/chat/completions", body, engine)
     assert reply.status_code == 200, reply.text
-    assert json.dumps(arguments) in prompt_text(engine)
+    assert json.dumps(arguments) in prompt_of(engine)

@@ -20,8 +20,9 @@ from worlds.scripted_engine import (
     ScriptedEngine,
     byte_tokenizer,
     engine_info,
+    prompt_text,
 )
-from worlds.serving import serve
+from worlds.serving import fault, post, serve
 
 pytestmark = pytest.mark.anyio
 
@@ -56,7 +57,6 @@ async def test_the_openai_client_gets_a_response() -> None:
     assert response.instructions == "be brief"
     assert response.metadata == {"a": "b"}
     assert (response.temperature, response.top_p) == (0.5, 0.5)
-    assert response.usage is not None
     assert response.usage.output_tokens == len(TEXT.encode())
     assert response.usage.output_tokens_details.reasoning_tokens == 0
     (request,) = engine.requests
@@ -81,24 +81,12 @@ async def test_the_openai_client_streams_a_response() -> None:
         "function_call_arguments.done",
         "output_item.done",
     ]
+    added, done = ("output_item.added", "content_part.added"), ("content_part.done", call[-1])
     assert order == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "reasoning_text.delta",
-        "reasoning_text.done",
-        "content_part.done",
-        "output_item.done",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        *call,
-        *call,
-        "completed",
+        *("created", "in_progress"),
+        *(*added, "reasoning_text.delta", "reasoning_text.done", *done),
+        *(*added, "output_text.delta", "output_text.done", *done),
+        *(*call, *call, "completed"),
     ]
     response = events[-1]["response"]
     items = [each["item"] for each in events if each["type"] == "response.output_item.done"]
@@ -132,8 +120,7 @@ async def test_the_openai_clients_stream_helper_accumulates() -> None:
 
 
 async def test_a_response_without_a_text_has_an_empty_one() -> None:
-    async with serve(ScriptedEngine("")) as client:
-        empty = (await client.post("/responses", json={"input": "hi"})).json()
+    empty = (await post("/responses", {"input": "hi"}, ScriptedEngine(""))).json()
     assert empty["output"][0]["content"][0]["text"] == ""
 
 
@@ -154,9 +141,7 @@ async def test_formats_tools_and_effort_are_those_of_chats() -> None:
                 assert repeated == value or repeated.items() >= value.items()
     assert "zulu" in engine.requests[0].sampling.grammar
     assert "get_weather" in engine.requests[1].sampling.grammar
-    assert b"effort low" in bytes(
-        each for each in engine.requests[2].prompt_token_ids if each < 256
-    )
+    assert "effort low" in prompt_of(engine.requests[2])
 
 
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" LF'}
@@ -211,11 +196,8 @@ async def test_codex_gets_calls_in_its_own_terms_and_sends_them_back() -> None:
         items = [each.model_dump(exclude_none=True) for each in response.output]
         again = CODEX | {"input": [*CODEX["input"], *items, *answers]}
         raw = await client.responses.with_raw_response.create(**again, **own)
-    assert (close.type, close.namespace, close.name) == (
-        "function_call",
-        "multi_agent_v1",
-        "close_agent",
-    )
+    of_close = (close.type, close.namespace, close.name)
+    assert of_close == ("function_call", "multi_agent_v1", "close_agent")
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
     assert patch.id.startswith("ctc_")
     inputs = [each for each in events if each.type.startswith("response.custom_tool_call_input")]
@@ -237,18 +219,14 @@ async def test_codex_gets_calls_in_its_own_terms_and_sends_them_back() -> None:
     assert "Begin Patch" in first
     assert "web_search" not in first + second
     for name, given in calls:
-        assert f'{{"name": "{name}", "arguments": {json.dumps(given)}}}' in ascii_of(second)
+        shown = json.dumps(given, ensure_ascii=False)
+        assert f'{{"name": "{name}", "arguments": {shown}}}' in second
     assert "|[hm]: I do.<tool_call>" in second
     assert second.endswith("|[]: not found\n|[]: patched\n|")
 
 
 def prompt_of(request: GenerationRequest) -> str:
-    ids = request.prompt_token_ids
-    return b"".join(bytes([each]) if each < 256 else b"|" for each in ids).decode()
-
-
-def ascii_of(text: str) -> str:
-    return text.replace("\u00f6", "\\u00f6")
+    return prompt_text(request, "|")
 
 
 @pytest.mark.parametrize(
@@ -292,9 +270,8 @@ async def test_items_of_other_servers_are_shown_or_told(
     items: list[Any], shown: str, told: str | None, unknown_fields: str
 ) -> None:
     engine = ScriptedEngine(TEXT)
-    async with serve(engine, unknown_fields=unknown_fields) as client:
-        body = {"input": [*items, {"role": "user", "content": "go on"}]}
-        reply = await client.post("/responses", json=body)
+    body = {"input": [*items, {"role": "user", "content": "go on"}]}
+    reply = await post("/responses", body, engine, unknown_fields=unknown_fields)
     assert reply.status_code == 200, reply.text
     assert reply.headers.get(IGNORED_HEADER) == told
     assert prompt_of(engine.requests[0]) == f"{shown}|user: go on\n|"
@@ -350,14 +327,10 @@ async def test_a_conversation_goes_on_from_a_response_of_ones_own(tmp_path: Path
         unkept = (await ask("ka", input="hi", store=False)).json()
         lost.append(await ask("ka", **on | {"previous_response_id": unkept["id"]}))
         for each in lost:
-            assert (each.status_code, each.json()["error"]["code"]) == (
-                400,
-                "previous_response_not_found",
-            )
+            assert fault(each) == (400, "previous_response_not_found")
         assert (await ask("kb", place, "GET")).status_code == 404
         assert (await ask("kb", place, "DELETE")).status_code == 404
-        refused = await ask("kb", input=[reference])
-        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "item_not_found")
+        assert fault(await ask("kb", input=[reference])) == (404, "item_not_found")
         # The tenant with most bytes loses its oldest, and nobody else does.
         kept = (await ask("kb", input="mine")).json()
         for _ in range(4):
