@@ -15,7 +15,7 @@ from engine.request.errors import UnsupportedModelError
 from engine.tokenizer import naming
 from server.errors import SAME, ApiError, OwnNames, bad_request, from_validation, refused
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer
-from worlds.serving import serve
+from worlds.serving import fault, serve
 
 KEY = {"x-api-key": "s3cret"}
 
@@ -55,13 +55,9 @@ async def test_other_paths_keep_openais_shape(client: Any) -> None:
 
 
 ODD = [{"SpecialToken": {"id": "[X]", "type_id": 0}}]
+ODD_TEMPLATE = {"type": "TemplateProcessing", "single": ODD, "pair": ODD, "special_tokens": {}}
 PANICS: dict[str, dict[str, Any]] = {
-    "post_processor": {
-        "type": "TemplateProcessing",
-        "single": ODD,
-        "pair": ODD,
-        "special_tokens": {},
-    },
+    "post_processor": ODD_TEMPLATE,
     "decoder": {"type": "Strip", "content": "h", "start": 5, "stop": 5},
 }
 
@@ -75,22 +71,14 @@ async def test_a_tokenizer_that_panics_fails_the_request_alone(part: str) -> Non
     async with serve(ScriptedEngine("hi"), tokenizer=tokenizer) as client:
         for stream in (False, True):
             reply = await client.post("/completions", json={"prompt": "hello", "stream": stream})
-            assert reply.status_code == 500
-            assert reply.json()["error"]["code"] == "request_failed"
+            assert fault(reply) == (500, "request_failed")
         assert (await client.get("/models")).status_code == 200
     with pytest.raises(UnsupportedModelError, match="cannot load 'it': .*panicked"), naming("it"):
         tokenizer.decode(tokenizer.encode("hello"))
 
 
-NAMES = OwnNames(
-    {
-        "stop": "stop_sequences",
-        "format": "text.format",
-        "format.schema": "text",
-        "messages": "input",
-        "messages.*": "input",
-    }
-)
+PATHS = {"stop": "stop_sequences", "format": "text.format", "format.schema": "text"}
+NAMES = OwnNames(PATHS | {"messages": "input", "messages.*": "input"})
 
 
 @pytest.mark.parametrize(
@@ -122,11 +110,8 @@ def test_a_refusal_names_the_clients_fields_in_its_message_too() -> None:
     with pytest.raises(ApiError) as caught, NAMES.in_refusals():
         raise error
     for found in (caught.value, pickle.loads(pickle.dumps(caught.value))):
-        assert (found.status, found.code, found.param) == (
-            400,
-            "invalid_value",
-            "stop_sequences.0",
-        )
+        told = (found.status, found.code, found.param)
+        assert told == (400, "invalid_value", "stop_sequences.0")
         said = "stop_sequences.0: is stop too long; colour: this server knows no such field"
         assert found.message == said
 

@@ -107,6 +107,12 @@ class Several:
         body = {"model": name, "prompt": prompt, **fields}
         return await self.client.post("/v1/completions", json=body)
 
+    def engine(self, name: str) -> ScriptedEngine:
+        """Of a model that is loaded."""
+        engine = self.launchers[name].engine
+        assert engine is not None
+        return engine
+
     def state(self, name: str) -> str:
         return next(each.state for each in self.table.all if each.name == name)
 

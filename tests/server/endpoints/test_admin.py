@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from server.request.large_bodies import LARGE
 from worlds.scripted_engine import ScriptedEngine
-from worlds.serving import serve
+from worlds.serving import as_json, fault, serve
 
 PATH = "http://test/admin/speculative"
 KEY = {"authorization": "Bearer adm1n"}
@@ -24,9 +23,7 @@ async def change(client: httpx.AsyncClient, method: str = "PATCH", **body: Any) 
 
 async def drafts_of(client: httpx.AsyncClient, engine: ScriptedEngine, padding: int = 0) -> Any:
     """Returns the speculation of a request that says nothing of it."""
-    content = json.dumps({"prompt": "a"}) + " " * padding
-    headers = {"content-type": "application/json"}
-    reply = await client.post("/completions", content=content, headers=headers)
+    reply = await client.post("/completions", **as_json({"prompt": "a"}, padding))
     assert reply.status_code == 200
     return engine.requests[-1].speculative
 
@@ -39,8 +36,7 @@ async def test_without_a_key_of_its_own_there_is_nothing() -> None:
     async with serve(ScriptedEngine(), api_key="adm1n") as client:
         for method, path in (*((each, PATH) for each in ("GET", "PATCH", "PUT")), *LORA):
             reply = await client.request(method, path, headers=KEY, json={})
-            assert reply.status_code == 404
-            assert reply.json()["error"]["code"] == "not_found"
+            assert fault(reply) == (404, "not_found")
 
 
 @pytest.mark.parametrize("given", [None, "Bearer s3cret", "Bearer ", "adm1n", "Bearer adm1n2"])
@@ -60,7 +56,6 @@ async def test_a_change_holds_for_requests_that_come_after_it() -> None:
     engine = ScriptedEngine()
     defaults = {"draft_strategy": "nasd", "adaptive_depth": "fixed", "num_speculative_tokens": 5}
     caps = {"max_speculative_tokens": 6, "draft_strategies": ["nasd"]}
-    headers = {"content-type": "application/json"}
     async with serve(engine, admin_key="adm1n", body_processes=1) as client:
         for padding in (0, LARGE):
             assert (await drafts_of(client, engine, padding)).draft_strategy == "ngram"
@@ -71,8 +66,8 @@ async def test_a_change_holds_for_requests_that_come_after_it() -> None:
             found = await drafts_of(client, engine, padding)
             assert {name: getattr(found, name) for name in defaults} == defaults
             for asked in ({"draft_strategy": "ngram"}, {"num_speculative_tokens": 7}):
-                body = json.dumps({"prompt": "a", "speculative": asked}) + " " * padding
-                refused = await client.post("/completions", content=body, headers=headers)
+                body = as_json({"prompt": "a", "speculative": asked}, padding)
+                refused = await client.post("/completions", **body)
                 assert refused.json()["error"]["param"] == f"speculative.{next(iter(asked))}"
         listed = (await client.get("/drafters")).json()
         assert [each["id"] for each in listed["data"]] == ["none", "nasd"]
@@ -124,12 +119,10 @@ async def test_what_would_not_have_started_is_refused_by_name_and_changes_nothin
     # One server for all: large bodies are read in a process that takes seconds to start.
     async with serve(ScriptedEngine(), admin_key="adm1n") as client:
         before = (await client.get(PATH, headers=KEY)).json()
-        headers = KEY | {"content-type": "application/json"}
         for body, param in REFUSED:
             for padding in (0, LARGE):
-                content = json.dumps(body) + " " * padding
-                reply = await client.patch(PATH, content=content, headers=headers)
-                assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), body
+                reply = await client.patch(PATH, **as_json(body, padding, **KEY))
+                assert fault(reply, "param") == (400, param), body
                 assert reply.json()["error"]["message"].startswith(param)
             assert (await client.get(PATH, headers=KEY)).json() == before, body
 
@@ -160,7 +153,5 @@ async def test_changes_at_once_are_all_taken_whole() -> None:
             *(drafts_of(client, engine) for _ in range(12)),
         )
     known = {("ngram", 8), *pairs}
-    assert {
-        (r.speculative.draft_strategy, r.speculative.num_speculative_tokens)
-        for r in engine.requests
-    } <= known
+    found = (each.speculative for each in engine.requests)
+    assert {(each.draft_strategy, each.num_speculative_tokens) for each in found} <= known

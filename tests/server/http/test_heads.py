@@ -60,10 +60,8 @@ async def send_until_refused(client: RawConnection, begin: bytes, more: bytes) -
 
 
 async def test_who_has_an_answer_gets_no_second_one_for_the_rest_of_the_request() -> None:
-    async with (
-        live(ScriptedEngine("ab"), api_key="secret") as found,
-        RawConnection(found) as client,
-    ):
+    engine = ScriptedEngine("ab")
+    async with live(engine, api_key="secret") as found, RawConnection(found) as client:
         await client.send(CHUNKED)
         assert (await client.read()).startswith(b"HTTP/1.1 401 ")
         await client.send(b"2;" + b"x" * LIMIT)
@@ -73,10 +71,8 @@ async def test_who_has_an_answer_gets_no_second_one_for_the_rest_of_the_request(
 @pytest.mark.parametrize("length", [10 << 30, 200 << 10])
 async def test_of_a_refused_body_no_more_than_a_megabyte_is_read(length: int) -> None:
     head = CHUNKED.replace(b"transfer-encoding: chunked", b"content-length: %d" % length)
-    async with (
-        live(ScriptedEngine("ab"), api_key="secret") as found,
-        RawConnection(found) as client,
-    ):
+    engine = ScriptedEngine("ab")
+    async with live(engine, api_key="secret") as found, RawConnection(found) as client:
         reply, _ = await send_until_refused(client, head, b"x")
         assert reply.startswith(b"HTTP/1.1 401 ")
         num_sent = 0
@@ -90,9 +86,7 @@ async def test_of_a_refused_body_no_more_than_a_megabyte_is_read(length: int) ->
             assert found.num_connections == 1
 
 
-async def test_heads_without_end_are_refused_as_they_come_and_a_stream_beside_them_is_whole() -> (
-    None
-):
+async def test_heads_without_end_are_refused_and_a_stream_beside_them_is_whole() -> None:
     engine = endless()
     async with live(engine, api_key="secret") as found, streaming(found, engine):
 
@@ -145,10 +139,8 @@ async def test_a_refusal_is_read_by_who_still_sends(raw: RawConnection) -> None:
 
 @pytest.mark.parametrize("is_large", [False, True])
 async def test_the_limits_are_settings(is_large: bool) -> None:
-    async with (
-        live(ScriptedEngine("ab"), max_header_bytes=2000, max_headers=5) as found,
-        RawConnection(found) as client,
-    ):
+    limits = {"max_header_bytes": 2000, "max_headers": 5}
+    async with live(ScriptedEngine("ab"), **limits) as found, RawConnection(found) as client:
         more = b"a: " + b"x" * 2000 + b"\r\n" if is_large else b"a: b\r\n" * 4
         await client.send(GET + b"a: b\r\n" * 4 + b"\r\n" + GET + more + b"a: b\r\n\r\n")
         replies = await client.read_to_end()
@@ -289,10 +281,8 @@ async def test_only_who_asks_for_leave_is_told_to_continue(raw: RawConnection, a
 
 
 async def test_who_stops_in_the_middle_of_a_request_has_left() -> None:
-    async with (
-        live(ScriptedEngine("ab"), read_timeout=HANG) as found,
-        RawConnection(found) as client,
-    ):
+    engine = ScriptedEngine("ab")
+    async with live(engine, read_timeout=HANG) as found, RawConnection(found) as client:
         await client.send(CHUNKED + b"5\r\n{")
         await until(lambda: len(found.server.server_state.tasks) == 1)
         client.send_no_more()

@@ -16,16 +16,13 @@ from server.request.speculative import SpeculativeCaps
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import events, serve
 
+USER = {"role": "user", "content": "a"}
 GENERATING = {
     "/v1/completions": (Completion, CompletionChunk, {"prompt": "a"}),
-    "/v1/chat/completions": (
-        ChatCompletion,
-        ChatChunk,
-        {"messages": [{"role": "user", "content": "a"}]},
-    ),
+    "/v1/chat/completions": (ChatCompletion, ChatChunk, {"messages": [USER]}),
 }
 IN_LINES = {
-    "/api/chat": (OllamaChatReply, {"messages": [{"role": "user", "content": "a"}]}),
+    "/api/chat": (OllamaChatReply, {"messages": [USER]}),
     "/api/generate": (OllamaGenerateReply, {"prompt": "a"}),
 }
 ALL_FIELDS = {
@@ -92,7 +89,6 @@ async def test_replies_and_events_have_the_shape_that_is_told(path: str) -> None
     assert done == {"const": "[DONE]"}
     refs = [each["$ref"].split("/")[-1] for each in data["contentSchema"]["anyOf"]]
     assert refs == [chunk.__name__, "ErrorReply"]
-    assert {"$ref": "#/components/schemas/ErrorReply"} in data["contentSchema"]["anyOf"]
 
 
 @pytest.mark.parametrize("path", IN_LINES)
@@ -118,7 +114,6 @@ def _chat(message: dict[str, Any], **body: Any) -> tuple[str, dict[str, Any]]:
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-USER = {"role": "user", "content": "a"}
 SCHEMA = {"name": "n", "schema": {"type": "object"}}
 TAKEN = [
     _chat({"role": "system", "content": [{"type": "text", "text": "a"}]}),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -32,6 +33,18 @@ async def figure(found: Live, name: str) -> float:
         text = (await client.get(f"{found.url}/metrics")).text
     (line,) = (line for line in text.splitlines() if line.startswith(name + " "))
     return float(line.rsplit(" ", 1)[1])
+
+
+@asynccontextmanager
+async def held(
+    engine: ScriptedEngine, body: dict[str, Any]
+) -> AsyncIterator[tuple[Live, RawConnection]]:
+    """A request is open, and its engine waits."""
+    async with live(engine) as found, RawConnection(found) as client:
+        engine.gate.clear()
+        await client.post("/v1/completions", body)
+        await until(lambda: len(engine.open) == 1)
+        yield found, client
 
 
 def verbose() -> ScriptedEngine:
@@ -145,10 +158,8 @@ async def test_bytes_in_time_do_not_make_a_request_in_time() -> None:
 @pytest.mark.parametrize("is_behind", [False, True])
 async def test_a_second_request_has_to_come_whole_too(is_behind: bool) -> None:
     first = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-    async with (
-        live(ScriptedEngine("ab"), read_timeout=IN_TIME) as found,
-        RawConnection(found) as client,
-    ):
+    engine = ScriptedEngine("ab")
+    async with live(engine, read_timeout=IN_TIME) as found, RawConnection(found) as client:
         replies = b""
         await client.send(first + HALF if is_behind else first)
         if not is_behind:
@@ -183,10 +194,7 @@ async def test_connections_without_requests_end() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_sends_no_more_still_gets_the_whole_answer(stream: bool) -> None:
     engine = endless()
-    async with live(engine) as found, RawConnection(found) as client:
-        engine.gate.clear()
-        await client.post("/v1/completions", BODY | {"stream": stream})
-        await until(lambda: len(engine.open) == 1)
+    async with held(engine, BODY | {"stream": stream}) as (_, client):
         client.send_no_more()
         # The first byte of its answer shows that the server has noticed.
         assert await client.read() == b"H"
@@ -203,10 +211,7 @@ async def test_all_that_answers_begin_with_may_be_sent_ahead_and_no_more(
 ) -> None:
     monkeypatch.setattr(server.http.protocol, "_FIRST_PAUSE_SECONDS", 0.0001)
     engine = endless()
-    async with live(engine) as found, RawConnection(found) as client:
-        engine.gate.clear()
-        await client.post("/v1/completions", BODY)
-        await until(lambda: len(engine.open) == 1)
+    async with held(engine, BODY) as (found, client):
         client.send_no_more()
         begun = b""
         while len(begun) < len(b"HTTP/1.1 "):
@@ -228,10 +233,8 @@ async def test_who_sends_no_more_from_the_first_on_gets_the_answer_too(raw: RawC
 
 
 async def test_requests_one_behind_the_other_are_answered_in_turn() -> None:
-    async with (
-        live(ScriptedEngine("ab"), read_timeout=HANG) as found,
-        RawConnection(found) as client,
-    ):
+    engine = ScriptedEngine("ab")
+    async with live(engine, read_timeout=HANG) as found, RawConnection(found) as client:
         await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
         await client.post("/v1/completions", BODY, "connection: close")
         answers = await client.read_to_end()
@@ -273,17 +276,13 @@ async def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(header
 
 async def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer() -> None:
     engine = endless()
-    async with live(engine) as found, RawConnection(found) as client:
-        engine.gate.clear()
-        await client.post("/v1/completions", BODY | {"stream": True})
-        await until(lambda: len(engine.open) == 1)
+    async with held(engine, BODY | {"stream": True}) as (_, client):
         head = await client.read()
         assert head.startswith(b"HTTP/1.1 200 ")
         await client.send(b"\x00\x01\x02\r\n\r\n")
         engine.gate.set()
-        answer, _, refusal = (await client.read_to_end()).partition(
-            b"data: [DONE]\n\n\r\n0\r\n\r\n"
-        )
+        end = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+        answer, _, refusal = (await client.read_to_end()).partition(end)
     assert b"HTTP/1.1" not in answer
     assert refusal.startswith(b"HTTP/1.1 400 ")
     assert engine.closed_early == []

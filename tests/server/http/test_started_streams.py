@@ -12,27 +12,23 @@ from engine.request.errors import EngineDeadError, EngineError, RequestFailedErr
 from server.apis.ollama.reply import OllamaWriter
 from server.apis.openai.reply import ChunkWriter
 from server.apis.responses.reply import ResponsesWriter
-from server.reply.writers import Writer
-from worlds.live_server import Live, RawConnection, live
+from worlds.live_server import Live, RawConnection, live, post
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import until
 
 REQUESTS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "x"},
+    "/v1/completions": {"prompt": "x", "n": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/responses": {"input": "x"},
 }
+WRITERS = dict.fromkeys(REQUESTS, ChunkWriter) | {"/v1/responses": ResponsesWriter}
 SECRET = "secret detail"
 
 
-async def answer_of(found: Live, path: str, version: str = "1.1", **more: Any) -> bytes:
-    body = json.dumps(REQUESTS[path] | {"stream": True} | more).encode()
+async def answer_of(found: Live, path: str, version: str = "1.1") -> bytes:
+    request = post(path, REQUESTS[path] | {"stream": True}, "connection: close")
     async with RawConnection(found) as client:
-        await client.send(
-            f"POST {path} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
-            f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
+        await client.send(request.replace(b"HTTP/1.1", f"HTTP/{version}".encode(), 1))
         return await client.read_to_end()
 
 
@@ -98,8 +94,7 @@ async def test_what_breaks_in_the_engine_is_told(
 async def test_what_breaks_in_the_server_is_told(
     monkeypatch: pytest.MonkeyPatch, path: str, method: str
 ) -> None:
-    kind: type[Writer] = ResponsesWriter if path == "/v1/responses" else ChunkWriter
-    monkeypatch.setattr(kind, method, broken)
+    monkeypatch.setattr(WRITERS[path], method, broken)
     engine = ScriptedEngine("hello world")
     async with live(engine) as found:
         assert_told(path, await answer_of(found, path), "internal_error")
@@ -110,8 +105,7 @@ async def test_what_breaks_in_the_server_is_told(
 async def test_where_the_error_cannot_be_told_in_its_form_it_is_told_in_another(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    kind: type[Writer] = ResponsesWriter if path == "/v1/responses" else ChunkWriter
-    monkeypatch.setattr(kind, "failure", broken)
+    monkeypatch.setattr(WRITERS[path], "failure", broken)
     engine = ScriptedEngine("hello world", group_sizes=(2,))
     engine.break_after, engine.error = 2, RequestFailedError(SECRET)
     async with live(engine) as found:

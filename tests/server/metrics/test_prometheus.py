@@ -72,26 +72,18 @@ async def test_steps_are_counted() -> None:
     ):
         assert value(seen, f"slipstream_spec_{name}", drafter=drafter) == expected
     at = "slipstream_spec_accepted_tokens_per_position_total"
-    assert value(seen, at, drafter="ngram", position="0") == 4
-    assert value(seen, at, drafter="ngram", position="2") == 2
+    assert [value(seen, at, drafter="ngram", position=each) for each in "02"] == [4, 2]
     disabled = "slipstream_spec_disabled_total"
     assert value(seen, disabled, drafter="ngram", reason="too expensive") == 2
-    assert value(seen, "slipstream_spec_draft_failures_total") == 2
-    assert value(seen, "slipstream_step_seconds_total", part="draft") == 0.5
-    assert value(seen, "slipstream_step_seconds_total", part="verify") == 1.0
-    assert value(seen, "slipstream_baseline_seconds_total") == 6
-    assert value(seen, "slipstream_decode_seconds_total") == 4
-    assert value(seen, "slipstream_spec_speedup_ratio") == 1.5
-    assert value(seen, "slipstream_prompt_tokens_total") == 18
-    assert value(seen, "slipstream_generation_tokens_total") == 12
-    assert value(seen, "slipstream_preemptions_total") == 4
-    assert value(seen, "slipstream_requests_running") == 4
-    assert value(seen, "slipstream_requests_waiting") == 1
+    seconds = "slipstream_step_seconds_total"
+    assert [value(seen, seconds, part=each) for each in ("draft", "verify")] == [0.5, 1.0]
     assert value(seen, "slipstream_kv_blocks", state="committed") == 25
-    assert value(seen, "slipstream_kv_blocks_total") == 100
-    assert value(seen, "slipstream_prefix_cache_queries_total") == 32
-    assert value(seen, "slipstream_prefix_cache_hits_total") == 16
-    assert value(seen, "slipstream_engine_up") == 1
+    ours = {"baseline_seconds_total": 6, "decode_seconds_total": 4, "spec_speedup_ratio": 1.5}
+    ours |= {"prompt_tokens_total": 18, "generation_tokens_total": 12, "preemptions_total": 4}
+    ours |= {"requests_running": 4, "requests_waiting": 1, "kv_blocks_total": 100}
+    ours |= {"prefix_cache_queries_total": 32, "prefix_cache_hits_total": 16, "engine_up": 1}
+    ours["spec_draft_failures_total"] = 2
+    assert {name: value(seen, f"slipstream_{name}") for name in ours} == ours
     for name, expected in (
         # A draft is a request's step with gamma above 0: two of ngram's three, one of nasd's.
         ("spec_decode_num_drafts_total", 6),
@@ -117,24 +109,20 @@ async def test_steps_are_counted() -> None:
 
 async def test_states_are_shown_where_layers_keep_some() -> None:
     held = {"free": 4, "seat": 2, "planned": 0, "snapshot": 4}
-    for states in (None, StatesInfo(2, 8, 1000, 512)):
-        engine = ScriptedEngine(info=engine_info(states=states))
-        async with serve(engine) as client:
-            before = await scrape(client)
-            if states is not None:
-                engine.emit(replace(STEP, state_slots=held, state_hits=3))
-            seen = await scrape(client)
-            card = (await client.get("/models")).json()["data"][0]
-        if states is None:
-            assert not any("state_" in name for name, _ in before)
-            assert card["states"] is None
-            continue
-        assert value(before, "slipstream_state_slots", state="free") == 10
-        assert value(before, "slipstream_state_hits_total") == 0
-        for state, count in held.items():
-            assert value(seen, "slipstream_state_slots", state=state) == count
-        assert value(seen, "slipstream_state_hits_total") == 3
-        assert card["states"] == asdict(states)
+    async with serve(ScriptedEngine()) as client:
+        assert not any("state_" in name for name, _ in await scrape(client))
+        assert (await client.get("/models")).json()["data"][0]["states"] is None
+    states = StatesInfo(2, 8, 1000, 512)
+    engine = ScriptedEngine(info=engine_info(states=states))
+    async with serve(engine) as client:
+        before = await scrape(client)
+        engine.emit(replace(STEP, state_slots=held, state_hits=3))
+        seen = await scrape(client)
+        assert (await client.get("/models")).json()["data"][0]["states"] == asdict(states)
+    slots, hits = "slipstream_state_slots", "slipstream_state_hits_total"
+    assert (value(before, slots, state="free"), value(before, hits)) == (10, 0)
+    assert {state: value(seen, slots, state=state) for state in held} == held
+    assert value(seen, hits) == 3
 
 
 async def test_what_tenants_did_is_counted_under_their_names_in_the_file(tmp_path: Path) -> None:
@@ -241,20 +229,19 @@ async def test_no_label_grows_with_requests_or_clients() -> None:
 
 
 async def test_openmetrics_is_given_to_those_who_ask(client: Any) -> None:
-    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
-    reply = await client.get("http://test/metrics", headers=accept)
+    reply = await client.get("http://test/metrics", headers={"accept": ACCEPT})
     assert reply.headers["content-type"].startswith("application/openmetrics-text")
     assert reply.text.endswith("# EOF\n")
+
+
+EVENTS = {"num_kv_events": 3, "num_kv_events_dropped": 1}
 
 
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
         # GPU memory is what a step told last.
-        (
-            [{"device_memory": {"used": 1.0, "free": 9.0}}, {}],
-            {"gpu_memory_bytes used": 1},
-        ),
+        ([{"device_memory": {"used": 1.0, "free": 9.0}}, {}], {"gpu_memory_bytes used": 1}),
         (
             [{"device_memory": {"used": each, "free": 10.0 - each}} for each in (1.0, 3.0)],
             {"gpu_memory_bytes used": 3},
@@ -274,10 +261,7 @@ async def test_openmetrics_is_given_to_those_who_ask(client: Any) -> None:
             {"steps_total": 1, "requests_running": 0, "kv_blocks free": 8},
         ),
         ([], {"gpu_memory_bytes used": None, "kv_events_total": 0}),
-        (
-            [{"num_kv_events": 3, "num_kv_events_dropped": 1}] * 2,
-            {"kv_events_total": 6, "kv_events_dropped_total": 2},
-        ),
+        ([EVENTS] * 2, {"kv_events_total": 6, "kv_events_dropped_total": 2}),
         (
             [
                 {"offload_blocks": each, "offload_bytes": 100 * each, "offload_damaged": 1}

@@ -55,10 +55,7 @@ async def _launcher_of(*given: Any) -> AsyncIterator[EngineLauncher]:
 
 
 def _pid(launcher: EngineLauncher) -> int:
-    assert launcher._process is not None
-    pid = launcher._process.pid
-    assert pid is not None
-    return pid
+    return launcher._process.pid
 
 
 async def test_an_engine_is_ended_and_launched_again_with_what_was_changed() -> None:

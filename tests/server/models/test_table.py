@@ -18,12 +18,16 @@ from engine.request.errors import EngineError
 from server.request.large_bodies import LARGE
 from worlds.many_models import engine_of, several
 from worlds.scripted_engine import AsgiCall
-from worlds.serving import events, serve, until
+from worlds.serving import as_json, events, fault, serve, until
 
 pytestmark = pytest.mark.anyio
 GIB = 1 << 30
 LONG = {"prompt": "far" * LARGE, "truncate_prompt_tokens": 20}
 HELLO = [{"role": "user", "content": "hello there"}]
+
+
+def lines(reply: httpx.Response) -> list[str]:
+    return reply.text.splitlines()
 
 
 def _streamed(reply: httpx.Response) -> str:
@@ -39,11 +43,7 @@ ASKS: list[tuple[str, dict[str, Any], Callable[[httpx.Response], Any]]] = [
     ("/v1/responses", {"input": "hi"}, lambda x: x.json()["output"][0]["content"][0]["text"]),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 20}, lambda x: x.json()["content"]),
     ("/api/generate", {"prompt": "cities", "stream": False}, lambda x: x.json()["response"]),
-    (
-        "/api/chat",
-        {"messages": HELLO},
-        lambda x: [json.loads(y)["message"] for y in x.text.splitlines()],
-    ),
+    ("/api/chat", {"messages": HELLO}, lambda x: [json.loads(y)["message"] for y in lines(x)]),
     ("/tokenize", {"prompt": "it was"}, lambda x: x.json()["tokens"]),
 ]
 
@@ -88,7 +88,6 @@ async def test_no_request_waits_for_the_loading_of_another_model() -> None:
         slow.gate.set()
         assert {(await each).status_code for each in waiting} == {200}
         # Their deadlines count from when they came.
-        assert slow.engine is not None
         assert all(each.arrival_time < before for each in slow.engine.requests)
         assert served.events == ["one begins", "one is loaded", "two begins", "two is loaded"]
 
@@ -106,8 +105,7 @@ async def test_a_model_is_not_ended_under_a_stream() -> None:
         await served.complete("one", keep_alive=None)
         waiting = asyncio.ensure_future(served.complete("one", stream=True))
         await until(lambda: served.launchers["one"].engine is not None)
-        engine = served.launchers["one"].engine
-        assert engine is not None
+        engine = served.engine("one")
         engine.gate.clear()
         await until(lambda: bool(engine.open))
         assert (await served.client.post("/tokenize", json={"model": "one", "prompt": "x"})).json()
@@ -172,8 +170,7 @@ async def test_ollamas_clients_load_and_unload() -> None:
 async def test_an_engine_that_dies_is_told_and_loaded_again() -> None:
     async with several("one", "two") as served:
         await served.complete("one")
-        engine = served.launchers["one"].engine
-        assert engine is not None
+        engine = served.engine("one")
         engine.break_after, engine.is_alive = 1, True
         stream = await served.complete("one", stream=True)
         assert events(stream.text)[-2]["error"]["code"] == "engine_dead"
@@ -213,8 +210,7 @@ async def test_what_holds_the_memory_is_said_where_nothing_can_go() -> None:
     async with several("one", "two", free=lambda: GIB) as served:
         served.launchers["two"].needed_bytes = 3 * GIB
         await served.complete("one")
-        engine = served.launchers["one"].engine
-        assert engine is not None
+        engine = served.engine("one")
         engine.gate.clear()
         running = asyncio.ensure_future(served.complete("one"))
         await until(lambda: bool(engine.open))
@@ -260,11 +256,10 @@ async def test_unknown_and_missing_models_are_refused_and_nothing_is_loaded(path
         missing = await served.client.post(path, json={"prompt": "x"})
         assert missing.status_code == 400
         assert "model: is missing" in missing.text
-        large = json.dumps({"model": "three", "prompt": "x"}) + " " * LARGE
-        headers = {"content-type": "application/json"}
-        reply = await served.client.post(path, content=large, headers=headers)
-        assert reply.status_code == 404
-        broken = await served.client.post(path, content=large[: -LARGE - 1] * 999, headers=headers)
+        large = as_json({"model": "three", "prompt": "x"}, LARGE)
+        assert (await served.client.post(path, **large)).status_code == 404
+        large["content"] = large["content"][: -LARGE - 1] * 999
+        broken = await served.client.post(path, **large)
         assert broken.status_code == 400
         assert "not valid JSON" in broken.text
         assert served.events == []
@@ -273,9 +268,8 @@ async def test_unknown_and_missing_models_are_refused_and_nothing_is_loaded(path
 async def test_a_tag_is_part_of_a_name_for_ollamas_clients_alone() -> None:
     async with several("one", "two") as served:
         body = {"model": "two:latest", "prompt": "x", "stream": False}
-        assert (await served.client.post("/api/generate", json=body)).json()["response"][
-            :3
-        ] == "two"
+        reply = await served.client.post("/api/generate", json=body)
+        assert reply.json()["response"].startswith("two")
         assert (await served.complete("two:latest")).status_code == 404
 
 
@@ -302,8 +296,7 @@ async def test_all_who_wait_are_told_of_a_failure_and_the_next_tries_anew() -> N
         launcher.gate.set()
         for each in waiting:
             reply = await each
-            assert reply.status_code == 503
-            assert reply.json()["error"]["code"] == "model_not_loaded"
+            assert fault(reply) == (503, "model_not_loaded")
             assert "secret" not in reply.text
         launcher.fault = None
         assert (await served.complete("two")).status_code == 200
@@ -313,7 +306,7 @@ async def test_a_load_has_its_time() -> None:
     async with several("one", "two", load_timeout=0.01) as served:
         served.launchers["two"].gate.clear()
         reply = await served.complete("two")
-        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_not_loaded")
+        assert fault(reply) == (503, "model_not_loaded")
         assert "too long" in reply.text
         assert served.state("two") == "not loaded"
 
@@ -337,13 +330,10 @@ async def test_lists_have_all_models_and_their_states() -> None:
         assert (await served.client.get("/ready")).status_code == 200
         await served.complete("two")
         cards = (await served.client.get("/v1/models")).json()["data"]
-        assert [(each["id"], each["state"]) for each in cards] == [
-            ("one", "not loaded"),
-            ("two", "loaded"),
-        ]
+        states = {each["id"]: each["state"] for each in cards}
+        assert states == {"one": "not loaded", "two": "loaded"}
         assert [each["max_model_len"] for each in cards] == [None, 512]
-        one = (await served.client.get("/v1/models/one")).json()
-        assert one == cards[0]
+        assert (await served.client.get("/v1/models/one")).json() == cards[0]
         anthropic = {"anthropic-version": "2023-06-01"}
         listed = (await served.client.get("/v1/models", headers=anthropic)).json()
         assert (listed["first_id"], listed["last_id"]) == ("one", "two")
@@ -393,11 +383,8 @@ async def test_each_model_has_a_label_in_one_set_of_metrics() -> None:
 
 
 def _figures(family: Any) -> dict[str, float]:
-    return {
-        each.labels["model"]: each.value
-        for each in family.samples
-        if not each.name.endswith("_created")
-    }
+    found = [each for each in family.samples if not each.name.endswith("_created")]
+    return {each.labels["model"]: each.value for each in found}
 
 
 async def test_a_stored_response_is_gone_on_from_by_another_model() -> None:

@@ -134,20 +134,6 @@ async def test_an_unexpected_error_tells_nothing() -> None:
     assert "secret" not in reply.text
 
 
-async def test_an_error_in_mid_stream_is_an_event() -> None:
-    engine = ScriptedEngine("hello world", group_sizes=(2,))
-    engine.break_after, engine.error = 2, RequestFailedError("secret detail")
-    async with serve(engine) as client:
-        body = {"prompt": "x", "stream": True, "n": 2}
-        text = (await client.post("/completions", json=body)).text
-    *chunks, error, done = events(text)
-    assert error["error"]["type"] == "server_error"
-    assert done == "[DONE]"
-    assert "secret" not in text
-    assert all("choices" in chunk for chunk in chunks)
-    assert engine.open == set()
-
-
 async def test_a_request_that_shutdown_cut_off_is_a_503() -> None:
     engine = endless()
     async with serve(engine) as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from server.request.large_bodies import LARGE
 from server.settings import Settings
 from worlds.gated_engine import Engine
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import events, post, serve, until
+from worlds.serving import as_json, events, fault, post, serve, until
 
 FILE = """
 tenants:
@@ -55,11 +54,7 @@ async def ask(
 
 def refusal(reply: httpx.Response) -> tuple[int, str, int]:
     """Status, code and seconds to wait."""
-    return (
-        reply.status_code,
-        reply.json()["error"]["code"],
-        int(reply.headers.get("retry-after", 0)),
-    )
+    return *fault(reply), int(reply.headers.get("retry-after", 0))
 
 
 async def test_only_keys_of_the_file_are_served(keys: str) -> None:
@@ -108,13 +103,6 @@ async def test_a_text_that_its_terms_end_has_not_filled_the_context(
     assert reply["usage"]["output_tokens"] == engine.requests[0].sampling.max_tokens <= 5
 
 
-async def test_nobody_may_go_before_its_priority(keys: str) -> None:
-    async with serve(ScriptedEngine(), api_keys_file=keys) as client:
-        reply = await ask(client, "free", priority=-1)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == "priority"
-
-
 async def test_limits_are_refusals_with_their_code_and_time(keys: str) -> None:
     async with serve(Engine(), api_keys_file=keys) as client:
         for _ in range(2):
@@ -152,15 +140,6 @@ async def test_choices_at_a_time(keys: str) -> None:
     assert engine.num_held_blocks == 0
 
 
-async def test_more_choices_than_there_may_ever_be_are_no_matter_of_time(keys: str) -> None:
-    async with serve(ScriptedEngine(), api_keys_file=keys) as client:
-        for field, body in (("n", {"n": 3}), ("prompt", {"prompt": ["a", "b", "c"]})):
-            reply = await client.post(
-                "/completions", json={"prompt": "a", **body}, headers=by("two")
-            )
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
-
-
 async def test_more_prompts_than_a_minute_has_are_no_matter_of_time(keys: str) -> None:
     """No time to wait would be enough, and every attempt would take what there is."""
     async with serve(Engine(), api_keys_file=keys) as client:
@@ -181,11 +160,12 @@ FIRST = {"priority": -1}
 THREE = {"input": ["a", "b", "c"]}
 
 
-@pytest.mark.parametrize("more", ["", " " * LARGE])
+@pytest.mark.parametrize("padding", [0, LARGE])
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
         ("v1/completions", {"prompt": "a", **FIRST}, "priority"),
+        ("v1/completions", {"prompt": "a", "n": 3}, "n"),
         ("v1/completions", {"prompt": ["a", "b", "c"]}, "prompt"),
         ("v1/chat/completions", {**CHAT, **FIRST}, "priority"),
         ("v1/chat/completions", {**CHAT, "n": 3}, "n"),
@@ -200,15 +180,14 @@ THREE = {"input": ["a", "b", "c"]}
     ],
 )
 async def test_terms_are_told_in_the_words_of_each_api(
-    keys: str, path: str, body: dict[str, Any], field: str, more: str
+    keys: str, path: str, body: dict[str, Any], field: str, padding: int
 ) -> None:
-    """A large body is read elsewhere, on the same terms."""
+    """A large body is read elsewhere, on the same terms; more choices than may ever be are no matter
+    of time."""
     engine = ScriptedEngine(info=engine_info(embeddings="mean", hidden_size=2))
     async with serve(engine, api_keys_file=keys) as client:
         name = "few" if body is THREE else "two"
-        headers = by(name) | {"content-type": "application/json"}
-        content = json.dumps(body) + more
-        reply = await client.post(f"http://test/{path}", content=content, headers=headers)
+        reply = await client.post(f"http://test/{path}", **as_json(body, padding, **by(name)))
     assert reply.status_code == 400
     error = reply.json()["error"]
     if path.startswith("v1"):
@@ -226,8 +205,7 @@ async def test_a_reply_that_is_late_is_a_504() -> None:
         error = reply.json()["error"]
         assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
         assert (await ask(client, "", timeout=60)).status_code == 200
-        too_long = await ask(client, "", timeout=61)
-        assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "timeout")
+        assert fault(await ask(client, "", timeout=61), "param") == (400, "timeout")
         text = (await client.get("http://test/metrics")).text
         assert 'slipstream_requests_total{finish_reason="deadline"} 1.0' in text
         assert engine.num_held_blocks == 0
@@ -236,9 +214,8 @@ async def test_a_reply_that_is_late_is_a_504() -> None:
 async def test_a_stream_that_is_late_ends_with_the_error() -> None:
     engine = ScriptedEngine(group_sizes=(1,))
     engine.break_after, engine.error = 2, DeadlineExceededError(2)
-    reply = await post(
-        "/completions", {"prompt": "a", "stream": True}, engine, max_request_seconds=60
-    )
+    body = {"prompt": "a", "stream": True}
+    reply = await post("/completions", body, engine, max_request_seconds=60)
     *chunks, error, done = events(reply.text)
     assert len(chunks) == 2
     assert error["error"]["code"] == "deadline_exceeded"
@@ -254,10 +231,19 @@ async def test_the_servers_time_is_every_requests() -> None:
     assert seconds == [60, 5]
 
 
-def test_a_file_that_cannot_be_used_is_refused_at_start(tmp_path: Path) -> None:
-    settings = Settings(api_keys_file=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="api-keys-file"):
-        build_app(ScriptedEngine(), byte_tokenizer(), settings)
+UNKNOWN = "tenants: [{name: a, key: k, drafters: [ngram, eagle3]}]"
+NO_DRAFTER = r"tenants\.0\.drafters\.1: there is no such drafter"
+
+
+@pytest.mark.parametrize(("text", "told"), [(None, "No such file"), (UNKNOWN, NO_DRAFTER)])
+def test_a_file_that_cannot_be_used_ends_the_start(
+    tmp_path: Path, text: str | None, told: str
+) -> None:
+    file = tmp_path / "keys.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=f"api-keys-file .*{told}"):
+        build_app(ScriptedEngine(), byte_tokenizer(), Settings(api_keys_file=str(file)))
 
 
 async def test_a_tenant_gets_the_drafters_of_its_list_and_no_others(keys: str) -> None:
@@ -281,14 +267,12 @@ async def test_a_tenant_gets_the_drafters_of_its_list_and_no_others(keys: str) -
             ("plain", "nasd", "none"),
         ):
             # A large body is read elsewhere, on the same terms.
-            for more in ("", " " * LARGE):
-                body = json.dumps({"prompt": "a", "speculative": {"draft_strategy": asked}})
-                headers = by(name) | {"content-type": "application/json"}
-                refused = await client.post("/completions", content=body + more, headers=headers)
-                assert refused.status_code == 400
-                error = refused.json()["error"]
-                assert error["param"] == "speculative.draft_strategy"
-                assert error["message"].endswith(f"must be one of: {known}")
+            for padding in (0, LARGE):
+                body = {"prompt": "a", "speculative": {"draft_strategy": asked}}
+                refused = await client.post("/completions", **as_json(body, padding, **by(name)))
+                assert fault(refused, "param") == (400, "speculative.draft_strategy")
+                told = refused.json()["error"]["message"]
+                assert told.endswith(f"must be one of: {known}")
         told = (await client.get("/drafters", headers=by("looks-up"))).json()
         assert [each["id"] for each in told["data"]] == ["none", "nasd", "prediction"]
         assert told["defaults"]["draft_strategy"] == "nasd"
@@ -300,9 +284,8 @@ async def test_a_tenant_sees_and_has_the_adapters_of_its_list_and_no_others(keys
     async with serve(ScriptedEngine(), api_keys_file=keys, admin_key="adm1n") as client:
         for name in ("mine", "theirs"):
             body = {"name": name, "path": f"/adapters/{name}"}
-            assert (
-                await client.post("http://test/admin/lora", json=body, headers=admin)
-            ).is_success
+            loaded = await client.post("http://test/admin/lora", json=body, headers=admin)
+            assert loaded.is_success
         for tenant, names in offered.items():
             client.headers.update(by(tenant))
             base, *shown = [each["id"] for each in (await client.get("/models")).json()["data"]]
@@ -325,27 +308,15 @@ async def test_a_tenant_sees_and_has_the_adapters_of_its_list_and_no_others(keys
                     ("/detokenize", {"model": name, "tokens": [97]}),
                 ):
                     # A large body is read elsewhere, on the same terms.
-                    for more in ("", " " * LARGE):
-                        content = json.dumps(asked) + more
-                        kind = {"content-type": "application/json"}
-                        reply = await client.post(
-                            f"http://test{path}", content=content, headers=kind
-                        )
+                    for padding in (0, LARGE):
+                        reply = await client.post(f"http://test{path}", **as_json(asked, padding))
                         assert reply.status_code == status, (tenant, path, reply.text)
-                        assert status == 200 or "theirs" not in reply.text.replace(
-                            f"'{name}'", "", 1
-                        )
+                        others = reply.text.replace(f"'{name}'", "", 1)
+                        assert status == 200 or "theirs" not in others
                 loaded = await client.post("http://test/api/generate", json={"model": name})
                 assert loaded.status_code == status
                 assert (await client.get(f"/models/{name}")).status_code == status
             assert (await client.get(f"/models/{base}")).status_code == 200
-
-
-async def test_a_drafter_that_is_not_loaded_ends_the_start(tmp_path: Path) -> None:
-    file = tmp_path / "keys.yaml"
-    file.write_text("tenants: [{name: a, key: k, drafters: [ngram, eagle3]}]")
-    with pytest.raises(ValueError, match=r"tenants\.0\.drafters\.1: there is no such drafter"):
-        build_app(ScriptedEngine(), byte_tokenizer(), Settings(api_keys_file=str(file)))
 
 
 async def test_tokens_of_texts_are_requests_too(keys: str) -> None:
