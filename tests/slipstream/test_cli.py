@@ -6,28 +6,28 @@ from server.version import server_version
 from slipstream.cli import main
 
 
-def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["--version"])
-    assert done.value.code == 0
-    assert capsys.readouterr().out == f"slipstream {server_version()}\n"
+def test_version_help_and_usage_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help explains flags, variables and files."""
+    named = ("MODEL", "--speculative.draft-strategy", "SLIPSTREAM_", "--config", "examples:")
+    for arguments, code, parts in (
+        (["--version"], 0, (f"slipstream {server_version()}\n",)),
+        (["serve", "--help"], 0, named),
+        ([], 2, ("COMMAND",)),
+    ):
+        with pytest.raises(SystemExit) as done:
+            main(arguments)
+        shown = capsys.readouterr()[code > 0]
+        assert done.value.code == code
+        assert [part for part in parts if part not in shown] == []
+        assert "default: None" not in shown
 
 
-def test_help_explains_flags_variables_and_files(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["serve", "--help"])
-    text = capsys.readouterr().out
-    assert done.value.code == 0
-    for part in ("MODEL", "--speculative.draft-strategy", "SLIPSTREAM_", "--config", "examples:"):
-        assert part in text
-    assert "default: None" not in text
-
-
-def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        main([])
-    assert done.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Returns what a server says that does not start, whose last line is the reason."""
+    assert main(["serve", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("slipstream: ")
+    return err
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,7 @@ def test_without_a_command_the_usage_is_shown(capsys: pytest.CaptureFixture[str]
 def test_bad_settings_are_explained_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
 ) -> None:
-    assert main(["serve", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("slipstream: ")
+    err = refusal(capsys, *arguments)
     assert part in err
     assert err.count("\n") == 1
 
@@ -86,20 +84,15 @@ def test_a_variable_that_is_no_setting_ends_the_start_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_APIKEY", "s3cret")
-    assert main(["serve", "bundled", "--port", "0"]) == 2
-    assert capsys.readouterr().err == (
-        "slipstream: variable SLIPSTREAM_APIKEY: no such setting; did you mean SLIPSTREAM_API_KEY?\n"
-    )
+    told = "variable SLIPSTREAM_APIKEY: no such setting; did you mean SLIPSTREAM_API_KEY?"
+    assert refusal(capsys, "bundled", "--port", "0") == f"slipstream: {told}\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
         (["bundled", "bundled"], "two models or adapters are called 'slipstream-bundled'"),
-        (
-            ["bundled", "--port", "0", "bundled_hybrid", "--api-workers", "2"],
-            "api_workers: not where",
-        ),
+        (["bundled", "bundled_hybrid", "--api-workers", "2"], "api_workers: not where"),
         (["bundled", "--keep-alive", "5m", "--no-engine-process"], "engine_process: not where"),
         (["bundled", "--keep-alive", "soon"], "keep-alive: must be seconds, or a duration as 90s"),
         (["bundled", "nowhere/at/all.gguf", "--port", "0"], "nowhere/at/all.gguf"),
@@ -110,7 +103,4 @@ def test_a_variable_that_is_no_setting_ends_the_start_in_one_line(
 def test_what_rules_out_several_models_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
 ) -> None:
-    assert main(["serve", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert part in err
-    assert err.splitlines()[-1].startswith("slipstream: ")
+    assert part in refusal(capsys, *arguments)

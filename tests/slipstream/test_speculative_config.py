@@ -35,10 +35,8 @@ REFUSED = {
     "prefill_with_verify": False,
     "fuse_draft_verify": True,
 }
-IN_THE_REPORT = {
-    "log_acceptance_rate",
-    "log_speedup",
-}  # tests/slipstream/test_speculative_decoder.py
+# tests/slipstream/test_speculative_decoder.py
+IN_THE_REPORT = {"log_acceptance_rate", "log_speedup"}
 
 
 def seen(config: SpeculativeConfig) -> dict[str, object]:
@@ -115,45 +113,32 @@ def test_impossible_values_are_refused_by_name(values: dict[str, Any], message: 
         SpeculativeConfig(**values)
 
 
+def node(**speculative: Any) -> dict[str, Any]:
+    return {"type": "decode_speculative", "config": {"speculative": speculative}}
+
+
 def test_a_schedulers_node_becomes_a_config() -> None:
-    node = {
-        "type": "decode_speculative",
-        "config": {
-            "speculative": {"draft_model": "small/folder", "num_tokens": 12, "adaptive": False}
-        },
-    }
-    config = SpeculativeConfig.from_node(node)
-    assert config.draft_strategy == "small_model"
-    assert config.draft_model_path == "small/folder"
-    assert config.speculative_params().num_speculative_tokens == 12
-    assert config.speculative_params().adaptive_depth == "fixed"
-    bare = {"type": "decode_speculative", "config": {"speculative": {}}}
-    assert SpeculativeConfig.from_node(bare).draft_strategy == "ngram"
-    deep = {"type": "decode_speculative", "config": {"speculative": {"num_tokens": 12}}}
-    assert SpeculativeConfig.from_node(deep).max_speculative_tokens == 12
+    asked = {"draft_model": "small/folder", "num_tokens": 12, "adaptive": False}
+    config = SpeculativeConfig.from_node(node(**asked))
+    assert (config.draft_strategy, config.draft_model_path) == ("small_model", "small/folder")
+    params = config.speculative_params()
+    assert (params.num_speculative_tokens, params.adaptive_depth) == (12, "fixed")
+    assert SpeculativeConfig.from_node(node()).draft_strategy == "ngram"
+    assert SpeculativeConfig.from_node(node(num_tokens=12)).max_speculative_tokens == 12
 
 
 @pytest.mark.parametrize(
-    ("node", "message"),
+    ("given", "message"),
     [
         ({"type": "decode"}, "type must be"),
         ({"type": "decode_speculative"}, "config must be an object"),
         ({"type": "decode_speculative", "config": {}}, "config.speculative must be an object"),
         ({"type": "decode_speculative", "config": {"other": 1}}, "config.other is not known"),
-        (
-            {"type": "decode_speculative", "config": {"speculative": {"depth": 3}}},
-            "config.speculative.depth is not known",
-        ),
-        (
-            {
-                "type": "decode_speculative",
-                "config": {"speculative": {"num_tokens": 3, "num_speculative_tokens": 3}},
-            },
-            "a second time",
-        ),
-        ({"type": "decode_speculative", "config": {"speculative": {}}, "x": 1}, "x is not known"),
+        (node(depth=3), "config.speculative.depth is not known"),
+        (node(num_tokens=3, num_speculative_tokens=3), "a second time"),
+        (node() | {"x": 1}, "x is not known"),
     ],
 )
-def test_a_node_that_says_something_else_is_refused(node: dict[str, Any], message: str) -> None:
+def test_a_node_that_says_something_else_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SpeculativeConfig.from_node(node)
+        SpeculativeConfig.from_node(given)

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from slipstream.client.bench_report import UNSTEADY
 from slipstream.client.spec_bench import Questions
 from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
 from worlds.many_models import built
-from worlds.scripted_engine import engine_info
+from worlds.scripted_engine import engine_info, prompt_text
 
 pytestmark = pytest.mark.slow
 
@@ -58,9 +59,8 @@ def test_a_pipe_gets_bare_text_and_the_account_goes_to_stderr(
     out, err = capsys.readouterr()
     assert out == "hello world\n"
     assert "# 11 tokens, ended; first after" in err
-    assert (
-        "# ngram: 4 steps of 2.75 tokens, 7 of 10 drafts accepted (70.0%), mean gamma 2.50" in err
-    )
+    drafts = "7 of 10 drafts accepted (70.0%), mean gamma 2.50"
+    assert f"# ngram: 4 steps of 2.75 tokens, {drafts}" in err
     assert "\x1b" not in out + err
     assert main(["complete", "say", "--quiet", "--mark", "brackets"]) == 0
     assert capsys.readouterr() == (MARKED, "")
@@ -72,13 +72,9 @@ def test_flags_become_the_request(url: str, engine: ScriptedEngine) -> None:
     assert main(["complete", "ab", "--url", f"{url}/v1", *flags.split(), *sampling.split()]) == 0
     (request,) = engine.requests
     speculative, params = request.speculative, request.sampling
-    assert (
-        speculative.draft_strategy,
-        speculative.adaptive_depth,
-        speculative.num_speculative_tokens,
-    ) == ("nasd", "fixed", 3)
+    assert (speculative.draft_strategy, speculative.adaptive_depth) == ("nasd", "fixed")
+    assert speculative.num_speculative_tokens == 3
     assert dict(speculative.options) == {"decay": 0.25, "fill": False}
-    assert speculative.shape is not None
     assert (params.max_tokens, params.temperature, params.top_k) == (7, 0.5, 9)
     assert (params.seed, params.min_tokens) == (4, 2)
 
@@ -184,24 +180,21 @@ def test_a_key_that_no_header_can_carry_is_not_a_lost_connection(
         ["chat", "--message", "x", "--system", "half \ud83d"],
         ["complete", "x", "--option", "decay=NaN"],
         ["complete", "x", "--speculative", "tree_width=Infinity"],
+        ["bench", "--prompts", "PROMPTS"],
     ],
 )
 @pytest.mark.usefixtures("url")
 def test_what_json_cannot_carry_is_refused(
-    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    assert main(arguments) == 1
-    assert "numbers that are not finite, or halves of characters" in capsys.readouterr().err
-    assert engine.requests == []
-
-
-def test_a_prompt_with_half_a_character_is_refused(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: ScriptedEngine,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "half \\ud83d"}\n')
-    assert main(["bench", "--url", url, "--prompts", str(path)]) == 1
-    assert "halves of characters" in capsys.readouterr().err
+    assert main([each.replace("PROMPTS", str(path)) for each in arguments]) == 1
+    assert "numbers that are not finite, or halves of characters" in capsys.readouterr().err
+    assert engine.requests == []
 
 
 @pytest.mark.usefixtures("url")
@@ -259,18 +252,14 @@ def test_piped_lines_are_turns_and_commands(
     assert main(["chat", "--system", "be brief", "--drafter", "ngram", "--gamma", "2"]) == 0
     out, err = capsys.readouterr()
     assert out == "hello world\n" * 3
-    prompts = [bytes(t for t in each.prompt_token_ids if t < 256) for each in engine.requests]
-    start = b"system: be brief\nuser: "
-    assert prompts == [
-        start + b"hi\n",
-        start + b"hi\nassistant: hello world\nuser: again\n",
-        start + b"/new\n",
+    start = "system: be brief\nuser: "
+    assert [*map(prompt_text, engine.requests)] == [
+        f"{start}hi\n",
+        f"{start}hi\nassistant: hello world\nuser: again\n",
+        f"{start}/new\n",
     ]
-    assert [each.speculative.draft_strategy for each in engine.requests] == [
-        "ngram",
-        "nasd",
-        "nasd",
-    ]
+    drafters = [each.speculative.draft_strategy for each in engine.requests]
+    assert drafters == ["ngram", "nasd", "nasd"]
     assert "drafting with nasd, without the adaptive_depth, num_speculative_tokens given" in err
     assert "# user: /new\n# assistant: hello world" in err
     assert [each["content"] for each in json.loads(saved.read_text())["messages"]] == [
@@ -279,8 +268,8 @@ def test_piped_lines_are_turns_and_commands(
 
     pipe(monkeypatch, f"/load {saved}\nmore\n")
     assert main(["chat"]) == 0
-    last = bytes(t for t in engine.requests[-1].prompt_token_ids if t < 256)
-    assert last.endswith(b"user: again\nassistant: hello world\nuser: more\n")
+    last = prompt_text(engine.requests[-1])
+    assert last.endswith("user: again\nassistant: hello world\nuser: more\n")
 
 
 @pytest.mark.parametrize("line", ["/drafter nope", "/bogus", "/load /nowhere/x", "/save"])
@@ -341,15 +330,12 @@ def test_a_bench_compares_with_plain_decoding(
 
 def test_lines_of_files_end_at_line_feeds_alone(tmp_path: Path) -> None:
     text = "one\u2028two\x85three"
-    file = tmp_path / "lines.jsonl"
-    question = {"question_id": 1, "category": "qa", "turns": [text]}
-    lines = [{"prompt": text}, question]
-    for line in lines:
+    prompt, question = {"prompt": text}, {"question_id": 1, "category": "qa", "turns": [text]}
+    files = tmp_path / "prompts.jsonl", tmp_path / "questions.jsonl"
+    for file, line in zip(files, (prompt, question), strict=True):
         file.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
-        if "prompt" in line:
-            assert [each.fields for each in read_prompts(file)] == [line]
-        else:
-            assert Questions(file).of("qa") == [line]
+    assert [each.fields for each in read_prompts(files[0])] == [prompt]
+    assert Questions(files[1]).of("qa") == [question]
 
 
 @pytest.mark.usefixtures("url")
@@ -370,9 +356,7 @@ def test_a_bench_asks_all_turns_of_spec_benchs_questions(
     assert [each.strip() for each in header.split("|")[2:-1]] == ["mt_bench", "qa"]
     assert "x (2.75)" in out
     # Both arms warm up by the first question; then each asks three times.
-    asked = [
-        bytes(at for at in each.prompt_token_ids if at < 256).decode() for each in engine.requests
-    ]
+    asked = [*map(prompt_text, engine.requests)]
     assert len(asked) == 2 * 2 + 2 * 3
     assert not any("left out" in text for text in asked)
     first, second, only = asked[4:7]
@@ -395,8 +379,7 @@ def test_a_server_of_several_models_is_slipstream_too(
     with listening(app) as url:
         assert main(["complete", "a", "--url", url, "--drafter", "ngram", *named]) == 0
         assert capsys.readouterr().out.startswith(model)
-        engine = launchers[model].engine
-        assert engine is not None
+        engine: Any = launchers[model].engine
         assert engine.requests[-1].speculative.draft_strategy == "ngram"
         flags = f"--url {url} --requests 1 --rounds 1 --drafters ngram --json {file}"
         assert main(["bench", *flags.split(), *named]) == 0

@@ -157,9 +157,8 @@ def test_tokens_of_thoughts_mark_nothing() -> None:
     thought = (Token(0, "<think>", False), Token(1, "hm", True), Token(2, "</think>", True))
     marker = Marker()
     assert list(marker.add(Piece("", thought[:2]))) == []
-    assert list(
-        marker.add(Piece("h", (thought[2], Token(3, "h", False), Token(4, "i", True))))
-    ) == [("h", False)]
+    ended = (thought[2], Token(3, "h", False), Token(4, "i", True))
+    assert list(marker.add(Piece("h", ended))) == [("h", False)]
     assert list(marker.add(Piece("i", ()))) == [("i", True)]
 
 
@@ -201,16 +200,12 @@ def test_a_speed_up_is_the_baselines_time_per_token_over_the_arms() -> None:
     assert fast.num_equal_texts == 0
     assert not is_unsteady(fast)
     assert fast.joules_per_token is None
-    used = summarize(
-        [TimedArm([2.0, 4.0], joules=[30.0, 50.0]), TimedArm([1.0, 1.0], joules=[9.0, None])]
-    )
+    arms = [TimedArm([2.0, 4.0], joules=[30.0, 50.0]), TimedArm([1.0, 1.0], joules=[9.0, None])]
+    used = summarize(arms)
     assert [arm.joules_per_token for arm in used] == [4.0, None]
-
-
-def test_rounds_that_disagree_are_told() -> None:
-    _, arm = summarize([TimedArm([2.0, 4.0]), TimedArm([1.0, 1.0])])
-    assert arm.speedup_by_round == [2.0, 4.0]
-    assert is_unsteady(arm)
+    # Rounds that disagree are told.
+    assert used[1].speedup_by_round == [2.0, 4.0]
+    assert is_unsteady(used[1])
 
 
 def test_one_arm_alone_is_compared_with_nothing() -> None:
@@ -222,11 +217,9 @@ def test_one_arm_alone_is_compared_with_nothing() -> None:
 def test_a_history_shows_a_models_control_characters() -> None:
     """Else a reply that was shown as it should be moved the cursor when it was listed again."""
     said, shown = "assistant: a\x1b]0;b\a\nc", "assistant: a\u241b]0;b\u2407\nc"
-    out = StringIO()
-    TerminalScreen("auto", False, Console(file=out, force_terminal=True, color_system=None)).note(
-        said
-    )
+    out, err = StringIO(), StringIO()
+    console = Console(file=out, force_terminal=True, color_system=None)
+    TerminalScreen("auto", False, console).note(said)
     assert out.getvalue() == f"{shown}\n"
-    err = StringIO()
     PlainScreen("auto", False, StringIO(), err).note(said)
     assert err.getvalue() == f"# {shown}\n"

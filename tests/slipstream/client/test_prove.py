@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,8 @@ def test_a_plan_follows_from_its_seed_and_holds_every_drafter_and_shape() -> Non
     assert plan == make_plan(Offer(CATALOGUE), 200, 3, "run")
     assert plan.cases != make_plan(Offer(CATALOGUE), 200, 4, "run").cases
     assert len(plan.trials) + len(plan.drawn) == 200
-    assert {each.arm.labels["drafter"] for each in plan.trials} == {
-        each["id"] for each in CATALOGUE["data"]
-    }
+    drafters = {each.arm.labels["drafter"] for each in plan.trials}
+    assert drafters == {each["id"] for each in CATALOGUE["data"]}
     shapes = {each.arm.labels["drafts"] for each in plan.trials if "drafts" in each.arm.labels}
     assert shapes == {"chain", "tree", "goodput"}
     for name in ("kind", "prompt", "sampling", "log-probabilities", "company"):
@@ -113,48 +112,53 @@ def test_equal_answers_have_no_difference() -> None:
     assert first_difference(answer("ab", -1.0, -2.0), answer("ab")) is None
 
 
-def test_the_first_token_that_differs_is_named_with_both_log_probabilities() -> None:
-    found = first_difference(answer("ab", -1.0, -2.0), answer("ac", -1.0, -3.0, ids=(1, 3)))
-    assert found is not None
-    assert (found.what, found.token, found.character) == ("text", 1, 1)
-    assert (found.plain, found.written) == ("b", "c")
-    assert (found.plain_logprob, found.written_logprob) == (-2.0, -3.0)
+TOLD = answer("ab", -1.0, -2.0)
+# The first token that differs is named with both log-probabilities; texts without tokens part at a
+# character.
+DIFFERENCES: dict[str, tuple[Answer, Answer, dict[str, Any]]] = {
+    "another text": (
+        TOLD,
+        answer("ac", -1.0, -3.0, ids=(1, 3)),
+        {"what": "text", "token": 1, "character": 1, "plain": "b", "written": "c"}
+        | {"plain_logprob": -2.0, "written_logprob": -3.0},
+    ),
+    "other tokens of an equal text": (
+        answer("ab"),
+        answer("ab", ids=(1, 9)),
+        {"what": "text", "token": 1},
+    ),
+    "the beginning of the other": (
+        answer("ab"),
+        answer("a", ids=(1,)),
+        {"token": 1, "plain": "b", "written": "(end)"},
+    ),
+    "one bit of a log-probability": (
+        TOLD,
+        answer("ab", -1.0, math.nextafter(-2.0, 0)),
+        {"what": "log-probabilities", "token": 1},
+    ),
+    "another end": (
+        answer(),
+        answer(finish_reason="length"),
+        {"what": "end", "plain": "stop", "written": "length"},
+    ),
+    "no tokens": (
+        answer("hello", tokens=None),
+        answer("help", tokens=None),
+        {"token": None, "character": 3, "written": "p"},
+    ),
+}
 
 
-def test_equal_texts_of_other_tokens_differ() -> None:
-    found = first_difference(answer("ab"), answer("ab", ids=(1, 9)))
-    assert found is not None
-    assert (found.what, found.token) == ("text", 1)
-
-
-def test_a_text_that_is_the_beginning_of_the_other_ends_there() -> None:
-    found = first_difference(answer("ab"), answer("a", ids=(1,)))
-    assert found is not None
-    assert (found.token, found.plain, found.written) == (1, "b", "(end)")
-
-
-def test_one_bit_of_a_log_probability_is_a_difference() -> None:
-    found = first_difference(answer("ab", -1.0, -2.0), answer("ab", -1.0, math.nextafter(-2.0, 0)))
-    assert found is not None
-    assert (found.what, found.token) == ("log-probabilities", 1)
-
-
-def test_another_end_is_a_difference() -> None:
-    found = first_difference(answer(), answer(finish_reason="length"))
-    assert found is not None
-    assert (found.what, found.plain, found.written) == ("end", "stop", "length")
-
-
-def test_texts_without_tokens_part_at_a_character() -> None:
-    found = first_difference(answer("hello", tokens=None), answer("help", tokens=None))
-    assert found is not None
-    assert (found.token, found.character, found.written) == (None, 3, "p")
+@pytest.mark.parametrize(("plain", "written", "told"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_the_first_difference_is_told(plain: Answer, written: Answer, told: dict[str, Any]) -> None:
+    found = first_difference(plain, written)
+    assert {name: getattr(found, name) for name in told} == told
 
 
 def test_log_probabilities_are_read_in_both_forms() -> None:
-    chat = {
-        "content": [{"token": "a", "logprob": -1, "top_logprobs": [{"token": "b", "logprob": -2}]}]
-    }
+    other = {"token": "b", "logprob": -2}
+    chat = {"content": [{"token": "a", "logprob": -1, "top_logprobs": [other]}]}
     plain = {"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"b": -2}]}
     for told in (chat, plain):
         found = read_answer({"choices": [{"text": "a", "logprobs": told}]})
@@ -165,18 +169,18 @@ def test_log_probabilities_are_read_in_both_forms() -> None:
 # --- draws ---
 
 PROBS = (0.5, 0.25, 0.15, 0.1)
-TOLD = {f"token_id:{each}": math.log(prob) for each, prob in enumerate(PROBS)}
+SAID = {f"token_id:{each}": math.log(prob) for each, prob in enumerate(PROBS)}
 
 
 def drawn(weights: tuple[float, ...], count: int) -> Iterator[tuple[str, int, Answer]]:
     rng = random.Random(1)
     for number in range(count):
         tokens = rng.choices(range(4), weights, k=48)
-        yield (
-            "group",
-            number,
-            answer(tokens=None, logprobs=[(math.log(PROBS[t]), TOLD) for t in tokens]),
-        )
+        yield "group", number, drew(tokens)
+
+
+def drew(tokens: Sequence[int]) -> Answer:
+    return answer(tokens=None, logprobs=[(math.log(PROBS[each]), SAID) for each in tokens])
 
 
 def test_draws_from_the_told_distribution_are_not_accused() -> None:
@@ -193,8 +197,7 @@ def test_draws_from_another_distribution_are_accused() -> None:
 def test_draws_that_repeat_each_other_are_accused() -> None:
     rng = random.Random(2)
     tokens = [token for token in rng.choices(range(4), PROBS, k=600) for _ in range(2)]
-    told = answer(tokens=None, logprobs=[(math.log(PROBS[each]), TOLD) for each in tokens])
-    assert all(each.p < each.alarm for each in judge_draws([("group", 0, told)]))
+    assert all(each.p < each.alarm for each in judge_draws([("group", 0, drew(tokens))]))
 
 
 def test_few_draws_are_not_tested() -> None:
@@ -312,12 +315,11 @@ def test_another_server_is_compared_with_a_second_one(capsys: pytest.CaptureFixt
     assert not any("speculative" in each for each in reference.bodies)
 
 
-def test_what_is_not_answered_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_answered_is_told_and_proves_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert prove(WholeServer(refuses="response_format")) == 0
     assert ": no response_format" in capsys.readouterr().out
-
-
-def test_without_any_answer_nothing_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     assert prove(WholeServer(refuses="model")) == 2
     assert "nothing is proven" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ import pytest
 from drafters.base import DrafterInfo
 from slipstream.cli import main
 from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
-from worlds.scripted_engine import ASSISTANT, USER, engine_info
+from worlds.scripted_engine import ASSISTANT, USER, engine_info, prompt_text
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def test_lines_become_prompts_with_their_completions(
     assert main(["warm", path, "--concurrency", "1"]) == 0
     assert capsys.readouterr().out == "taught 3 of 3 requests\n"
     text, ids, chat = engine.requests
-    assert bytes(each for each in text.prompt_token_ids if each < 256) == b"abcd"
+    assert prompt_text(text) == "abcd"
     assert (text.cache_salt, ids.cache_salt) == ("s", "")
     assert ids.prompt_token_ids == (1, 2, 3)
     # The turn is not closed, and none is begun behind it.
@@ -74,10 +74,8 @@ def test_the_newest_lines_are_taught_in_order(
 def test_what_is_refused_is_told_and_the_rest_taught(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = log(
-        tmp_path, {"prompt": "a", "completion": "b"}, {"prompt": "x" * 600, "completion": "y"}
-    )
-    assert main(["warm", path]) == 1
+    lines = ({"prompt": text, "completion": "b"} for text in ("a", "x" * 600))
+    assert main(["warm", log(tmp_path, *lines)]) == 1
     out, err = capsys.readouterr()
     assert out == "taught 1 of 2 requests\n"
     assert "1 not taken: line 3: " in err
