@@ -56,17 +56,9 @@ KEY = CellKey(
 
 
 def run_of(seconds: float, text: str = "same", estimate: float = 1.0) -> RunRecord:
-    return RunRecord(
-        seconds=seconds,
-        tokens=8,
-        steps=4,
-        written=8,
-        drafted=10,
-        accepted=4,
-        estimate=estimate,
-        step_estimate=None,
-        texts=(text,),
-    )
+    counts = {"tokens": 8, "steps": 4, "written": 8, "drafted": 10, "accepted": 4}
+    told = {"estimate": estimate, "step_estimate": None, "texts": (text,)}
+    return RunRecord(seconds=seconds, **counts, **told)
 
 
 def rounds_of(
@@ -74,16 +66,11 @@ def rounds_of(
 ) -> list[RoundRecord]:
     """``seconds[contender][round][job]``."""
     key = replace(key, contenders=tuple(seconds))
-    num_rounds = len(next(iter(seconds.values())))
-    return [
-        RoundRecord(
-            key,
-            number,
-            20.0,
-            {name: tuple(map(run_of, each[number])) for name, each in seconds.items()},
-        )
-        for number in range(num_rounds)
-    ]
+    found = []
+    for number in range(len(next(iter(seconds.values())))):
+        runs = {name: tuple(map(run_of, each[number])) for name, each in seconds.items()}
+        found.append(RoundRecord(key, number, 20.0, runs))
+    return found
 
 
 def figures_of(seconds: Mapping[str, Sequence[Sequence[float]]]) -> CellFigures:
@@ -251,13 +238,8 @@ def test_the_report_says_what_was_asked(tmp_path: Path) -> None:
     assert [each.strip() for each in beside.split("|")[2:4]] == ["-", "0.80 (0.80-0.80)"]
     row = next(line for line in text.splitlines() if line.startswith("| chat, greedy, 8 |"))
     told = [each.strip() for each in row.split("|")[3:8]]
-    assert told == [
-        "2.00 (2.00-2.00)",
-        "2.50 (2.50-2.50)",
-        "ngram",
-        "2.00 (2.00-2.00)",
-        "1.25 (1.25-1.25)",
-    ]
+    two, more, less = "2.00 (2.00-2.00)", "2.50 (2.50-2.50)", "1.25 (1.25-1.25)"
+    assert told == [two, more, "ngram", two, less]
     assert "All contenders wrote the same texts in all runs." in text
     pictures = draw_all(groups_of([*loses, *both, *steady]), tmp_path / "cells.jsonl")
     assert [path.name for path in pictures] == [
@@ -297,9 +279,8 @@ def test_the_time_is_predicted_from_a_few_short_runs() -> None:
     contenders = len(key.contenders)
     assert pace.round_seconds(plan) == pytest.approx(contenders * (100 * 0.25 + 2 * 50 * 2.0))
     # Two of the four are cut short: 25 and 50 tokens, then 50 each, two at a time.
-    assert pace.round_seconds(steady) == pytest.approx(
-        contenders * (100 * 0.25 + (25 + 50 + 50 + 50) / 2 * 2.0)
-    )
+    decoding = (25 + 50 + 50 + 50) / 2 * 2.0
+    assert pace.round_seconds(steady) == pytest.approx(contenders * (100 * 0.25 + decoding))
 
 
 def test_plans_are_full_batches_and_steady_ones_two(tmp_path: Path) -> None:
@@ -309,10 +290,8 @@ def test_plans_are_full_batches_and_steady_ones_two(tmp_path: Path) -> None:
     keys = [plan.key for plan in plans]
     assert len(set(keys)) == 5 * 3 * 4 * 2
     counts = {(key.at_once, key.steady): key.num_prompts for key in keys}
-    assert counts == {
-        **{(1, False): 4, (8, False): 8, (16, False): 16, (32, False): 32},
-        **{(1, True): 4, (8, True): 16, (16, True): 32, (32, True): 64},
-    }
+    once = {(1, False): 4, (8, False): 8, (16, False): 16, (32, False): 32}
+    assert counts == once | {(1, True): 4, (8, True): 16, (16, True): 32, (32, True): 64}
     assert {key.contenders for key in keys} == {(PLAIN,)}
     results = Results(options.output)
     results.add(RoundRecord(keys[0], 1, 20.0, {}))
@@ -328,29 +307,21 @@ def test_over_http_clients_say_what_is_not_the_default_and_nothing_of_the_defaul
     usual = http_plan(parse_options(arguments, ""), ways)
     assert [arm.name for arm in usual.arms] == ["plain (HTTP)", "auto (HTTP)"]
     plan = http_plan(parse_options([*arguments, "--drafters", *known], ""), ways)
+    suffix = {"draft_strategy": "suffix"}
+    fixed = suffix | {"num_speculative_tokens": 4, "adaptive_depth": "fixed"}
     assert {arm.name: arm.options["body"] for arm in plan.arms} == {
         "plain (HTTP)": {"speculative": {"draft_strategy": "none"}},
         "auto (HTTP)": {},
-        "suffix fixed 4 (HTTP)": {
-            "speculative": {
-                "draft_strategy": "suffix",
-                "num_speculative_tokens": 4,
-                "adaptive_depth": "fixed",
-            }
-        },
-        "suffix max_depth=3 (HTTP)": {
-            "speculative": {"draft_strategy": "suffix", "options": {"max_depth": 3}}
-        },
+        "suffix fixed 4 (HTTP)": {"speculative": fixed},
+        "suffix max_depth=3 (HTTP)": {"speculative": suffix | {"options": {"max_depth": 3}}},
     }
     command = " ".join(plan.load["command"])
-    assert "serve bundled" in command
-    assert "--quantization none" in command
-    assert "--device cpu" in command
+    for part in ("serve bundled", "--quantization none", "--device cpu"):
+        assert part in command
     assert "--determinism" not in command
     on_gpu = parse_options([*arguments, "--device", "cuda:1", "--determinism", "exact"], "")
-    assert "--device cuda:1 --determinism exact" in " ".join(
-        http_plan(on_gpu, ways).load["command"]
-    )
+    command = " ".join(http_plan(on_gpu, ways).load["command"])
+    assert "--device cuda:1 --determinism exact" in command
     assert plan.load["body"]["stream_options"] == {"include_usage": True}
     assert plan.load["salted"] is True
 

@@ -25,7 +25,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture(scope="module")
 def ours(place: Place) -> list[Text]:
-    assert place.gguf is not None
     settings = {"dtype": "float32", "quantize_activations": False}
     return our_texts(place.gguf, place, PROMPTS, NUM_NEW, settings)
 
@@ -33,7 +32,6 @@ def ours(place: Place) -> list[Text]:
 def test_our_texts_are_what_the_weights_write_and_margins_are_those_of_the_two_likeliest(
     place: Place, ours: list[Text]
 ) -> None:
-    assert place.gguf is not None
     model = dequantised(place.gguf, torch.float32)
     for prompt, text in zip(PROMPTS, ours, strict=True):
         ids = list(prompt)
@@ -49,9 +47,7 @@ def test_our_texts_are_what_the_weights_write_and_margins_are_those_of_the_two_l
 def test_the_first_difference_is_found_and_what_the_weights_say_there(
     place: Place, ours: list[Text]
 ) -> None:
-    assert place.gguf is not None
     second = ours[1][3].second
-    assert second is not None
     swapped = Choice(second, ours[1][3].token_id, 0.25)
     theirs = [ours[0], [*ours[1][:3], swapped, *ours[2][4:]], ours[2][:2]]
     (found,) = compare(place.gguf, PROMPTS, theirs, ours)
@@ -66,7 +62,6 @@ def test_the_first_difference_is_found_and_what_the_weights_say_there(
 
 
 def test_texts_that_are_equal_need_no_table(place: Place, ours: list[Text]) -> None:
-    assert place.gguf is not None
     assert compare(place.gguf, PROMPTS, ours, ours) == []
     told = markdown(load_tokenizer(str(place.target)), ours, ours, [])
     assert told == "3 of 3 texts are equal to their end."
@@ -77,8 +72,5 @@ def test_tokens_without_probabilities_have_no_margin() -> None:
         {"id": each, "top_logprobs": [{"id": each, "logprob": -0.5}, {"id": 9, "logprob": -2.0}]}
         for each in (4, 6)
     ]
-    assert llama_choices([4, 5, 6], likely) == [
-        Choice(4, 9, 1.5),
-        Choice(5, None, None),
-        Choice(6, 9, 1.5),
-    ]
+    found = llama_choices([4, 5, 6], likely)
+    assert found == [Choice(4, 9, 1.5), Choice(5, None, None), Choice(6, 9, 1.5)]

@@ -44,24 +44,19 @@ def rounded(weight: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0"])
 def test_all_get_the_weights_of_the_file(folder: Path, tmp_path: Path, kind: str) -> None:
     found = made(folder, kind, tmp_path)
-    assert found.gguf is not None
     assert found.gguf.name == f"tiny-{kind}.gguf"
     original, target = weights(folder), weights(found.target)
     assert original.keys() == target.keys()
     block_type = GGMLQuantizationType[kind.upper()]
     for name, weight in original.items():
         # Queries' and keys' rows change places in the file: blocks lie along rows and stay what they are.
-        wanted = weight
-        if weight.ndim == 2:
-            wanted = rounded(
-                weight, GGMLQuantizationType.Q8_0 if "embed_tokens" in name else block_type
-            )
+        of_rows = GGMLQuantizationType.Q8_0 if "embed_tokens" in name else block_type
+        wanted = rounded(weight, of_rows) if weight.ndim == 2 else weight
         assert torch.equal(target[name], wanted.bfloat16().float()), name
 
 
 def test_a_file_is_written_once_and_read_by_this_engine(folder: Path, tmp_path: Path) -> None:
     found = made(folder, "q8_0", tmp_path)
-    assert found.gguf is not None
     taken = found.gguf.stat().st_mtime_ns
     assert made(folder, "q8_0", tmp_path) == found
     assert found.gguf.stat().st_mtime_ns == taken
@@ -78,7 +73,6 @@ def test_a_file_is_written_once_and_read_by_this_engine(folder: Path, tmp_path: 
 
 def test_a_file_of_others_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     file = made(folder, "q4_0", tmp_path / "one").gguf
-    assert file is not None
     for model in (file, file.parent):
         again = made(model, None, tmp_path / "two")
         assert again.gguf == file
@@ -110,10 +104,8 @@ def test_who_cannot_write_a_type_says_why(
 def test_heads_that_come_with_a_model_and_those_given_are_found_by_name(folder: Path) -> None:
     own = BUNDLED / "smollm2_eagle3"
     assert find_heads("smollm2", []) == {"eagle3": own}
-    assert find_heads("bundled", [f"second={own}"]) == {
-        "second": own,
-        "medusa": BUNDLED / "medusa",
-    }
+    found = find_heads("bundled", [f"second={own}"])
+    assert found == {"second": own, "medusa": BUNDLED / "medusa"}
     assert find_heads(str(folder), [f"small={folder}"]) == {}, "that is a model"
     with pytest.raises(ValueError, match="two are called second"):
         find_heads("scaled", [f"second={own}"] * 2)

@@ -153,10 +153,8 @@ def members(group: int) -> list[int]:
 
 def test_a_server_that_does_not_start_says_why(place: Place) -> None:
     told = "status 1: (?s:.*)ValueError: invalid literal"
-    with (
-        started(FakeServedPeer("unlucky", "no port"), place) as worker,
-        pytest.raises(ContenderFailedError, match=told),
-    ):
+    peer = FakeServedPeer("unlucky", "no port")
+    with started(peer, place) as worker, pytest.raises(ContenderFailedError, match=told):
         worker.load()
 
 
@@ -205,18 +203,13 @@ def test_what_replies_tell_of_their_drafts_is_one_account() -> None:
     assert to_run([early, replace(late, account=None)], JOB).account is None
 
 
-def test_a_served_peer_keeps_so_many_running_and_gives_each_its_length(
-    place: Place,
-) -> None:
+def test_a_served_peer_keeps_so_many_running_and_gives_each_its_length(place: Place) -> None:
     ask = replace(ASK, prompts=[[1], [2], [3]], num_running=1, lengths=[2, 4, 4], laps=[0, 0, 1])
     with started(FakeServedPeer(), place) as worker:
         worker.load()
         replies = worker.run(ask)
-    assert [reply.token_ids for reply in replies] == [
-        text_of([1], 2),
-        text_of([2], 4),
-        text_of([3], 4),
-    ]
+    wanted = [text_of([1], 2), text_of([2], 4), text_of([3], 4)]
+    assert [reply.token_ids for reply in replies] == wanted
     for before, after in zip(replies, replies[1:], strict=False):
         assert after.sent >= before.arrivals[-1][0]
 
@@ -231,20 +224,16 @@ def arms(name: str, place: Place) -> set[str]:
 @pytest.mark.parametrize("name", REAL_PEERS)
 def test_without_a_draft_model_nobody_drafts_with_one(place: Place, name: str) -> None:
     bare = replace(place, draft=None)
-    assert arms(name, bare) == {
-        each for each in arms(name, place) if not re.search("draft|small|assist", each)
-    }
+    drafting = {each for each in arms(name, place) if re.search("draft|small|assist", each)}
+    assert arms(name, bare) == arms(name, place) - drafting
     assert "'None'" not in repr([plan.load for plan in REAL_PEERS[name].plans(bare)])
 
 
 def test_trained_heads_are_arms_of_this_server_alone(place: Place) -> None:
     given = replace(place, heads={"tuned": place.target / "head"})
     more = arms("slipstream", given) - arms("slipstream", place)
-    assert more == {
-        f"slipstream {weights} tuned{way}"
-        for weights in ("bf16", "int8")
-        for way in ("", " (HTTP)")
-    }
+    ways = [(weights, way) for weights in ("bf16", "int8") for way in ("", " (HTTP)")]
+    assert more == {f"slipstream {weights} tuned{way}" for weights, way in ways}
     for plan in REAL_PEERS["slipstream"].plans(given):
         assert f"tuned={place.target / 'head'}" in repr(plan.load)
     for name in REAL_PEERS.keys() - {"slipstream"}:
@@ -344,22 +333,15 @@ def test_patterns_choose_arms_and_unwanted_workers_are_not_started(
 
 
 def figures_of(name: str, rate: float, decoding: float) -> Figures:
-    drafts, over_http = "plain" not in name, "HTTP" in name
-    return Figures(
-        *(name, drafts, over_http, rate, 100.0, 1.0, decoding),
-        *[None] * 7,
-    )
+    way = ("plain" not in name, "HTTP" in name)
+    return Figures(name, *way, rate, 100.0, 1.0, decoding, *[None] * 7)
 
 
 def test_gains_are_against_the_plain_arm_of_the_same_peer_weights_and_way() -> None:
-    arms = [
-        figures_of("us gguf plain", 10.0, 20.0),
-        figures_of("us gguf auto", 15.0, 40.0),
-        figures_of("us int8 auto", 15.0, 40.0),
-        figures_of("us gguf plain (HTTP)", 5.0, 20.0),
-        figures_of("us gguf auto (HTTP)", 6.0, 22.0),
-        figures_of("them lookup 4", 9.0, 9.0),
-    ]
+    rates = {"us gguf plain": (10.0, 20.0), "us gguf plain (HTTP)": (5.0, 20.0)}
+    rates |= {"us gguf auto": (15.0, 40.0), "us int8 auto": (15.0, 40.0)}
+    rates |= {"us gguf auto (HTTP)": (6.0, 22.0), "them lookup 4": (9.0, 9.0)}
+    arms = [figures_of(name, *each) for name, each in rates.items()]
     cell = Cell("mt_bench", 1, SAMPLINGS["greedy"])
     lines = gains_markdown([CellFigures(cell, 1, 9.0, 4, 1, arms, {})]).splitlines()
     assert "mt_bench 1 greedy" in lines[0]
@@ -380,11 +362,8 @@ def test_a_file_of_questions_brings_its_workloads(
     arguments = ["--prompts", str(file), "--ids", "odd", "--workload", "qa", "code"]
     options = parse_options(arguments, ["us"], "")
     assert options.workloads == ("qa", "code")
-    assert options.to_json()["questions"] == {
-        "file": "questions.jsonl",
-        "ids": "odd",
-        "per_category": None,
-    }
+    told = {"file": "questions.jsonl", "ids": "odd", "per_category": None}
+    assert options.to_json()["questions"] == told
     assert parse_options(["--prompts", "3"], ["us"], "").num_prompts == 3
     for wrong in (["--workload", "qa"], ["--prompts", str(tmp_path / "none")]):
         with pytest.raises(SystemExit):

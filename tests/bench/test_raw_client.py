@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from bench.raw_client import Pieces, ReplyError, events, status
@@ -25,21 +27,14 @@ REFUSED = b"HTTP/1.1 429 Too Many Requests\r\n\r\nthe queue is full"
 
 def cut(reply: bytes, *places: int) -> Pieces:
     """Pieces that end at these places, at times 0, 1 and on; the last is empty, as at a socket's end."""
-    ends = [0, *places, len(reply), len(reply)]
-    return [
-        (float(at), reply[start:end])
-        for at, (start, end) in enumerate(zip(ends, ends[1:], strict=False))
-    ]
+    pieces = pairwise([0, *places, len(reply), len(reply)])
+    return [(float(at), reply[start:end]) for at, (start, end) in enumerate(pieces)]
 
 
 @pytest.mark.parametrize("reply", [PLAIN, CHUNKED])
 def test_an_event_has_come_when_its_line_is_complete(reply: bytes) -> None:
     first, second = reply.index(b"[5]}\n") + 5, reply.index(b"8]}\r\n") + 4
-    assert events(cut(reply, first, second)) == [
-        (0.0, EVENTS[0]),
-        (2.0, EVENTS[1]),
-        (2.0, EVENTS[2]),
-    ]
+    assert events(cut(reply, first, second)) == [*zip((0.0, 2.0, 2.0), EVENTS, strict=True)]
     for place in range(1, len(reply)):
         assert [event for _, event in events(cut(reply, place))] == EVENTS
 

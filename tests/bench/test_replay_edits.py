@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 
 from bench import replay_edits
-from bench.replay_edits import (
-    ARCTIC,
-    ARCTIC_LIMITS,
-    changed_files,
-    compare,
-    edit_lines,
-    main,
-)
+from bench.replay_edits import ARCTIC, ARCTIC_LIMITS, changed_files, compare, edit_lines, main
 from slipstream.tools.replay.cost import StepCost
 from slipstream.tools.replay.log import LogLine
 from slipstream.tools.replay.replay import ReplayCase, replay
@@ -96,19 +89,13 @@ def test_arctic_is_called_as_a_drafter(
             calls.append(("start", request_id))
             self.text = list(token_ids)
 
-        def speculate(
-            self,
-            request_id: str,
-            context: Any,
-            max_spec_tokens: int,
-            use_tree_spec: bool,
-            **more: Any,
-        ) -> SimpleNamespace:
+        def speculate(self, request_id: str, context: Any, **more: Any) -> SimpleNamespace:
             assert (request_id, list(context)) == ("line 1", self.text[-4:])
-            assert not use_tree_spec
+            most = more.pop("max_spec_tokens")
+            assert not more.pop("use_tree_spec")
             assert bool(more) is (name != ARCTIC)
-            token_ids = [int(context[-1]) + 1, int(context[-1]) + 2][:max_spec_tokens]
-            return SimpleNamespace(token_ids=token_ids, parents=[-1, 0][:max_spec_tokens])
+            token_ids = [int(context[-1]) + 1, int(context[-1]) + 2][:most]
+            return SimpleNamespace(token_ids=token_ids, parents=[-1, 0][:most])
 
         def add_active_response(self, request_id: str, token_ids: Any) -> None:
             assert request_id == "line 1"

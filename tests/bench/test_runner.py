@@ -182,10 +182,8 @@ def test_second_turns_follow_each_contender_s_own_answers() -> None:
     assert job.longest == 1 + 4 + 2 + 4
     measured = measure_cell(cell(3), (job,), [contender], 1, lambda _: None)
     # One round, after a short run ahead of it that has two turns as well.
-    assert [each.prompts for _, each in log[2:]] == [
-        job.prompts,
-        ((7, 1, 8), (5, 1, 1, 1, 1, 9, 8)),
-    ]
+    second = ((7, 1, 8), (5, 1, 1, 1, 1, 9, 8))
+    assert [each.prompts for _, each in log[2:]] == [job.prompts, second]
     ((run,),) = measured.runs["a"]
     assert [len(each) for each in run.output_token_ids] == [4] * 5
     assert (run.seconds, run.num_request_steps, run.account) == (2.0, 2, None)
@@ -196,5 +194,4 @@ def test_accounts_of_two_turns_add_up() -> None:
         Run(((1,),), 1.0, 0.5, 1, 2, Account(num_draft_tokens=count, draft_seconds=0.5))
         for count in (3, 4)
     )
-    account = first.then(second).account
-    assert account == Account(num_draft_tokens=7, draft_seconds=1.0)
+    assert first.then(second).account == Account(num_draft_tokens=7, draft_seconds=1.0)

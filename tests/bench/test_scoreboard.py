@@ -14,14 +14,9 @@ PLAIN, DRAFTING = "theirs q4 plain (HTTP)", "theirs q4 ngram (HTTP)"
 
 
 def arm(name: str, speed: float, same: float | None = None) -> dict[str, Any]:
-    return {
-        "name": name,
-        "speculates": "plain" not in name,
-        "over_http": "HTTP" in name,
-        "tokens_per_second": speed,
-        "same_as_plain": same,
-        "decode_ratio": 1.0,
-    }
+    way = {"speculates": "plain" not in name, "over_http": "HTTP" in name}
+    figures = {"tokens_per_second": speed, "same_as_plain": same, "decode_ratio": 1.0}
+    return {"name": name, **way, **figures}
 
 
 def results(path: Path, taken_at: str = "2026-11-27T10:00:00+00:00", speed: float = 50.0) -> Path:
@@ -54,11 +49,8 @@ def results(path: Path, taken_at: str = "2026-11-27T10:00:00+00:00", speed: floa
 def test_each_arm_has_a_row_and_its_best_speculation_another(tmp_path: Path) -> None:
     keep(results(tmp_path / "results"), "zen", "A model, Q4_0", tmp_path)
     text = page(tmp_path)
-    rows = [
-        [each.strip() for each in line.split("|")[1:-1]]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[each.strip() for each in line.split("|")[1:-1]] for line in lines]
     assert rows[0] == ["requests at once", "*edit*, 1", "*edit*, 8", "texts as without drafts"]
     assert rows[2:] == [
         [PLAIN, "50 tok/s", "50 tok/s", ""],

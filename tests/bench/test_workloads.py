@@ -135,10 +135,8 @@ def test_an_agent_is_asked_before_each_turn_and_sessions_go_on_one_turn_at_a_tim
     source: PromptSource,
 ) -> None:
     sessions = lines_of(AGENTS_FILE)
-    turns = [
-        sum(message["role"] == "assistant" for message in session["messages"])
-        for session in sessions
-    ]
+    roles = [[message["role"] for message in session["messages"]] for session in sessions]
+    turns = [each.count("assistant") for each in roles]
     prompts = [prompt.token_ids for prompt in load_prompts("agent", source, sum(turns))]
     assert len(set(prompts)) == sum(turns)
     assert min(turns) >= 4

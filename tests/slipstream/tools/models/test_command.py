@@ -13,13 +13,8 @@ from slipstream.tools.models.memory import PROCESSES, Needs, needs_of
 from worlds.gguf_files import write_gguf
 from worlds.hub import Hub, pointed_at, running
 
-CONFIG = {
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "hidden_size": 64,
-    "max_position_embeddings": 1024,
-}
+CONFIG = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
+CONFIG |= {"hidden_size": 64, "max_position_embeddings": 1024}
 
 
 @pytest.fixture
@@ -46,11 +41,9 @@ def test_what_was_pulled_is_listed_with_what_it_takes(
     assert main(["models", "--json"]) == 0
     plain, tiny = json.loads(capsys.readouterr().out)
     assert (plain["name"], tiny["name"]) == ("org/plain", "org/tiny-GGUF:Q4_K_M")
-    assert plain["tokens"] == 1024
-    assert plain["per_1000_tokens"] == "0.256 MB"
-    assert tiny["tokens"] == 256
-    # Two layers of two heads of 16, keys and values, in 16 bits.
-    assert tiny["per_1000_tokens"] == "0.256 MB"
+    assert (plain["tokens"], tiny["tokens"]) == (1024, 256)
+    # Of the second: two layers of two heads of 16, keys and values, in 16 bits.
+    assert [each["per_1000_tokens"] for each in (plain, tiny)] == ["0.256 MB"] * 2
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["NAME", "org/plain", "org/tiny-GGUF:Q4_K_M"]
@@ -120,6 +113,5 @@ def test_needs_are_read_off_headers(tmp_path: Path) -> None:
     every = write_gguf(tmp_path / "b.gguf", values={"llama.full_attention_interval": 2})
     assert needs_of(every, 1) == Needs(1, 2 * 2 * 16 * 2, 256)
     latent = {"llama.attention.key_length_mla": 8, "llama.attention.value_length_mla": 4}
-    assert needs_of(write_gguf(tmp_path / "c.gguf", values=latent), 1) == Needs(
-        1, 2 * 4 * 12 * 2, 256
-    )
+    path = write_gguf(tmp_path / "c.gguf", values=latent)
+    assert needs_of(path, 1) == Needs(1, 2 * 4 * 12 * 2, 256)

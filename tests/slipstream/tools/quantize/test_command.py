@@ -32,7 +32,6 @@ def test_a_written_folder_is_served_in_8_bits(
     model = load_model(str(folder), torch.device("cpu"))
     complete_packed(model)
     info = quantization_info(model)
-    assert info is not None
     assert (info.bits, info.num_layers, info.head) == (8, 43, True)
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.decode(tokenizer.encode(CODE, add_special_tokens=False)) == CODE

@@ -61,11 +61,8 @@ class Letters:
         del verbose
         return [0] * add_special_tokens + [ord(letter) for letter in text]
 
-    def apply_chat_template(
-        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        assert not tokenize
-        assert add_generation_prompt
+    def apply_chat_template(self, conversation: Any, **how: bool) -> str:
+        assert how == {"tokenize": False, "add_generation_prompt": True}
         return "".join(f"{each['content']}:" for each in conversation)
 
 
@@ -76,18 +73,15 @@ class Letters:
 @pytest.mark.parametrize("width", [1, 4])
 def test_periodic_text_takes_every_draft(drafter: str, width: int) -> None:
     result = played(ReplayCase(drafter, width, 3), PERIODIC)
-    assert (result.num_steps, result.num_tokens) == (6, 24)
-    assert result.tokens_per_step == 4.0
-    assert result.acceptance_rate == 1.0
-    assert result.wasted_rows_per_step == 0.0
+    assert (result.num_steps, result.num_tokens, result.tokens_per_step) == (6, 24, 4.0)
+    assert (result.acceptance_rate, result.wasted_rows_per_step) == (1.0, 0.0)
     # Rows cost nothing here and drafting takes no time: as much faster as steps are fewer.
     assert result.estimated_speedup == pytest.approx(4.0)
 
 
 def test_plain_decoding_is_the_measure() -> None:
     result = played(ReplayCase("none", 1, 8), PERIODIC)
-    assert result.tokens_per_step == 1.0
-    assert result.acceptance_rate is None
+    assert (result.tokens_per_step, result.acceptance_rate) == (1.0, None)
     assert result.estimated_speedup == pytest.approx(1.0)
 
 
@@ -112,10 +106,8 @@ def test_drafts_that_fail_are_counted_as_waste() -> None:
     line = LogLine(1, [1, 2, 3, 4, 1, 2], [9, 1, 2, 8])
     result = played(ReplayCase("ngram", 1, 2), line)
     # Steps: [3 4] refused, 9; nothing, 1; [.] 2 alone is no match; [9 or 3] refused, 8.
-    assert result.num_tokens == 4
-    assert result.num_accepted_tokens == 0
-    assert result.num_steps == 4
-    assert result.num_draft_tokens == 2
+    assert (result.num_steps, result.num_tokens) == (4, 4)
+    assert (result.num_draft_tokens, result.num_accepted_tokens) == (2, 0)
     assert result.wasted_rows_per_step == 0.5
 
 
@@ -161,12 +153,10 @@ def test_drafters_that_want_top_tokens_get_what_was_written(
     monkeypatch.setattr(replay_module, "build_drafters", lambda names, *_: {names[0]: Curious()})
     played(ReplayCase("curious", 2, 2), LogLine(1, [3], [1, 2, 4]))
     (first, second) = seen
-    assert first.path == [0, 1]
-    assert first.emitted_token_ids == [1, 2]
-    assert first.row_token_ids == [3, 1, 9]
+    assert (first.path, second.path) == ([0, 1], [0])
+    assert (first.emitted_token_ids, first.row_token_ids) == ([1, 2], [3, 1, 9])
     assert first.top_token_ids == [[1], [2], []]
     assert first.top_probs == [[1.0], [1.0], []]
-    assert second.path == [0]
 
 
 @pytest.mark.parametrize(
@@ -220,10 +210,7 @@ def test_logs_hold_texts_chats_and_token_ids(tmp_path: Path) -> None:
         ({"prompt": [1], "completion": [1, 2**24]}, r"completion\[1\] is not a token id"),
         ({"prompt": [1], "completion": [1], "cache_salt": 3}, "cache_salt must be a string"),
         ({"prompt": [1], "completion": [1], "sallt": ""}, "unknown field 'sallt'"),
-        (
-            {"prompt": [1], "messages": [], "completion": [1]},
-            "messages and prompt exclude each other",
-        ),
+        ({"prompt": [1], "messages": [], "completion": [1]}, "messages and prompt exclude"),
         ({"messages": [{"role": "user"}], "completion": [1]}, "messages: 'content'"),
         ({"prompt": "a\ud83d", "completion": [1]}, "prompt has halves of characters"),
     ],
@@ -262,10 +249,8 @@ def test_the_command_prints_and_writes_the_figures(
 ) -> None:
     log = write_log(tmp_path, {"prompt": [1, 2, 3, 1, 2, 3], "completion": [1, 2, 3] * 8})
     out = tmp_path / "out.json"
-    status = main(
-        ["replay", str(log), "--drafters", "none,ngram", "--budgets", "3,7", "--json", str(out)]
-    )
-    assert status == 0
+    flags = ["--drafters", "none,ngram", "--budgets", "3,7", "--json", str(out)]
+    assert main(["replay", str(log), *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0][:4] == ["drafter", "shape", "budget", "tokens/step"]
@@ -398,11 +383,8 @@ def test_a_plot_has_a_line_per_drafter_and_shape(
 ) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, _: figures.append(figure))
-    results = [
-        played(ReplayCase("ngram", width, budget), PERIODIC)
-        for width in (1, 4)
-        for budget in (7, 3)
-    ]
+    cases = [ReplayCase("ngram", width, budget) for width in (1, 4) for budget in (7, 3)]
+    results = [played(case, PERIODIC) for case in cases]
     report.plot(results, tmp_path / "out.png")
     tokens, speedup = (
         {line.get_label(): ([*line.get_xdata()], [*line.get_ydata()]) for line in axes.lines}

@@ -111,8 +111,6 @@ def test_the_extra_is_named_where_it_is_missing() -> None:
         "import sys, runpy; sys.modules['simpy'] = None; "
         "runpy.run_module('slipstream.tools.simulate', run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert ".[simulate]" in done.stderr

@@ -68,11 +68,8 @@ async def test_a_kind_whose_answers_are_all_empty_is_refused() -> None:
 
 
 def test_a_period_is_of_the_steps_in_which_all_were_written() -> None:
-    streams = [
-        streamed(0.0, 1.0, 2.0, 3.0, 4.0, drafts=8),
-        streamed(0.0, 1.5, 2.5, 3.5, 4.5, drafts=8),
-    ]
-    period = measure._period(streams)
+    first, second = (1.0, 2.0, 3.0, 4.0), (1.5, 2.5, 3.5, 4.5)
+    period = measure._period([streamed(0.0, *times, drafts=8) for times in (first, second)])
     # From 1.5 to 4: three chunks of the first and two of the second.
     assert period.seconds == pytest.approx(2.5 / 2.5)
     assert period.rows == 2 * (1 + 2)
@@ -85,9 +82,8 @@ def test_acceptance_is_by_depth_where_the_depth_before_was_right() -> None:
         {"num_steps": 10, "num_drafts": 2, "accepted_per_position": [2]},
     ]
     assert measure._acceptance(accounts) == (0.5, (0.8, pytest.approx(3 / 8)))
-    assert measure._acceptance(
-        [{"num_steps": 3, "num_drafts": 0, "accepted_per_position": []}]
-    ) == (0.0, ())
+    none = {"num_steps": 3, "num_drafts": 0, "accepted_per_position": []}
+    assert measure._acceptance([none]) == (0.0, ())
 
 
 async def test_rounds_take_every_probe_in_turn_and_costs_their_medians(
@@ -104,11 +100,8 @@ async def test_rounds_take_every_probe_in_turn_and_costs_their_medians(
         step = slowness * (0.004 + 0.0001 * gamma + (0.001 if num_prompt == 1024 else 0.0))
         first = slowness * (0.006 + 0.0001 * (num_prompt - 2))
         times = [first + index * step for index in range(num_steps)]
-        account = {
-            "num_steps": num_steps,
-            "num_draft_tokens": gamma * num_steps,
-            "draft_ms": 0.02 * slowness * num_steps,
-        }
+        account = {"num_steps": num_steps, "num_draft_tokens": gamma * num_steps}
+        account["draft_ms"] = 0.02 * slowness * num_steps
         return Streamed(0.0, tuple(times), (1,) * num_steps, {"speculative": account})
 
     monkeypatch.setattr(Address, "stream", stream)

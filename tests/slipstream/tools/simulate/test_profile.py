@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,13 +23,6 @@ PROFILE = Profile(
     {"edit": Kind(((100, 20), (80, 10)), 2.0, 32, 0.7, (0.8, 0.9)), "chat": Kind(((10, 10),))},
     EngineConfig(num_blocks=99, max_num_seqs=7, shed_speculation="never", shed_queue=3),
 )
-
-
-def document(folder: Path) -> dict[str, Any]:
-    path = folder / "profile.json"
-    write_profile(PROFILE, path)
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -66,12 +58,13 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named_with_its_file(
     tmp_path: Path, place: tuple[str, ...], value: object, words: str
 ) -> None:
-    found = document(tmp_path)
-    inside: Any = found
+    path = tmp_path / "wrong.json"
+    write_profile(PROFILE, path)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    inside = found
     for name in place[:-1]:
         inside = inside[name]
     inside[place[-1]] = value
-    path = tmp_path / "wrong.json"
     path.write_text(json.dumps(found), encoding="utf-8")
     with pytest.raises(ProfileError, match=re.escape(words)) as caught:
         read_profile(path)

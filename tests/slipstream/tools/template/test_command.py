@@ -13,6 +13,7 @@ from slipstream.cli import main
 
 HERE = str(Path(__file__).parent)
 """A folder that holds no model."""
+GOOD = json.dumps({"prompt": "a", "completion": "b"})
 CODE = "for index in range(10):\n    print(index)\n"
 
 
@@ -30,10 +31,10 @@ def test_a_log_becomes_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         ('{"prompt": "a"}', [], "completion is missing"),
         ("", [], "no text"),
-        (json.dumps({"prompt": "a", "completion": "b"}), ["--nodes", "0"], "--nodes"),
-        (json.dumps({"prompt": "a", "completion": "b"}), ["--model", HERE], HERE),
-        (json.dumps({"prompt": "a", "completion": "b"}), ["--device", "tpu"], "device: 'tpu'"),
-        (json.dumps({"prompt": "a", "completion": "b"}), ["--device", "cuda:99"], "device cuda:99"),
+        (GOOD, ["--nodes", "0"], "--nodes"),
+        (GOOD, ["--model", HERE], HERE),
+        (GOOD, ["--device", "tpu"], "device: 'tpu'"),
+        (GOOD, ["--device", "cuda:99"], "device cuda:99"),
         (json.dumps({"prompt": "a\ud83d", "completion": "b"}), [], "line 1 of "),
     ],
 )

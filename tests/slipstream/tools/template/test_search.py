@@ -58,19 +58,13 @@ def test_accepts_are_counted_along_the_decoding() -> None:
         [[0.9, 0.1], [0.6, 0.4], [0.9, 0.1], [0.9, 0.1]],
     )
     # 1 2 -> 3 -> 4 -> 1 -> 2: all from the prompt, accepted in one step.
-    assert counted(text, [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]) == (
-        {(0,): 1, (0, 0): 1, (0, 0, 0): 1, (0, 0, 0, 0): 1},
-        1,
-    )
+    paths = [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert counted(text, paths) == (dict.fromkeys(paths, 1), 1)
     # Two deep: 3 4 accepted and 1 added; then 2.
     assert counted(text, [(0,), (0, 0)]) == ({(0,): 2, (0, 0): 1}, 2)
     # Twice over, the second round knows that after 2 3 the likelier one is 9.
-    twice = ReplayText(
-        text.prompt_token_ids,
-        [*text.token_ids, *text.token_ids],
-        [*text.top_token_ids, *text.top_token_ids],
-        [*text.top_probs, *text.top_probs],
-    )
+    rows = (text.token_ids, text.top_token_ids, text.top_probs)
+    twice = ReplayText(text.prompt_token_ids, *([*each, *each] for each in rows))
     assert counted(twice, [(0,), (0, 1)]) == ({(0,): 4, (0, 1): 1}, 4)
 
 
