@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from worlds.deploy_tools import ROOT, python_tool
 
@@ -25,14 +26,8 @@ def test_the_image_gets_the_dependencies_and_those_of_the_extras_that_are_named(
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
     (program,) = re.findall(r'^RUN python -c "([^"]*)" > dependencies\.txt', text, re.MULTILINE)
     command = [sys.executable, "-c", program]
-    listed = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={"EXTRAS": "kv-events otel"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
+    how: Any = {"cwd": ROOT, "env": {"EXTRAS": "kv-events otel"}, "text": True}
+    listed = subprocess.run(command, **how, capture_output=True, check=True).stdout.splitlines()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = (project["optional-dependencies"][name] for name in ("gguf", "kv-events", "otel"))
     assert listed == [*project["dependencies"], *(each for extra in extras for each in extra)]

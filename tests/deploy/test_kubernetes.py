@@ -227,17 +227,10 @@ def test_links_of_services_cannot_be_taken_for_settings(objects: Objects) -> Non
 def test_probes_ask_what_is_there(objects: Objects) -> None:
     paths = {getattr(route, "path", None) for router in routers() for route in router.routes}
     _, container = server_of(objects)
-    asked = {
-        name: container[name]["httpGet"]["path"]
-        for name in ("startupProbe", "readinessProbe", "livenessProbe")
-    }
     # While it drains a server is not ready, and alive.
-    assert asked == {
-        "startupProbe": "/ready",
-        "readinessProbe": "/ready",
-        "livenessProbe": "/health",
-    }
-    assert set(asked.values()) | {"/metrics"} <= paths
+    wanted = {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
+    assert {name: container[name]["httpGet"]["path"] for name in wanted} == wanted
+    assert {"/ready", "/health", "/metrics"} <= paths
 
 
 def test_pods_run_without_root_and_write_to_volumes_only(objects: Objects) -> None:
@@ -274,10 +267,8 @@ def test_no_object_holds_a_secret(objects: Objects) -> None:
 
 
 def test_the_autoscaler_reads_a_gauge_of_ours(objects: Objects) -> None:
-    kinds = {
-        family.name: family.type
-        for family in Metrics(engine_info(), "m", lambda: True).registry.collect()
-    }
+    families = Metrics(engine_info(), "m", lambda: True).registry.collect()
+    kinds = {family.name: family.type for family in families}
     scaler = objects["HorizontalPodAutoscaler", "slipstream"]["spec"]
     assert scaler["scaleTargetRef"]["name"] == "slipstream"
     (metric,) = scaler["metrics"]
@@ -296,17 +287,15 @@ def test_the_pool_leads_to_the_picker_and_the_route_to_the_pool() -> None:
     objects = gateway()
     pool = objects["InferencePool", "slipstream"]["spec"]
     _, container = server_of(objects)
-    assert {each["number"] for each in pool["targetPorts"]} <= {
-        each["containerPort"] for each in container["ports"]
-    }
+    ports = {each["containerPort"] for each in container["ports"]}
+    assert {each["number"] for each in pool["targetPorts"]} <= ports
     picker = objects["Service", pool["endpointPickerRef"]["name"]]["spec"]
     assert pool["endpointPickerRef"]["port"]["number"] in {each["port"] for each in picker["ports"]}
     (rule,) = objects["HTTPRoute", "slipstream"]["spec"]["rules"]
     (backend,) = rule["backendRefs"]
     assert (backend["kind"], backend["name"]) == ("InferencePool", "slipstream")
-    (container,) = objects["Deployment", "endpoint-picker"]["spec"]["template"]["spec"][
-        "containers"
-    ]
+    pod = objects["Deployment", "endpoint-picker"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     assert "--pool-name=slipstream" in container["args"]
     (volume,) = container["volumeMounts"]
     assert f"--config-file={volume['mountPath']}/picker_config.yaml" in container["args"]
@@ -348,11 +337,8 @@ def test_events_name_pod_and_model_and_reach_the_picker_alone(
     assert not settings.kv_events_salted
     _, container = server_of(objects)
     ports = {each["containerPort"] for each in container["ports"]}
-    sockets = {
-        int(endpoint.rpartition(":")[2])
-        for endpoint in (settings.kv_events_endpoint, settings.kv_events_replay_endpoint)
-        if endpoint is not None
-    }
+    endpoints = (settings.kv_events_endpoint, settings.kv_events_replay_endpoint)
+    sockets = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
     assert ports == {8000} | sockets
     everybody, picker = objects["NetworkPolicy", "slipstream"]["spec"]["ingress"]
     assert everybody == {"ports": [{"port": 8000}]}

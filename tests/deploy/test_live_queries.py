@@ -61,6 +61,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             yield Watched(live, prometheus, statuses)
 
 
+def finite(watched: Watched, query: str) -> list[float]:
+    """The numbers among what a query answers."""
+    courses = watched.prometheus.course(query)
+    return [value for course in courses for value in course if math.isfinite(value)]
+
+
 def test_the_load_is_what_the_dashboards_are_for(watched: Watched) -> None:
     assert watched.statuses[400] == 1
     assert watched.statuses[429] >= 1
@@ -69,29 +75,17 @@ def test_the_load_is_what_the_dashboards_are_for(watched: Watched) -> None:
 
 
 def test_every_panel_shows_something(watched: Watched) -> None:
-    empty = []
-    for where, expression in dashboard_queries():
-        if "slipstream_state_" in expression:  # the bundled model's layers keep none
-            continue
-        courses = watched.prometheus.course(filled(expression))
-        if not any(math.isfinite(value) for course in courses for value in course):
-            empty.append(f"{where}: {expression}")
-    assert empty == []
+    # The bundled model's layers keep no states.
+    queries = [each for each in dashboard_queries() if "slipstream_state_" not in each[1]]
+    assert [each for each in queries if not finite(watched, filled(each[1]))] == []
 
 
 def test_one_server_alone_fills_every_row_that_is_open(watched: Watched) -> None:
     """No gateway before it, and what its keys and its device add is folded too (test_dashboards.py)."""
     address = watched.server.address.replace(".", r"\\.")
-    empty = [
-        f"{where}: {expression}"
-        for where, expression in dashboard_queries(only_open=True)
-        if not any(
-            math.isfinite(value)
-            for course in watched.prometheus.course(filled(expression, instance=address))
-            for value in course
-        )
-    ]
-    assert empty == []
+    queries = dashboard_queries(only_open=True)
+    shown = [finite(watched, filled(query, instance=address)) for _, query in queries]
+    assert [each for each, values in zip(queries, shown, strict=True) if not values] == []
 
 
 def test_shares_are_shares_and_gains_are_gains(watched: Watched) -> None:
@@ -120,8 +114,7 @@ def test_shares_are_shares_and_gains_are_gains(watched: Watched) -> None:
         panel = where.partition(": ")[2]
         if panel in bounds and "_bucket" not in expression:
             low, high = bounds[panel]
-            courses = watched.prometheus.course(filled(expression))
-            values = [value for course in courses for value in course if math.isfinite(value)]
+            values = finite(watched, filled(expression))
             assert values, where
             assert low - 1e-6 <= min(values), where
             assert max(values) <= high + 1e-6, where

@@ -56,8 +56,7 @@ async def test_a_fresh_replica_goes_by_what_was_changed() -> None:
 async def test_settings_that_a_change_took_away_are_gone() -> None:
     given = {"speculative": {"draft_strategy": "nasd", "max_speculative_tokens": 3}}
     async with replica("a", **given) as (old, olds), replica("b", **given) as (new, news):
-        reply = await old.put(URL, json={}, headers=ADMIN)
-        assert reply.status_code == 200
+        assert (await old.put(URL, json={}, headers=ADMIN)).status_code == 200
         await news.adopt([olds.show()])
         assert await shown(new) == await shown(old)
         assert (await shown(new))["set"] == {"defaults": {}, "caps": {}}
@@ -85,9 +84,7 @@ async def test_another_version_of_the_application_begins_anew() -> None:
 
 async def test_a_refused_change_is_none() -> None:
     async with replica("a") as (_, olds):
+        unknown = SpeculativeChange.model_validate({"defaults": {"draft_strategy": "no_such"}})
         with pytest.raises(ApiError, match="draft_strategy"):
-            await olds(
-                SpeculativeChange.model_validate({"defaults": {"draft_strategy": "no_such"}}),
-                from_built_in=False,
-            )
+            await olds(unknown, from_built_in=False)
         assert olds.show().num_changes == 0

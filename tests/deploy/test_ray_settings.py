@@ -127,9 +127,8 @@ def test_a_key_is_of_a_tenant_and_salt() -> None:
     assert key({"x-api-key": "mine"}, prompt="x") not in (key(prompt="x"), key(mine, prompt="x"))
     assert not any("mine" in str(each) for each in found)
     # What belongs to the one is no part of the other.
-    assert key({"authorization": "a"}, cache_salt="b") != key(
-        {"authorization": "ab"}, cache_salt=""
-    )
+    other = key({"authorization": "ab"}, cache_salt="")
+    assert key({"authorization": "a"}, cache_salt="b") != other
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff"])
@@ -189,9 +188,8 @@ def test_a_deep_body_is_no_trouble() -> None:
     ],
 )
 def test_replicas_are_wanted_by_tokens(by_replica: dict[str, float], wanted: float) -> None:
-    context: Any = SimpleNamespace(
-        aggregated_metrics={"open_tokens": by_replica}, target_num_replicas=3
-    )
+    metrics = {"open_tokens": by_replica}
+    context: Any = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=3)
     assert TokenScaling(target_tokens=1000)(context)[0] == wanted
 
 

@@ -38,6 +38,10 @@ NASD = {"draft_strategy": "nasd"}
 PLAIN = {"speculative": {"draft_strategy": "none"}}
 
 
+def complete(served: Served, **asked: Any) -> Any:
+    return served.client().completions.create(model="slipstream-bundled", **asked)
+
+
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.7, "top_p": 0.9}])
 def test_an_edit_streams_the_same_text_with_and_without_drafts(
     served: Served, sampling: dict[str, Any]
@@ -45,18 +49,9 @@ def test_an_edit_streams_the_same_text_with_and_without_drafts(
     client = served.client()
     texts, usages = [], []
     for extra in (PLAIN, DRAFT):
-        chunks = list(
-            client.chat.completions.create(
-                model="slipstream-bundled",
-                messages=EDIT,  # type: ignore[arg-type]
-                max_tokens=96,
-                seed=5,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body=extra,
-                **sampling,
-            )
-        )
+        asked: Any = {"model": "slipstream-bundled", "messages": EDIT, "max_tokens": 96, "seed": 5}
+        asked |= {"stream": True, "stream_options": {"include_usage": True}, **sampling}
+        chunks = list(client.chat.completions.create(**asked, extra_body=extra))
         texts.append("".join(c.choices[0].delta.content or "" for c in chunks if c.choices))
         usages.append(chunks[-1].usage)
     assert texts[0]
@@ -79,18 +74,12 @@ def test_an_edit_streams_the_same_text_with_and_without_drafts(
 def test_the_bundled_draft_model_drafts_what_the_target_then_writes(
     served: Served, sampling: dict[str, Any], shape: dict[str, Any]
 ) -> None:
-    replies = [
-        served.client().completions.create(
-            model="slipstream-bundled",
-            prompt=CODE,
-            max_tokens=64,
-            extra_body={"ignore_eos": True, "speculative": speculative},
-            **sampling,
-        )
-        for speculative in (PLAIN["speculative"], {"draft_strategy": "small_model"} | shape)
-    ]
+    drafts = (PLAIN["speculative"], {"draft_strategy": "small_model"} | shape)
+    extras = ({"ignore_eos": True, "speculative": each} for each in drafts)
+    asked: Any = {"prompt": CODE, "max_tokens": 64, **sampling}
+    replies = [complete(served, extra_body=each, **asked) for each in extras]
     assert replies[0].choices[0].text == replies[1].choices[0].text
-    account = replies[1].usage.model_extra["speculative"]  # type: ignore[union-attr, index]
+    account = replies[1].usage.model_extra["speculative"]
     assert account["tokens_per_step"] > 1.5
     assert account["acceptance_rate"] > 0.15
 
@@ -147,27 +136,13 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(served: Served) -> 
 
 
 def test_log_probabilities_cover_choices_that_differ_and_the_prompt(served: Served) -> None:
-    asked: dict[str, Any] = {"model": "slipstream-bundled", "logprobs": 2}
-    choices = (
-        served.client()
-        .completions.create(
-            **asked,
-            prompt=CODE * 2,
-            n=3,
-            max_tokens=24,
-            seed=11,
-            extra_body={"ignore_eos": True},
-        )
-        .choices
-    )
+    asked: Any = {"prompt": CODE * 2, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    choices = complete(served, **asked, n=3, logprobs=2, seed=11).choices
     assert len({choice.text for choice in choices}) > 1
-    reply = served.client().completions.create(
-        **asked, prompt="import os\n", echo=True, max_tokens=3
-    )
+    reply = complete(served, prompt="import os\n", logprobs=2, echo=True, max_tokens=3)
     (echoed,) = reply.choices
     assert echoed.text.startswith("import os\n")
     for choice in [*choices, echoed]:
-        assert choice.logprobs is not None
         # Logprobs name special tokens, the text leaves them out.
         tokens = [each for each in choice.logprobs.tokens or [] if each not in SPECIAL]
         assert "".join(tokens) == choice.text
@@ -227,7 +202,7 @@ def test_required_calls_are_valid_drafted_and_the_same_without_drafts(
         reply = client.chat.completions.create(**asked, extra_body=extra)
         (one,) = reply.choices
         found[drafter] = calls_of(one.message)
-        num_steps[drafter] = reply.usage.model_extra["speculative"]["num_steps"]  # type: ignore[union-attr,index]
+        num_steps[drafter] = reply.usage.model_extra["speculative"]["num_steps"]
         # One that was cut off is the beginning of a valid one.
         whole = found[drafter][: -1 if one.finish_reason == "length" else None]
         assert whole
@@ -267,18 +242,11 @@ def test_a_warmed_drafter_copies_from_the_log(
 ) -> None:
     def ask(salt: str) -> Any:
         body = {"cache_salt": salt, "speculative": {"draft_strategy": "suffix"} | FIXED}
-        return served.client().completions.create(
-            model="slipstream-bundled",
-            prompt="def parse(line):\n",
-            max_tokens=64,
-            temperature=0.9,
-            seed=11,
-            extra_body=body,
-        )
+        asked: Any = {"prompt": "def parse(line):\n", "temperature": 0.9, "extra_body": body}
+        return complete(served, **asked, max_tokens=64, seed=11)
 
     def accepted(reply: Any) -> int:
-        found: int = reply.usage.model_extra["speculative"]["num_accepted_tokens"]
-        return found
+        return reply.usage.model_extra["speculative"]["num_accepted_tokens"]
 
     cold = ask("cold")
     log = tmp_path / "log.jsonl"

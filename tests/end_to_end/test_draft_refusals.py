@@ -23,6 +23,8 @@ from worlds.published_blocks import write_folder as write_block_folder
 from worlds.tiny_bench_model import save_tiny_model, tiny_tokenizer
 
 VOCAB, HIDDEN = 512, 32
+SIZES: Any = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +35,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_eagle(path: Path, vocab_size: int = VOCAB) -> Path:
     torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
+    config = LlamaConfig(vocab_size=vocab_size, **SIZES)
     spec = Eagle3Spec(config, HIDDEN, ((0, 1, 2),), vocab_size, owns_embedding=True)
     write_eagle3(path, Eagle3Network(spec))
     return path
@@ -67,15 +61,7 @@ def cut(path: Path) -> Path:
 
 
 def small_model_of_another_vocabulary(path: Path) -> Path:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **SIZES)).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
 
@@ -192,13 +178,8 @@ def test_a_draft_that_cannot_be_is_refused(
 def test_an_engine_in_a_process_of_its_own_refuses_the_same(target: Path, tmp_path: Path) -> None:
     path = write_eagle(tmp_path / "a", vocab_size=500)
     command = [sys.executable, "-m", "slipstream.cli", "serve", str(target), "--port", "0"]
-    done = subprocess.run(
-        [*command, "--draft", f"x={path}"],
-        capture_output=True,
-        text=True,
-        env=child_environment(),
-        check=False,
-    )
+    command += ["--draft", f"x={path}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if line.startswith("slipstream: ")]
     assert said == [f"slipstream: draft x: {path}: vocab_size is 500, and the target's is 512"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from worlds.hub import Hub, environment, pointed_at, running
 from worlds.served_command import HANG, serving
 
 REPO = "org/tiny-GGUF"
+QUIET = ("--log-level", "error", "--port", "0")
 
 
 @pytest.fixture(scope="module")
@@ -46,24 +48,9 @@ def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def refused(*arguments: str) -> str:
     """Returns the output of a command that ends without having served."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "slipstream.cli",
-            "serve",
-            *arguments,
-            "--log-level",
-            "error",
-            "--port",
-            "0",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        env=child_environment(),
-        check=False,
-    )
+    command = [sys.executable, "-m", "slipstream.cli", "serve", *arguments, *QUIET]
+    environment = child_environment()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=environment)
     assert done.returncode == 2, done.stderr
     (line,) = [each for each in done.stderr.splitlines() if each.startswith("slipstream: ")]
     return line
@@ -79,19 +66,18 @@ def test_a_name_serves_with_a_draft_by_name(
         client = server.client()
         (model,) = client.models.list().data
         assert model.id == f"{REPO}:F16"
-        texts = [
-            client.completions.create(
-                model=model.id,
-                prompt="hello world",
-                max_tokens=12,
-                temperature=0,
-                extra_body={"speculative": {"draft_strategy": drafter}},
-            )
-            for drafter in ("none", "small_model")
+        asked: Any = {
+            "model": model.id,
+            "prompt": "hello world",
+            "max_tokens": 12,
+            "temperature": 0,
+        }
+        drafts = ({"draft_strategy": drafter} for drafter in ("none", "small_model"))
+        texts: list[Any] = [
+            client.completions.create(**asked, extra_body={"speculative": each}) for each in drafts
         ]
         assert texts[0].choices[0].text == texts[1].choices[0].text
-        assert texts[1].usage is not None
-        account = texts[1].usage.model_extra["speculative"]  # type: ignore[index]
+        account = texts[1].usage.model_extra["speculative"]
         assert account["num_draft_tokens"] > 0
         drafters = httpx.get(f"{server.url}/v1/drafters", timeout=HANG).json()
         assert "tiny-GGUF:F32" in str(drafters), "a draft is called by its name"
@@ -110,7 +96,7 @@ def test_refusals_are_a_line_each_and_fetch_nothing(
     pointed_at(monkeypatch, hub, tmp_path)
 
     def said(*arguments: str) -> str:
-        assert main(["serve", *arguments, "--log-level", "error", "--port", "0"]) == 2
+        assert main(["serve", *arguments, *QUIET]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         return line
 

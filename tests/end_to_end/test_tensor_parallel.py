@@ -51,13 +51,9 @@ def text_of_the_whole_model() -> str:
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_two_ranks_serve_what_the_whole_model_writes(server: Server, drafter: str) -> None:
-    answer = server.client().completions.create(
-        model="slipstream-bundled",
-        prompt=PROMPT,
-        max_tokens=NUM_TOKENS,
-        temperature=0,
-        extra_body={"speculative": {"draft_strategy": drafter}},
-    )
+    asked: Any = {"model": "slipstream-bundled", "prompt": PROMPT, "max_tokens": NUM_TOKENS}
+    asked["extra_body"] = {"speculative": {"draft_strategy": drafter}}
+    answer = server.client().completions.create(**asked, temperature=0)
     assert answer.choices[0].text == text_of_the_whole_model()
 
 
@@ -87,14 +83,9 @@ def test_ranks_that_torchrun_launches_serve_and_end_with_it(tiny: Path, tmp_path
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     prompt = list(range(40, 52))
     with serving(tmp_path, *flags, model=str(tiny), launcher=torchrun) as launched:
-        answer = launched.client().completions.create(
-            model=tiny.name,
-            prompt=prompt,
-            max_tokens=8,
-            temperature=0,
-            extra_body={"return_token_ids": True},
-        )
-        written: Any = answer.choices[0]
+        asked: Any = {"model": tiny.name, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        asked["extra_body"] = {"return_token_ids": True}
+        written: Any = launched.client().completions.create(**asked).choices[0]
         assert written.token_ids == written_by_the_whole_model(str(tiny), prompt, 8)
         ranks = launched.children(b"slipstream.cli")
         (engine,) = (

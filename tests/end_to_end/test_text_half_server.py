@@ -26,22 +26,11 @@ def test_text_is_written_as_the_whole_writes_it_and_an_image_is_refused(tmp_path
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    config = EngineConfig(
-        model=str(tmp_path),
-        num_blocks=64,
-        block_size=4,
-        max_num_batched_tokens=16,
-        max_num_seqs=2,
-        prefix_layers="1",
-    )
+    sizes: Any = {"num_blocks": 64, "block_size": 4, "max_num_batched_tokens": 16}
+    config = EngineConfig(model=str(tmp_path), max_num_seqs=2, prefix_layers="1", **sizes)
     prompt = tokenizer.encode("a picture of", add_special_tokens=False)
-    body = {
-        "prompt": prompt,
-        "max_tokens": NUM_WRITTEN,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    body = {"prompt": prompt, "max_tokens": NUM_WRITTEN, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
     with (
         engine_served(config) as found,
         httpx.Client(base_url=f"{found.url}/v1", timeout=WAIT_SECONDS) as client,

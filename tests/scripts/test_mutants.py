@@ -13,16 +13,8 @@ from scripts.mutants import KILLED, MUTANTS, STALE, SURVIVED, TIMED_OUT, Copy, M
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = mutants.load(MUTANTS)
-FAULT = Mutant(
-    "wrong-sum",
-    "sums",
-    "It subtracts.",
-    "code_of_it.py",
-    "Adder.add",
-    "a + b",
-    "a - b",
-    ("test_code.py",),
-)
+PLACE = ("code_of_it.py", "Adder.add")
+FAULT = Mutant("wrong-sum", "sums", "It subtracts.", *PLACE, "a + b", "a - b", ("test_code.py",))
 CODE = """
 class Adder:
     @staticmethod

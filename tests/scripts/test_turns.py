@@ -26,9 +26,8 @@ def test_quick():
 def test_turns_share_the_slow_tests_out(tmp_path: Path) -> None:
     (tmp_path / "test_cells.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-    (tmp_path / "pytest.ini").write_text(
-        f"[pytest]\nmarkers = slow\npythonpath = {ROOT / 'tests'}\n"
-    )
+    settings = f"[pytest]\nmarkers = slow\npythonpath = {ROOT / 'tests'}\n"
+    (tmp_path / "pytest.ini").write_text(settings)
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
     counts: Counter[str] = Counter()
     for turn in range(7, 7 + NUM_TURNS):

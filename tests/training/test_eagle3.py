@@ -96,12 +96,8 @@ def drafted(net: Eagle3Network, ids: list[int], states: torch.Tensor, row: int, 
         return found
     if net.num_parallel > 1:
         count = num_steps - 1
-        masks = StoredRows(
-            text,
-            [MASK] * count,
-            net.mask_feature().expand(count, -1),
-            [-1, *range(count - 1)],
-        )
+        features = net.mask_feature().expand(count, -1)
+        masks = StoredRows(text, [MASK] * count, features, [-1, *range(count - 1)])
         store.step(masks)
         return [*found, *net.logits(masks.outputs[1])]
     feature = features[-1:]
@@ -198,12 +194,8 @@ def test_gradients_reach_every_weight() -> None:
         rows = chosen_rows([2, 0], (WIDTH, 8), 3, torch.Generator().manual_seed(0))
         found = chain_of(net, embed)(embed(ids.roll(-1, 1)), states, rows, 3)
         sum(net.lm_head(each).square().sum() for each in found).backward()
-        without = [
-            name
-            for name, weight in net.named_parameters()
-            if weight.grad is None or not bool(weight.grad.any())
-        ]
-        assert without == []
+        grads = {name: weight.grad for name, weight in net.named_parameters()}
+        assert [name for name, grad in grads.items() if grad is None or not grad.any()] == []
 
 
 # --- what it begins with ---
@@ -214,12 +206,8 @@ def test_layers_are_made_as_the_targets() -> None:
     assert (config.head_dim, config.rms_norm_eps, config.num_hidden_layers) == (8, 1e-3, 2)
     assert (config.vocab_size, config.max_position_embeddings) == (VOCAB, 64)
     assert config.rope_parameters == LLAMA3
-    nested = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 4,
-        "rope_parameters": {"full_attention": LLAMA3},
-    }
+    nested = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_attention_heads": 4}
+    nested["rope_parameters"] = {"full_attention": LLAMA3}
     usual = llama_config(SimpleNamespace(**nested), 1)
     assert usual.rope_parameters["rope_type"] == "default"
     assert (usual.intermediate_size, usual.num_key_value_heads) == (72, 4)

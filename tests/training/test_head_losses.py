@@ -30,19 +30,14 @@ def test_rows_learn_from_the_token_behind_the_one_they_guess_from() -> None:
     for step in range(NUM_STEPS):
         learning, tokens = rows.of_step(step, WIDTH)
         wanted = [
-            (text, row, row + 1 + step)
+            [text, row, row + 1 + step]
             for text, (first, length) in enumerate(zip((1, 0, 4), LENGTHS, strict=True))
             for row in range(first, length - 1)
             if row + 1 + step < length
         ]
         text, number = learning // rows.at.shape[1], learning % rows.at.shape[1]
-        found = zip(
-            text.tolist(),
-            rows.at[text, number].tolist(),
-            (tokens - text * WIDTH).tolist(),
-            strict=True,
-        )
-        assert list(found) == wanted
+        found = torch.stack((text, rows.at[text, number], tokens - text * WIDTH), dim=1)
+        assert found.tolist() == wanted
 
 
 def test_of_many_rows_some_are_chosen_by_chance() -> None:

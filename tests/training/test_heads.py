@@ -87,10 +87,7 @@ class StoppedError(Exception):
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    heads_of_run: dict[str, torch.Tensor] = torch.load(path / "state.pt", weights_only=True)[
-        "heads"
-    ]
-    return heads_of_run
+    return torch.load(path / "state.pt", weights_only=True)["heads"]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "p_eagle"])

@@ -140,7 +140,7 @@ async def test_what_the_drain_cuts_off_is_told(path: str) -> None:
         await client.post(path, REQUESTS[path] | {"stream": True}, "connection: close")
         head = await client.read()
         engine.gate.clear()
-        await until(lambda: len(engine.open) == 1)
+        await until(lambda: engine.open)
         signal.raise_signal(signal.SIGTERM)
         answer = head + await client.read_to_end()
     assert_told(path, answer, "shutting_down")
