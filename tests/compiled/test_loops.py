@@ -14,14 +14,7 @@ from numba import njit
 
 from compiled.cache import sources_of, version_of
 from compiled.loops import Loop
-from compiled.records import (
-    Float64s,
-    Int32s,
-    Int64s,
-    Memory,
-    address_of,
-    is_nowhere,
-)
+from compiled.records import Float64s, Int32s, Int64s, Memory, address_of, is_nowhere
 
 
 class Part(Protocol):

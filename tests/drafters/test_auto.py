@@ -7,13 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from drafters.auto import AutoDrafter, AutoSettings
-from drafters.base import (
-    Drafter,
-    DrafterContext,
-    DrafterNeeds,
-    DrafterUnavailableError,
-    DraftShape,
-)
+from drafters.base import Drafter, DrafterContext, DrafterNeeds, DrafterUnavailableError, DraftShape
 from drafters.copying.ngram import NgramDrafter
 from drafters.registry import build_drafters
 from drafters.tree import EMPTY

@@ -208,8 +208,7 @@ def test_the_tokens_expected_are_those_of_the_best_path() -> None:
 
 
 @given(
-    st.lists(st.floats(0.0, 4.0), min_size=1, max_size=7),
-    st.tuples(*[st.floats(0.001, 0.1)] * 3),
+    st.lists(st.floats(0.0, 4.0), min_size=1, max_size=7), st.tuples(*[st.floats(0.001, 0.1)] * 3)
 )
 def test_no_other_number_of_requests_gains_more(
     gains: list[float], seconds: tuple[float, float, float]

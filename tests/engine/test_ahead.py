@@ -185,10 +185,7 @@ def test_who_waits_for_a_free_seat_is_not_kept_waiting(target: TinyTarget) -> No
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        replace(USUAL, frequency_penalty=0.5),
-        replace(USUAL, min_tokens=6, stop_token_ids=(3,)),
-    ],
+    [replace(USUAL, frequency_penalty=0.5), replace(USUAL, min_tokens=6, stop_token_ids=(3,))],
 )
 def test_a_request_that_needs_the_host_between_steps_waits_for_it(
     target: TinyTarget, sampling: SamplingParams

@@ -28,14 +28,7 @@ from engine.process.threaded import AsyncEngine
 from engine.request.errors import UnsupportedModelError
 from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
-from worlds.tiny_models import (
-    CPU,
-    VOCAB_SIZE,
-    greedy_text,
-    random_ids,
-    reference_model,
-    tiny_model,
-)
+from worlds.tiny_models import CPU, VOCAB_SIZE, greedy_text, random_ids, reference_model, tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -221,8 +221,7 @@ class Odd(BaseException):
 
 @pytest.mark.parametrize("error", [SystemExit, GeneratorExit, MemoryError, Odd])
 @pytest.mark.parametrize(
-    "method",
-    ["open", "announced", "read_prompt", "propose", "observe", "num_top_tokens", "close"],
+    "method", ["open", "announced", "read_prompt", "propose", "observe", "num_top_tokens", "close"]
 )
 def test_a_drafter_that_ends_the_program_fails_its_request(
     method: str, error: type[BaseException]

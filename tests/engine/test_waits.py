@@ -14,12 +14,7 @@ import torch
 
 from drafters.registry import build_drafters
 from drafters.tree import DraftTree
-from engine.request.params import (
-    PLAIN,
-    GenerationRequest,
-    SamplingParams,
-    VerificationName,
-)
+from engine.request.params import PLAIN, GenerationRequest, SamplingParams, VerificationName
 from engine.schedule.request import Plan
 from engine.transfer import Readback
 from worlds.device_world import Looks, WatchedDriver

@@ -122,13 +122,7 @@ def build_core(runner: Runner, vocab_size: int, setup: Setup) -> EngineCore:
         setup.num_blocks, setup.block_size, setup.prefix_cache, listener, tier, setup.states
     )
     speculation = Speculation(
-        drafters,
-        setup.cost,
-        vocab_size,
-        setup.max_num_nodes,
-        pool,
-        setup.shed,
-        setup.shed_queue,
+        drafters, setup.cost, vocab_size, setup.max_num_nodes, pool, setup.shed, setup.shed_queue
     )
     scheduler = Scheduler(
         pool,
@@ -279,11 +273,7 @@ def request(
 
 
 def drafting(
-    drafter: str,
-    policy: str = "fixed",
-    num_tokens: int = 8,
-    width: int = 1,
-    **options: OptionValue,
+    drafter: str, policy: str = "fixed", num_tokens: int = 8, width: int = 1, **options: OptionValue
 ) -> SpeculativeParams:
     return SpeculativeParams(
         draft_strategy=drafter,

@@ -160,10 +160,7 @@ def decisions(rule: Rule, distributions: ExactDistributions) -> Iterator[tuple[F
 
 
 def emitted_law(
-    rule: Rule,
-    trees: Iterator[tuple[Fraction, DraftTree]],
-    target: Model,
-    draft: Model | None,
+    rule: Rule, trees: Iterator[tuple[Fraction, DraftTree]], target: Model, draft: Model | None
 ) -> tuple[dict[Text, Fraction], Fraction]:
     """Probability of every emitted run, and the mean number of accepted drafts."""
     law: dict[Text, Fraction] = defaultdict(Fraction)

@@ -68,10 +68,7 @@ def is_parent_closed(tree: DraftTree, nodes: Sequence[int]) -> bool:
 
 
 def goodput(
-    candidates: Sequence[DraftCandidate],
-    grants: Sequence[Grant],
-    load: Load,
-    cost: DictatedCost,
+    candidates: Sequence[DraftCandidate], grants: Sequence[Grant], load: Load, cost: DictatedCost
 ) -> float:
     """Expected tokens per second of the step with these grants."""
     gain = sum(

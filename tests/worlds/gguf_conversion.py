@@ -274,12 +274,8 @@ _MORE: dict[str, Callable[[Values], Values]] = {
     "falcon-h1": _mamba,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
-    "glm4": lambda own: {
-        "rope.dimension_sections": own["rope_parameters"].get("mrope_section"),
-    },
-    "gpt-oss": lambda own: {
-        "expert_feed_forward_length": own["intermediate_size"],
-    },
+    "glm4": lambda own: {"rope.dimension_sections": own["rope_parameters"].get("mrope_section")},
+    "gpt-oss": lambda own: {"expert_feed_forward_length": own["intermediate_size"]},
     "granitehybrid": _granite_hybrid,
     "hunyuan-moe": lambda own: {
         "expert_feed_forward_length": own["intermediate_size"],

@@ -117,10 +117,7 @@ def gemma_vocabulary(space: str) -> Values:
 def tensors_of(model: LlamaForCausalLM) -> Tensors:
     """Returns the tensors by llama.cpp's names, queries and keys in its order of dimensions."""
     names = gguf.get_tensor_name_map(MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    heads = {
-        "q_proj": model.config.num_attention_heads,
-        "k_proj": model.config.num_key_value_heads,
-    }
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     found = {}
     for name, parameter in model.named_parameters():
         weight = parameter.detach().numpy()

@@ -207,8 +207,7 @@ def live_prometheus(folder: Path, *targets: str) -> Iterator[Prometheus]:
         try:
             prometheus = Prometheus(client)
             until(
-                lambda: prometheus.ready() or process.poll() is not None,
-                "Prometheus did not start",
+                lambda: prometheus.ready() or process.poll() is not None, "Prometheus did not start"
             )
             assert process.poll() is None, (folder / "log").read_text()
             yield prometheus

@@ -80,10 +80,7 @@ def _mxfp4(folder: Path) -> Path:
 
 def _awq(folder: Path, model: str = "llama") -> Path:
     return _folder(
-        folder,
-        _GROUPS | {"quant_method": "awq", "version": "gemm", "zero_point": True},
-        awq,
-        model,
+        folder, _GROUPS | {"quant_method": "awq", "version": "gemm", "zero_point": True}, awq, model
     )
 
 

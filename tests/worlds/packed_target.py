@@ -41,11 +41,7 @@ _SPECULATIONS = [
     drafting("dflash", num_tokens=6, width=2, min_confidence=0.0),
 ]
 _USUAL = EngineConfig(
-    dtype="auto",
-    num_blocks=192,
-    max_num_seqs=24,
-    max_num_batched_tokens=128,
-    prefix_layers="1",
+    dtype="auto", num_blocks=192, max_num_seqs=24, max_num_batched_tokens=128, prefix_layers="1"
 )
 
 

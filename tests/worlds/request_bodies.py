@@ -142,10 +142,7 @@ SHARED: dict[str, tuple[dict[str, Any], Check]] = {
         ),
     ),
     "priority": ({"priority": -2}, lambda o: o.request.priority == -2),
-    "timeout": (
-        {"timeout": 2.5},
-        lambda o: o.request.deadline == o.request.arrival_time + 2.5,
-    ),
+    "timeout": ({"timeout": 2.5}, lambda o: o.request.deadline == o.request.arrival_time + 2.5),
     "cache_salt": ({"cache_salt": "tenant"}, lambda o: o.request.cache_salt == "tenant"),
     "user": ({"user": "someone"}, lambda o: "user='someone'" in o.log),
     "safety_identifier": (
@@ -289,10 +286,7 @@ CHAT_ONLY: dict[str, tuple[dict[str, Any], Check]] = {
         {"tools": TOOLS, "parallel_tool_calls": False},
         lambda o: "get_weather" in o.sampling.grammar,
     ),
-    "reasoning_effort": (
-        {"reasoning_effort": "low"},
-        lambda o: b"effort low" in prompt_of(o),
-    ),
+    "reasoning_effort": ({"reasoning_effort": "low"}, lambda o: b"effort low" in prompt_of(o)),
     "thinking": ({"thinking": {"type": "enabled"}}, lambda o: "thinking" in o.ignored),
     "reasoning": ({"reasoning": {"effort": "low"}}, lambda o: b"effort low" in prompt_of(o)),
     "chat_template_kwargs": (
@@ -419,10 +413,7 @@ MESSAGES_FIELDS: dict[str, tuple[dict[str, Any], Check]] = {
     ),
     "system": ({"system": "zz"}, lambda o: b"system: zz" in prompt_of(o)),
     "max_tokens": ({"max_tokens": 5}, lambda o: o.sampling.max_tokens == 5),
-    "stop_sequences": (
-        {"stop_sequences": ["wör"]},
-        lambda o: o.reply["stop_sequence"] == "wör",
-    ),
+    "stop_sequences": ({"stop_sequences": ["wör"]}, lambda o: o.reply["stop_sequence"] == "wör"),
     "tools": ({"tools": OWN_TOOLS}, lambda o: b"get_weather" in prompt_of(o)),
     "tool_choice": (
         {"tools": OWN_TOOLS, "tool_choice": {"type": "any"}},

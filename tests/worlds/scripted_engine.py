@@ -24,12 +24,7 @@ from engine.request.errors import (
     ShuttingDownError,
     UnknownAdapterError,
 )
-from engine.request.events import (
-    FinishInfo,
-    FinishReason,
-    TokenEvent,
-    TokenLogprobs,
-)
+from engine.request.events import FinishInfo, FinishReason, TokenEvent, TokenLogprobs
 from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest, Tenant
 from engine.request.stats import GammaChange, RequestStats, StepStats

@@ -90,11 +90,7 @@ class Neighbours:
 
 
 def rows_of(
-    states: StateRows,
-    first_row: int,
-    num_known: int,
-    parents: Sequence[int],
-    num_stored: int = 0,
+    states: StateRows, first_row: int, num_known: int, parents: Sequence[int], num_stored: int = 0
 ) -> RequestRows:
     tokens = [0] * (num_known + len(parents) - num_stored)
     return RequestRows(

@@ -83,10 +83,7 @@ _CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
         **sizes, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
     ),
     "gpt_oss": lambda **sizes: hf.GptOssConfig(
-        **sizes,
-        **_EXPERTS,
-        sliding_window=WINDOW,
-        layer_types=_LOCAL_GLOBAL[:2],
+        **sizes, **_EXPERTS, sliding_window=WINDOW, layer_types=_LOCAL_GLOBAL[:2]
     ),
     "gpt2": lambda **sizes: hf.GPT2Config(
         vocab_size=sizes["vocab_size"],
@@ -303,10 +300,7 @@ def run_together(runner: ModelRunner, requests: Sequence[RequestRows]) -> list[t
 
 
 def run_chunks(
-    runner: ModelRunner,
-    token_ids: Sequence[int],
-    counts: Iterable[int],
-    table: Sequence[int],
+    runner: ModelRunner, token_ids: Sequence[int], counts: Iterable[int], table: Sequence[int]
 ) -> torch.Tensor:
     """A text in chunks of the given lengths, alone: ``[sum(counts), vocab_size]``."""
     logits: list[torch.Tensor] = []

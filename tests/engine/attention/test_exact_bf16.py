@@ -54,8 +54,7 @@ MODELS = [
     # Soft caps and windows.
     "gemma2",
     pytest.param(
-        "bundled",
-        marks=pytest.mark.skipif(not has_bundled_model(), reason="no bundled model here"),
+        "bundled", marks=pytest.mark.skipif(not has_bundled_model(), reason="no bundled model here")
     ),
 ]
 

@@ -12,10 +12,7 @@ import pytest
 import torch
 
 from engine.attention import work
-from engine.attention.backend import (
-    KVShape,
-    choose_backend,
-)
+from engine.attention.backend import KVShape, choose_backend
 from engine.attention.triton import TritonAttention
 from engine.attention.work import Room, Work
 from engine.batch import Bucket, InputBuffers, InputTensors, RequestRows, build_batch

@@ -28,14 +28,7 @@ from engine.model.quantization import quantize_model
 from engine.model.runner import ModelRunner
 from engine.weights.rounding.int8 import is_exact
 from worlds.threads import threads
-from worlds.tiny_models import (
-    chunk,
-    make_runner,
-    random_ids,
-    scattered_table,
-    tiny_model,
-    tree,
-)
+from worlds.tiny_models import chunk, make_runner, random_ids, scattered_table, tiny_model, tree
 
 SIZE = 16
 LAYERS = (NORMED, 0, 1, 2)

@@ -25,13 +25,7 @@ from engine.batch import (
     build_batch,
     pad_batch,
 )
-from engine.capture.replays import (
-    DeviceGraphs,
-    GraphSizes,
-    find_bucket,
-    graph_sizes,
-    make_buckets,
-)
+from engine.capture.replays import DeviceGraphs, GraphSizes, find_bucket, graph_sizes, make_buckets
 from engine.config import EngineConfig
 from engine.kernels.triton.choice_ops import choose_rows
 from engine.model.decoder import kept_states

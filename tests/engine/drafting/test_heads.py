@@ -15,13 +15,7 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 
-from drafters.base import (
-    NORMED,
-    DrafterUnavailableError,
-    DraftRequest,
-    DraftSampling,
-    DraftShape,
-)
+from drafters.base import NORMED, DrafterUnavailableError, DraftRequest, DraftSampling, DraftShape
 from drafters.model.heads import Eagle3Drafter
 from drafters.model.medusa import MedusaDrafter
 from drafters.model.protocol import Candidates

@@ -89,11 +89,7 @@ def test_texts_share_memory_and_none_of_it_is_lost(turns: list[tuple[int, int, b
     assert memory._rows is None
 
 
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    st.integers(1, 4),
-    st.integers(0, 6),
-)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 6))
 def test_last_tokens_of_blocks_are_kept_under_their_ids(
     sizes: list[int], block_size: int, first: int
 ) -> None:

@@ -50,11 +50,7 @@ def expect_suggested(
     seed=st.integers(0, 1000),
 )
 def test_the_best_are_suggested(
-    num_columns: int,
-    num_wanted: int,
-    num_likeliest: int,
-    temperatures: list[float],
-    seed: int,
+    num_columns: int, num_wanted: int, num_likeliest: int, temperatures: list[float], seed: int
 ) -> None:
     rows = [RowNoise(seed - 500, 40 + at, each) for at, each in enumerate(temperatures)]
     logits = drawn(len(rows), num_columns, seed)

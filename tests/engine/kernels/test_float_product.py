@@ -8,13 +8,7 @@ import torch.nn.functional as F
 
 from engine.kernels import KINDS
 from engine.kernels.float_dots import has_pair_products
-from engine.kernels.float_product import (
-    can_gate,
-    can_multiply,
-    pack,
-    pack_gated,
-    reference,
-)
+from engine.kernels.float_product import can_gate, can_multiply, pack, pack_gated, reference
 from engine.kernels.instructions import has_wide_registers
 from engine.kernels.lanes import ACTIVATIONS
 from worlds.threads import threads

@@ -136,9 +136,7 @@ def test_where_too_many_wait_batches_are_dropped_and_their_numbers_are_missing(
     publisher.stop()
 
 
-def test_where_the_endpoint_names_a_host_it_is_connected_to(
-    context: zmq.Context[Any],
-) -> None:
+def test_where_the_endpoint_names_a_host_it_is_connected_to(context: zmq.Context[Any]) -> None:
     with context.socket(zmq.SUB) as subscriber:
         subscriber.rcvtimeo = HANG
         subscriber.subscribe("kv@")

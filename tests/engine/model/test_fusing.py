@@ -223,11 +223,7 @@ def with_random_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
 )
 @pytest.mark.parametrize(("name", "offset"), [("llama", 0.0), ("gemma2", 1.0)])
 def test_norms_of_a_model_are_found_and_write_the_same(
-    name: str,
-    offset: float,
-    dtype: torch.dtype,
-    is_triton: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, offset: float, dtype: torch.dtype, is_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's program is one of the ways; its interpreter does not round bfloat16 to the nearest."""
     if is_triton:

@@ -34,13 +34,7 @@ from engine.model.selfcheck import check_logits, reference_logits
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import SAMPLED
 from engine.weights.rounding.int8 import is_exact, quantize_weight
-from worlds.tiny_models import (
-    CPU,
-    VOCAB_SIZE,
-    make_runner,
-    tiny_config,
-    tiny_model,
-)
+from worlds.tiny_models import CPU, VOCAB_SIZE, make_runner, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(

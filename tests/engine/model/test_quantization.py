@@ -208,9 +208,7 @@ def test_floats_are_rounded_to_4_bits_by_texts_of_the_models_own(
     tokenizer = load_tokenizer("bundled")
     model = tiny_model("llama", vocab_size=len(tokenizer))
     engine = build_engine_for(
-        model,
-        tokenizer,
-        EngineConfig(num_blocks=16, drafters=("ngram",), quantization="int4"),
+        model, tokenizer, EngineConfig(num_blocks=16, drafters=("ngram",), quantization="int4")
     )
     info = engine.info.quantization
     assert info is not None

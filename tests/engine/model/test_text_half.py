@@ -247,10 +247,7 @@ MODULES = ["", "model", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.g
         (r"re:language_model\.model\.layers.*gate$", [r"re:model\.layers.*gate$"]),
         (r"re:^language_model.model.layers", ["re:^model.layers"]),
         # It names the whole's modules behind a wildcard: those of the half are told one by one.
-        (
-            "re:.*language_model.*mlp.*",
-            ["re:.*language_model.*mlp.*", "model.layers.0.mlp.gate"],
-        ),
+        ("re:.*language_model.*mlp.*", ["re:.*language_model.*mlp.*", "model.layers.0.mlp.gate"]),
         ("re:.*lm_head", ["re:.*lm_head"]),
         ("re:vision_tower.*", ["re:vision_tower.*"]),
     ],

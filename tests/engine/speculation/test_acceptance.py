@@ -15,11 +15,7 @@ from drafters.base import Observation
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import EMPTY, DraftTree, chain
 from engine.request.params import SpeculativeParams
-from engine.speculation.acceptance import (
-    Acceptance,
-    SampledAcceptance,
-    new_acceptance,
-)
+from engine.speculation.acceptance import Acceptance, SampledAcceptance, new_acceptance
 from engine.speculation.drafting import check_sampled
 from engine.speculation.gamma.policy import DraftCandidate
 from worlds.engine_harness import DictatedCost

@@ -64,10 +64,7 @@ def test_what_is_no_measurement_is_refused(points: list[tuple[int, int, float]])
 
 MEASUREMENTS = st.lists(
     st.tuples(
-        st.integers(1, 100),
-        st.sampled_from([0, 64, 512]),
-        st.floats(1e-4, 10.0),
-        st.integers(1, 9),
+        st.integers(1, 100), st.sampled_from([0, 64, 512]), st.floats(1e-4, 10.0), st.integers(1, 9)
     ),
     min_size=1,
     max_size=12,

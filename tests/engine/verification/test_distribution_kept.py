@@ -34,10 +34,7 @@ PROMPT = [0, 1, 2, 3, 4, 5, 0, 2, 4, 1, 3, 5, 5, 1, 0, 4, 3, 2, 0, 1]
 
 CASES: dict[str, tuple[SamplingParams, SpeculativeParams]] = {
     "chain": (SamplingParams(temperature=1.0), drafting("ngram", num_tokens=2, ngram_min=1)),
-    "tree": (
-        SamplingParams(temperature=1.0),
-        drafting("nasd", num_tokens=12, width=4, n=2),
-    ),
+    "tree": (SamplingParams(temperature=1.0), drafting("nasd", num_tokens=12, width=4, n=2)),
     "cold_nucleus": (
         SamplingParams(temperature=0.7, top_p=0.9),
         drafting("nasd", num_tokens=8, width=3, n=2),

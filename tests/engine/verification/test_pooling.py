@@ -11,14 +11,7 @@ from numpy.typing import NDArray
 
 from drafters.base import NORMED
 from engine.request.params import GenerationRequest, Pooling, SamplingParams
-from worlds.engine_harness import (
-    Driver,
-    Setup,
-    TinyTarget,
-    circle_prompt,
-    drafting,
-    request,
-)
+from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, drafting, request
 from worlds.tiny_models import own_states
 
 TOLERANCE = 1e-5

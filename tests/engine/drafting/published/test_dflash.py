@@ -50,11 +50,7 @@ Sees = tuple[int | None, bool]
 
 
 def plain_block(
-    tensors: Tensors,
-    states: torch.Tensor,
-    anchor: int,
-    sees: Sequence[Sees],
-    embed: torch.Tensor,
+    tensors: Tensors, states: torch.Tensor, anchor: int, sees: Sequence[Sees], embed: torch.Tensor
 ) -> torch.Tensor:
     """Returns the block behind all of ``states`` by the plain reading of its definition: ``[BLOCK,
     HIDDEN]``."""
@@ -91,10 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], Tensors, list[Sees]]] = {
     "speculators": (SPECULATORS, block_tensors(), OPEN),
     "speculators, sliding layers see the block": (
         SPECULATORS
-        | {
-            "transformer_layer_config": LAYER_CONFIG | SLIDES,
-            "sliding_window_non_causal": True,
-        },
+        | {"transformer_layer_config": LAYER_CONFIG | SLIDES, "sliding_window_non_causal": True},
         block_tensors(),
         [(6, True), (None, True), (6, True)],
     ),
@@ -439,10 +432,7 @@ TENSORS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors]]] = {
     "not finite: norm": (PLAIN, _with(norm__weight=torch.full((HIDDEN,), math.nan))),
     "tensors are missing: d2t": (SMALL, _with(**FEWER)),
     "tensors are missing: lm_head.weight": (SMALL, _with(d2t=REDUCED["d2t"])),
-    "t2d [95] instead of [96]": (
-        SMALL,
-        _with(**FEWER, d2t=REDUCED["d2t"], t2d=REDUCED["t2d"][1:]),
-    ),
+    "t2d [95] instead of [96]": (SMALL, _with(**FEWER, d2t=REDUCED["d2t"], t2d=REDUCED["t2d"][1:])),
     "d2t gives ids outside of the target's 96": (SMALL, _with(**FEWER, d2t=FAR)),
     "d2t gives an id twice": (SMALL, _with(**FEWER, d2t=TWICE)),
     "d2t holds torch.float32": (SMALL, _with(**FEWER, d2t=REDUCED["d2t"].float())),

@@ -30,10 +30,7 @@ def loaded(path: Path, form: Form, facts: TargetFacts = FACTS) -> Eagle3Network:
 
 
 def refusal(
-    path: Path,
-    form: Form,
-    change: Change = lambda *_: None,
-    facts: TargetFacts = FACTS,
+    path: Path, form: Form, change: Change = lambda *_: None, facts: TargetFacts = FACTS
 ) -> str:
     """Returns why a folder is refused whose configuration and tensors were changed."""
     config, tensors = form.config(), form.tensors()

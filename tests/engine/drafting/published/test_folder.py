@@ -158,10 +158,7 @@ FAULTS: list[tuple[Write, str]] = [
     (cut(write_bin), "pytorch_model.bin cannot be read: "),
     # What is pickled beside tensors is not run.
     (pickled({"a.weight": Intruder()}), "pytorch_model.bin cannot be read: "),
-    (
-        bytes_in("pytorch_model.bin", pickle.dumps(Intruder())),
-        "pytorch_model.bin cannot be read: ",
-    ),
+    (bytes_in("pytorch_model.bin", pickle.dumps(Intruder())), "pytorch_model.bin cannot be read: "),
     *(
         (pickled(content), "pytorch_model.bin does not hold tensors by name")
         for content in ([torch.ones(1)], {"a": 1}, {1: torch.ones(1)})

@@ -15,11 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.batch import NORMED
 from engine.drafting.facts import TargetFacts
 from engine.drafting.published.folder import DraftFolder, DraftRefusedError
-from engine.drafting.published.medusa import (
-    MedusaNetwork,
-    ResidualHeads,
-    recognised,
-)
+from engine.drafting.published.medusa import MedusaNetwork, ResidualHeads, recognised
 from engine.drafting.published.medusa import read as read_medusa
 from engine.drafting.published.networks import place
 from training.folders import write_medusa

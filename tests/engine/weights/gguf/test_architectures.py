@@ -223,11 +223,7 @@ def test_what_a_file_leaves_unsaid_is_as_llama_cpp_has_it(
 
 @pytest.mark.parametrize(
     ("architecture", "model_type"),
-    [
-        ("deepseek2", "deepseek_v3"),
-        ("ernie4_5-moe", "ernie4_5_moe"),
-        ("lfm2moe", "lfm2_moe"),
-    ],
+    [("deepseek2", "deepseek_v3"), ("ernie4_5-moe", "ernie4_5_moe"), ("lfm2moe", "lfm2_moe")],
 )
 def test_parameters_have_the_types_that_a_checkpoint_gives_them(
     tmp_path: Path, architecture: str, model_type: str

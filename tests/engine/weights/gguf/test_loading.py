@@ -25,12 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils.quantization_config import GgufConfig
 
 from bench.gguf_types import fitting
-from engine.model.loader import (
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-    sampling_defaults,
-)
+from engine.model.loader import eos_token_ids, load_model, load_tokenizer, sampling_defaults
 from engine.request.errors import UnsupportedModelError
 from engine.weights.gguf.blocks import BLOCK_TYPES, GgufEmbedding, GgufWeight
 from engine.weights.gguf.file import GgufHeader, find_gguf, read_header
@@ -673,12 +668,7 @@ def overwritten(written: Path, target: Path, before: bytes, skip: int, value: in
         (b"token_embd.weight", 24, 1 << 62, "the file ends in its data"),
         (b"token_embd.weight", 24, 33, "begins at 33, no multiple of 32"),
         (b"blk.1.ffn_up.weight", 24, 64, "overlap"),
-        (
-            b"blk.0.attn_q.weight",
-            20,
-            777,
-            "tensor 'blk.0.attn_q.weight' has the unknown type 777",
-        ),
+        (b"blk.0.attn_q.weight", 20, 777, "tensor 'blk.0.attn_q.weight' has the unknown type 777"),
     ],
 )
 def test_absurd_sizes_and_types_are_refused_before_anything_believes_them(
@@ -749,10 +739,7 @@ def add_bias(tensors: Tensors) -> None:
     ],
 )
 def test_tensors_that_are_not_the_configurations_are_refused(
-    tmp_path: Path,
-    values: dict[str, Any],
-    change: Callable[[Tensors], object] | None,
-    part: str,
+    tmp_path: Path, values: dict[str, Any], change: Callable[[Tensors], object] | None, part: str
 ) -> None:
     path = write_gguf(
         tmp_path / "odd.gguf", values=values, change_tensors=change or (lambda _: None)
