@@ -79,10 +79,14 @@ def test_trials_take_a_hundredth_of_what_is_written_however_many_requests(
     assert num_tried * price <= share * num_steps + 8 * price
 
 
-def test_a_trial_costs_what_requests_have_missed_and_a_call_does_not() -> None:
+@pytest.mark.parametrize(("size", "seconds"), [(1, 0.1), (8, 0.8)], ids=["alone", "one of eight"])
+def test_a_trial_costs_what_its_request_has_missed_and_a_call_does_not(
+    size: int, seconds: float
+) -> None:
+    """Of a batch that has rested, a trial costs a part."""
     ledger = timed({1: 0.001})
     for _ in range(2):
-        ledger.took(1, 0.1)
+        ledger.took(size, seconds)
     assert ledger.choose(hopes(0.2)) == [0], "a call costs a tenth of a token"
     num_tried = 0
     for _ in range(7_000):
@@ -100,17 +104,6 @@ def test_after_a_trial_that_took_long_the_next_one_waits_for_its_price() -> None
     assert ledger.choose(hopes(0.05)) == [], "it took ten tokens' time"
     ledger.wrote(2)
     assert ledger.choose(hopes(0.05)) == [0]
-
-
-def test_of_a_batch_that_has_rested_a_trial_costs_a_part() -> None:
-    ledger = timed({1: 0.001})
-    for _ in range(2):
-        ledger.took(8, 0.8)
-    num_tried = 0
-    for _ in range(7_000):
-        num_tried += len(ledger.choose(hopes(0.05)))
-        ledger.wrote(1)
-    assert 6 <= num_tried <= 8, "the part of one of eight is ten tokens' time"
 
 
 def test_dear_trials_get_rare_after_eight_in_vain_until_one_shows_that_drafts_pay() -> None:

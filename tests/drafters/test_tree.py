@@ -66,15 +66,10 @@ def test_a_chain_takes_one_feature_for_all_or_one_each():
     assert list(chain([1, 2], [3, 4]).features) == [3, 4]
 
 
-def test_paths_follow_the_tree() -> None:
-    tree = DraftTree([5, 6, 7, 8], [-1, 0, -1, 2], [0] * 4)
-    assert tree.paths() == [(), (5,), (5, 6), (7,), (7, 8)]
+def test_paths_follow_the_tree_and_tell_what_trees_share() -> None:
+    tree = DraftTree([5, 6, 5, 7, 8], [-1, 0, 1, -1, 3], [0] * 5)
+    assert tree.paths() == [(), (5,), (5, 6), (5, 6, 5), (7,), (7, 8)]
     assert EMPTY.paths() == [()]
-
-
-def test_the_paths_of_nodes_tell_what_trees_share() -> None:
-    tree = DraftTree([5, 6, 5, 7], [-1, 0, 1, -1], [0] * 4)
-    assert tree.paths() == [(), (5,), (5, 6), (5, 6, 5), (7,)]
     assert {*chain([5, 6], 0).paths()} <= {*tree.paths()}
 
 

@@ -137,22 +137,6 @@ def test_no_row_is_launched_for_a_token_that_a_length_forbids(target: TinyTarget
     assert runner.sizes[1:] == [2, 2, 1, 1]
 
 
-def test_an_abort_throws_the_row_away_and_its_blocks_serve_others(target: TinyTarget) -> None:
-    setup = AHEAD.but(num_blocks=14)
-    core, _ = watched(target, setup)
-    driver = Driver(core)
-    driver.submit(asked(0), asked(1))
-    for _ in range(3):
-        driver.step()
-    core.abort("r0")
-    driver.submit(asked(3))
-    driver.run()
-    assert driver.finishes["r0"].reason == "abort"
-    expected = texts(run(target.core(Setup()), asked(1), asked(3)))
-    assert {name: each for name, each in texts(driver).items() if name != "r0"} == expected
-    assert traces_of(core, driver.finishes) == []
-
-
 def test_a_name_that_comes_again_gets_nothing_of_the_row_under_way(target: TinyTarget) -> None:
     core, _ = watched(target, AHEAD)
     for each in (asked(0), asked(1)):
@@ -365,21 +349,31 @@ def moved_rows(runners: Sequence[ModelRunner], base: int, refused: int, can_move
         assert torch.equal(mine, other)
 
 
-def test_aborted_drafts_that_are_under_way_reach_nobody(target: TinyTarget) -> None:
-    copied = drafting("ngram", "fixed", 6, ngram_min=1)
-    for num_steps in range(2, 9):
-        core, runner = watched(target, AHEAD.but(num_blocks=26))
-        driver = Driver(core)
-        driver.submit(asked(0, USUAL, copied), asked(1, USUAL, copied))
-        for _ in range(num_steps):
-            driver.step()
-        core.abort("r0")
-        driver.submit(asked(3, USUAL, copied))
-        driver.run()
-        assert any(runner.are_ahead)
-        expected = texts(run(target.core(Setup()), asked(1), asked(3)))
-        assert {name: each for name, each in texts(driver).items() if name != "r0"} == expected
-        assert traces_of(core, driver.finishes) == []
+COPIED = drafting("ngram", "fixed", 6, ngram_min=1)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "num_blocks", "num_steps"),
+    [(PLAIN, 14, 3), *((COPIED, 26, number) for number in range(2, 9))],
+    ids=["row", *(f"drafts after {number} steps" for number in range(2, 9))],
+)
+def test_an_abort_throws_away_what_is_under_way_and_its_blocks_serve_others(
+    target: TinyTarget, speculative: SpeculativeParams, num_blocks: int, num_steps: int
+) -> None:
+    core, runner = watched(target, AHEAD.but(num_blocks=num_blocks))
+    first, second, later = (asked(number, USUAL, speculative) for number in (0, 1, 3))
+    driver = Driver(core)
+    driver.submit(first, second)
+    for _ in range(num_steps):
+        driver.step()
+    core.abort("r0")
+    driver.submit(later)
+    driver.run()
+    assert any(runner.are_ahead)
+    assert driver.finishes["r0"].reason == "abort"
+    expected = texts(run(target.core(Setup()), asked(1), asked(3)))
+    assert {name: each for name, each in texts(driver).items() if name != "r0"} == expected
+    assert traces_of(core, driver.finishes) == []
 
 
 @pytest.mark.parametrize("speculative", [PLAIN, drafting("ngram", "fixed", 4, ngram_min=1)])

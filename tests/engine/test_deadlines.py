@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.core import EngineCore
 from engine.request.errors import DeadlineExceededError
-from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.params import SamplingParams
-from worlds.engine_harness import Driver, Setup, drafting, request, traces_of
+from worlds.engine_harness import ErrorDriver, Setup, drafting, request, traces_of
 from worlds.scripted_target import ScriptedTarget
 
 TARGET = ScriptedTarget(8)
 PROMPT = [3, 1, 4, 1, 5, 2, 6, 5]
 
 
-class Expiring(Driver):
-    def __init__(self, core: EngineCore) -> None:
-        super().__init__(core)
-        self.num_written: dict[str, int] = {}
-
-    def _take(self, event: TokenEvent | ErrorEvent) -> None:
-        assert event.request_id not in self.num_written, "it speaks after its last event"
-        if isinstance(event, TokenEvent):
-            super()._take(event)
-            return
-        assert isinstance(event.error, DeadlineExceededError)
-        self.num_written[event.request_id] = event.error.num_output_tokens
+def told(error: Exception) -> int:
+    assert isinstance(error, DeadlineExceededError)
+    return error.num_output_tokens
 
 
 class World:
@@ -34,7 +23,12 @@ class World:
         self.now = 100.0
         setup = Setup(max_num_seqs=max_num_seqs, check_integrity=True, clock=lambda: self.now)
         self.core = TARGET.core(setup)
-        self.driver = Expiring(self.core)
+        self.driver = ErrorDriver(self.core)
+
+    @property
+    def num_written(self) -> dict[str, int]:
+        """Tokens of requests that ended at their deadline."""
+        return {name: told(error) for name, error in self.driver.errors.items()}
 
     def submit(self, name: str, deadline: float | None, num_tokens: int = 40) -> None:
         made = request(
@@ -53,11 +47,11 @@ def test_a_running_request_ends_at_its_deadline_and_its_blocks_are_free() -> Non
     assert written
     world.now = 109.9
     world.driver.step()
-    assert not world.driver.num_written
+    assert not world.num_written
     written = len(world.driver.token_ids["late"])
     world.now = 110.0
     world.driver.step()
-    assert world.driver.num_written == {"late": written}
+    assert world.num_written == {"late": written}
     assert traces_of(world.core, ["late"]) == []
     world.driver.run()
     assert len(world.driver.token_ids["other"]) == 40
@@ -73,7 +67,7 @@ def test_a_waiting_request_past_its_deadline_is_never_scheduled() -> None:
     world.driver.step()
     world.now = 106.0
     world.driver.run()
-    assert world.driver.num_written == {"late": 0, "too late": 0}
+    assert world.num_written == {"late": 0, "too late": 0}
     assert "late" not in world.driver.first_step
     assert set(world.driver.finishes) == {"first", "patient"}
 
@@ -84,5 +78,5 @@ def test_who_is_done_in_time_hears_nothing_of_it() -> None:
     world.driver.run()
     world.now = 200.0
     world.driver.run(request("next", PROMPT))
-    assert world.driver.num_written == {}
+    assert world.num_written == {}
     assert set(world.driver.finishes) == {"quick", "next"}

@@ -22,11 +22,18 @@ from engine.batch import ForwardOutput, InputBatch
 from engine.core import MAX_FAILED_STEPS, EngineCore
 from engine.grammar.mask_time import MaskTime
 from engine.request.errors import RequestFailedError
-from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.processor import Facts, LogitsProcessor, Path, Stage
 from engine.sampling.processors.grammar import Grammar
-from worlds.engine_harness import Driver, Setup, build_core, drafting, request, traces_of
+from worlds.engine_harness import (
+    Driver,
+    ErrorDriver,
+    Setup,
+    build_core,
+    drafting,
+    request,
+    traces_of,
+)
 from worlds.fake_drafters import FakeDrafter, foreseeing
 from worlds.scripted_target import ScriptedRunner, ScriptedTarget
 
@@ -305,21 +312,10 @@ def test_a_broken_guest_leaves_auto_its_own_draft(broken: FakeDrafter) -> None:
 # --- faults of no drafter ---
 
 
-class Failures(Driver):
-    """Keeps how requests failed, too."""
-
-    def __init__(self, core: EngineCore) -> None:
-        super().__init__(core)
-        self.failures: dict[str, str] = {}
-
-    def _take(self, event: TokenEvent | ErrorEvent) -> None:
-        assert event.request_id not in self.failures, "it speaks after its last event"
-        if isinstance(event, TokenEvent):
-            super()._take(event)
-            return
-        assert isinstance(event.error, RequestFailedError)
-        assert event.request_id not in self.finishes
-        self.failures[event.request_id] = str(event.error)
+def failures(driver: ErrorDriver) -> dict[str, str]:
+    """How requests failed."""
+    assert all(isinstance(each, RequestFailedError) for each in driver.errors.values())
+    return {name: str(error) for name, error in driver.errors.items()}
 
 
 class Breaking(LogitsProcessor):
@@ -394,16 +390,22 @@ def core_with(**setup: Any) -> EngineCore:
     return TARGET.core(SETUP.but(drafters=drafters(), **setup))
 
 
-def left_nothing(driver: Failures) -> None:
-    names = [*driver.finishes, *driver.failures]
+def waiting(driver: Driver, name: str) -> Any:
+    """The engine's own request."""
+    (found,) = [each for each in driver.core.scheduler.waiting if each.request_id == name]
+    return found
+
+
+def left_nothing(driver: ErrorDriver) -> None:
+    names = [*driver.finishes, *driver.errors]
     assert traces_of(driver.core, names) == []
     counts = driver.core.pool.counts()
     assert counts["committed"] == counts["draft"] == 0
 
 
-def undisturbed() -> Failures:
+def undisturbed() -> ErrorDriver:
     """The neighbours by themselves."""
-    driver = Failures(core_with())
+    driver = ErrorDriver(core_with())
     driver.run(*neighbours())
     return driver
 
@@ -417,7 +419,7 @@ def test_a_processor_that_raises_ends_its_request_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("signal.getsignal", lambda _: None)  # as where a server handles Ctrl-C
-    driver = Failures(core_with())
+    driver = ErrorDriver(core_with())
     sampling = SAMPLED if verification == "block" else GREEDY
     wanted = SpeculativeParams(
         draft_strategy="oracle",
@@ -425,20 +427,15 @@ def test_a_processor_that_raises_ends_its_request_and_no_other(
         num_speculative_tokens=4,
         verification=verification,
     )
-    odd = driver.core.prepare(request("odd", PROMPT, sampling, wanted))
+    driver.submit(*neighbours()[:2], request("odd", PROMPT, sampling, wanted))
+    odd = waiting(driver, "odd")
     odd.sampling.processors.append(Breaking(method, num_tokens, error))
-    driver.submit(*neighbours()[:2])
-    for name in (driver.token_ids, driver.drafted, driver.logprobs, driver.prompt_logprobs):
-        name["odd"] = []
-    driver.num_draft_tokens["odd"] = driver._submitted["odd"] = 0
-    driver.draft_seconds["odd"] = driver.verify_seconds["odd"] = 0.0
-    driver.core.submit(odd)
     driver.run(*neighbours()[2:])
-    assert driver.failures == {"odd": f"{type(error).__name__}: {error}"}
-    whole = text_of(request("r", PROMPT, sampling)) if verification == "match" else None
-    if whole is not None:
-        assert driver.token_ids["odd"] == whole[: len(driver.token_ids["odd"])]
-    assert len(driver.token_ids["odd"]) < sampling.max_tokens
+    assert failures(driver) == {"odd": f"{type(error).__name__}: {error}"}
+    written = driver.token_ids["odd"]
+    if verification == "match":
+        assert written == text_of(request("r", PROMPT, sampling))[: len(written)]
+    assert len(written) < sampling.max_tokens
     alone = undisturbed()
     for each in neighbours():
         name = each.request_id
@@ -464,15 +461,14 @@ class GaveUp:
 
 
 def test_a_grammar_that_gives_up_ends_its_request_and_no_other() -> None:
-    driver = Failures(core_with())
+    driver = ErrorDriver(core_with())
     driver.submit(request("odd", PROMPT, GREEDY, drafting("oracle", num_tokens=4)), *neighbours())
-    (odd,) = [each for each in driver.core.scheduler.waiting if each.request_id == "odd"]
-    grammar: Any = GaveUp()
-    odd.sampling.grammar = grammar
-    facts = Facts(odd.sampling.params, (), frozenset(), TARGET.vocab_size, grammar)
-    odd.sampling.processors.append(Grammar(facts, ""))
+    sampling: Any = waiting(driver, "odd").sampling
+    sampling.grammar = grammar = GaveUp()
+    facts = Facts(sampling.params, (), frozenset(), TARGET.vocab_size, grammar)
+    sampling.processors.append(Grammar(facts, ""))
     driver.run()
-    assert driver.failures == {"odd": "ValueError: the grammar gave up, asked for allowed"}
+    assert failures(driver) == {"odd": "ValueError: the grammar gave up, asked for allowed"}
     alone = undisturbed()
     assert driver.finishes.keys() == alone.finishes.keys()
     for name in alone.finishes:
@@ -481,13 +477,12 @@ def test_a_grammar_that_gives_up_ends_its_request_and_no_other() -> None:
 
 
 def test_what_breaks_while_an_event_is_made_still_ends_in_one_event() -> None:
-    driver = Failures(core_with())
+    driver = ErrorDriver(core_with())
     asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
     driver.submit(request("odd", PROMPT, asked), *neighbours())
-    (odd,) = [each for each in driver.core.scheduler.waiting if each.request_id == "odd"]
-    odd.prompt_logprobs = dict.fromkeys(range(100, 120))  # type: ignore[assignment]
+    waiting(driver, "odd").prompt_logprobs = dict.fromkeys(range(100, 120))
     driver.run()
-    assert list(driver.failures) == ["odd"]
+    assert list(failures(driver)) == ["odd"]
     assert len(driver.finishes) == 4
     left_nothing(driver)
 
@@ -509,13 +504,13 @@ def test_a_step_that_breaks_ends_its_requests_and_the_next_ones_are_served(
     at: int, error: Exception
 ) -> None:
     runner = Refusing(TARGET, lambda number: number == at, error)
-    driver = Failures(build_core(runner, 8, SETUP.but(drafters=drafters(), max_num_seqs=2)))
+    driver = ErrorDriver(build_core(runner, 8, SETUP.but(drafters=drafters(), max_num_seqs=2)))
     driver.run(*neighbours())
-    assert set(driver.failures) == {"greedy", "plain"}
+    assert set(failures(driver)) == {"greedy", "plain"}
     for name in ("sampled", "rejecting"):
         assert driver.token_ids[name] == undisturbed().token_ids[name]
     # What was cached before is not trusted, and the same prompts are served once more.
-    driver.failures.clear()
+    driver.errors.clear()
     again = request("again", PROMPT, GREEDY, drafting("oracle", num_tokens=4))
     driver.run(again)
     assert driver.token_ids["again"] == text_of(again)
@@ -524,12 +519,12 @@ def test_a_step_that_breaks_ends_its_requests_and_the_next_ones_are_served(
 
 def test_blocks_that_a_broken_step_published_are_not_used() -> None:
     """It broke between publishing blocks and moving accepted rows into them."""
-    driver = Failures(core_with())
+    driver = ErrorDriver(core_with())
     driver.submit(request("r", PROMPT * 2, GREEDY))
     move = driver.core.runner.move
     driver.core.runner.move = None  # type: ignore[method-assign, assignment]
     driver.step()
-    assert set(driver.failures) == {"r"}
+    assert set(failures(driver)) == {"r"}
     assert driver.core.pool.counts()["free"] == SETUP.num_blocks
     driver.core.runner.move = move  # type: ignore[method-assign]
     driver.run(request("s", PROMPT * 2, GREEDY))
@@ -538,18 +533,18 @@ def test_blocks_that_a_broken_step_published_are_not_used() -> None:
 
 def test_an_engine_whose_steps_all_break_gives_up() -> None:
     runner = Refusing(TARGET, lambda _: True, RuntimeError("the device is gone"))
-    driver = Failures(build_core(runner, 8, SETUP))
+    driver = ErrorDriver(build_core(runner, 8, SETUP))
     for number in range(1, MAX_FAILED_STEPS):
         driver.run(request(f"r{number}", PROMPT, GREEDY))
-    assert len(driver.failures) == MAX_FAILED_STEPS - 1
+    assert len(failures(driver)) == MAX_FAILED_STEPS - 1
     with pytest.raises(RuntimeError, match="the device is gone"):
         driver.run(request("last", PROMPT, GREEDY))
     # Steps that break now and then are no reason to.
     runner = Refusing(TARGET, lambda number: number % 5 == 0, RuntimeError("now and then"))
-    driver = Failures(build_core(runner, 8, SETUP))
+    driver = ErrorDriver(build_core(runner, 8, SETUP))
     for number in range(3 * MAX_FAILED_STEPS):
         driver.run(request(f"r{number}", PROMPT, GREEDY))
-    assert len(driver.failures) == 3 * MAX_FAILED_STEPS
+    assert len(failures(driver)) == 3 * MAX_FAILED_STEPS
     # What no later step survives ends it at once.
     for error in (MemoryError("none left"), torch.AcceleratorError("asserted", 710)):
         core = build_core(Refusing(TARGET, lambda _: True, error), 8, SETUP)

@@ -12,33 +12,17 @@ from engine.batch import ForwardOutput, InputBatch
 from engine.build import build_engine_for
 from engine.build.sizes import sizes_of_states
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.model.loader import attach_attention
 from engine.request.errors import UnsupportedModelError
-from engine.request.events import ErrorEvent, TokenEvent
 from engine.request.info import StatesInfo
 from engine.request.params import GenerationRequest, SamplingParams
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle
-from worlds.engine_harness import Driver, request
+from worlds.engine_harness import ErrorDriver, request
 from worlds.tiny_models import VOCAB_SIZE, greedy_text, random_ids, reference_model, tiny_model
 
 SIZE, NUM_WRITTEN = 4, 14
 PROMPTS = [random_ids(seed, count) for seed, count in ((1, 19), (2, 12), (3, 24))]
 families = pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
-
-
-class Telling(Driver):
-    """Keeps the names of requests that failed."""
-
-    def __init__(self, core: EngineCore) -> None:
-        super().__init__(core)
-        self.failed: list[str] = []
-
-    def _take(self, event: TokenEvent | ErrorEvent) -> None:
-        if isinstance(event, TokenEvent):
-            super()._take(event)
-        else:
-            self.failed.append(event.request_id)
 
 
 @cache
@@ -52,7 +36,7 @@ def asked(request_id: str, prompt: list[int]) -> GenerationRequest:
     return request(request_id, prompt, sampling, ORACLE)
 
 
-def driver_of(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Telling:
+def driver_of(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> ErrorDriver:
     """Its drafts are trees, of the texts that follow ``PROMPTS``."""
     texts = [prompt + alone(name, tuple(prompt)) for prompt in PROMPTS]
     register_oracle(monkeypatch, lambda: OracleDrafter(texts, VOCAB_SIZE))
@@ -61,10 +45,10 @@ def driver_of(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Tel
         **{"prefill_chunk": 9, "state_snapshot_tokens": 8, "check_integrity": True},
     }
     config = EngineConfig(**sizes | changes)
-    return Telling(build_engine_for(tiny_model(name), None, config).core)
+    return ErrorDriver(build_engine_for(tiny_model(name), None, config).core)
 
 
-def check(driver: Telling, name: str, **prompts: list[int]) -> None:
+def check(driver: ErrorDriver, name: str, **prompts: list[int]) -> None:
     """These requests, all at once, are answered as each would be alone, and hold nothing any more."""
     driver.run(*(asked(each, prompt) for each, prompt in prompts.items()))
     for each, prompt in prompts.items():
@@ -139,7 +123,7 @@ def test_a_step_that_breaks_leaves_no_state_behind(
 
     monkeypatch.setattr(driver.core.runner, "forward", breaking)
     driver.run(*(asked(each, prompt) for each, prompt in zip("abc", PROMPTS, strict=True)))
-    assert set(driver.failed) == {"a", "b"}
+    assert {*driver.errors} == {"a", "b"}
     assert driver.token_ids["c"] == alone(name, tuple(PROMPTS[2]))
     check(driver, name, d=PROMPTS[0], e=PROMPTS[1])
     assert driver.finishes["d"].num_cached_tokens == 0

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from drafters.registry import drafter_names
 from engine.request.params import GenerationRequest, SamplingParams
@@ -21,12 +20,6 @@ GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 COUNTS_OF_ALL = {"auto"}
 """Drafters whose choice of draft depends on how often drafts of all requests were right. They may
 draft other tokens, but none that only another tenant's text would bring up."""
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
-    torch.set_num_threads(1)
-    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
 
 
 def wanted(

@@ -155,11 +155,6 @@ def drafts_of_models(
     ]
 
 
-@pytest.fixture(scope="module")
-def every_drafter(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
-    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
-
-
 class Drafts:
     """Records what a core's drafters propose from now on, by step and request, and how often they
     wait."""
@@ -211,9 +206,9 @@ def assert_equal_trees(mine: DraftTree, tree: DraftTree) -> None:
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])
 def test_chains_of_all_models_wait_once_together(
-    verification: VerificationName, every_drafter: EveryDrafterTarget
+    verification: VerificationName, target: EveryDrafterTarget
 ) -> None:
-    driver, drafts = drafts_on_both(every_drafter, drafts_of_models(1, verification))
+    driver, drafts = drafts_on_both(target, drafts_of_models(1, verification))
     assert max(drafts.waits) == 1
     if verification == "match":
         assert max(driver.waits) == 2
@@ -223,9 +218,9 @@ def test_chains_of_all_models_wait_once_together(
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])
 def test_trees_of_all_models_wait_once_per_level(
-    verification: VerificationName, every_drafter: EveryDrafterTarget
+    verification: VerificationName, target: EveryDrafterTarget
 ) -> None:
-    _, drafts = drafts_on_both(every_drafter, drafts_of_models(3, verification))
+    _, drafts = drafts_on_both(target, drafts_of_models(3, verification))
     assert max(drafts.waits) > 1
     # Once together, and each later level of the deepest request by itself.
     assert max(drafts.waits) <= 1 + len(LEVEL_BY_LEVEL) * 5

@@ -188,15 +188,6 @@ def test_a_pool_without_prefix_cache_reuses_and_publishes_nothing() -> None:
     assert pool.counts() == counts(2, 0, 2, 0)
 
 
-def test_a_reset_frees_what_was_cached() -> None:
-    pool = CheckedPool(4, SIZE)
-    run(pool, "a", TOKENS[:8])
-    pool.free("a")
-    pool.forget_blocks()
-    assert pool.counts() == counts(4, 0, 0, 0)
-    assert pool.open("b", TOKENS[:8], "", 100) == 0
-
-
 def test_requests_open_at_a_reset_publish_nothing_any_more() -> None:
     pool = CheckedPool(8, SIZE)
     run(pool, "a", TOKENS[:8])

@@ -58,6 +58,17 @@ def fill(path: Path, num: int = NUM_SLOTS) -> None:
     file.close([(seed, entry(seed)) for seed in range(num)])
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def filled(path: Path) -> Path:
+    fill(path)
+    return path
+
+
 def seeds_in(file: SlotFile) -> list[int]:
     """Those whose whole content is there."""
     found = []
@@ -78,8 +89,7 @@ def spoil(path: Path, place: int, num: int = 1) -> None:
         file.write(bytes(each ^ 0x55 for each in there))
 
 
-def test_what_was_written_is_found_by_the_next_process(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
+def test_what_was_written_is_found_by_the_next_process(path: Path) -> None:
     file = opened(path)
     assert not list(file.entries())
     for seed in range(3):
@@ -125,83 +135,70 @@ def test_it_is_as_large_as_it_may_be_and_not_larger(tmp_path: Path) -> None:
 # --- damage ---
 
 
-def test_a_damaged_block_alone_is_lost(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    fill(path)
-    spoil(path, 2 * PAGE + 3 * 2 * PAGE + 17)
-    with using(path) as file:
+def test_a_damaged_block_alone_is_lost(filled: Path) -> None:
+    spoil(filled, 2 * PAGE + 3 * 2 * PAGE + 17)
+    with using(filled) as file:
         assert file.num_damaged == 0
         assert seeds_in(file) == [0, 1, 2, 4, 5, 6, 7]
 
 
 def test_damaged_entries_are_dropped_and_counted_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    filled: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "kv"
-    fill(path)
-    spoil(path, PAGE + 64 * 2 + 5, 64 * 3)
-    with using(path) as file:
+    spoil(filled, PAGE + 64 * 2 + 5, 64 * 3)
+    with using(filled) as file:
         assert seeds_in(file) == [0, 1, 6, 7]
         assert file.num_damaged == 4
     assert [each.levelname for each in caplog.records] == ["WARNING"]
 
 
-def test_an_entry_in_another_slots_place_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
-    fill(path)
-    with path.open("r+b") as file:
+def test_an_entry_in_another_slots_place_is_damaged(filled: Path) -> None:
+    with filled.open("r+b") as file:
         file.seek(PAGE)
         first = file.read(64)
         file.seek(PAGE + 64)
         file.write(first)
-    with using(path) as file:
+    with using(filled) as file:
         assert seeds_in(file) == [0, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("place", [0, 20, 100], ids=["magic", "checksum", "content"])
-def test_a_header_damaged_at_one_end_is_there_at_the_other(tmp_path: Path, place: int) -> None:
-    path = tmp_path / "kv"
-    fill(path)
-    spoil(path, place)
-    with using(path) as file:
+def test_a_header_damaged_at_one_end_is_there_at_the_other(filled: Path, place: int) -> None:
+    spoil(filled, place)
+    with using(filled) as file:
         assert len(seeds_in(file)) == NUM_SLOTS
-    spoil(path, path.stat().st_size - PAGE + place)
-    with using(path) as file:
+    spoil(filled, filled.stat().st_size - PAGE + place)
+    with using(filled) as file:
         assert len(seeds_in(file)) == NUM_SLOTS
 
 
 def test_damaged_at_both_ends_it_is_emptied_with_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    filled: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "kv"
-    fill(path)
-    for place in (20, path.stat().st_size - PAGE + 20):
-        spoil(path, place)
-    with using(path) as file:
+    for place in (20, filled.stat().st_size - PAGE + 20):
+        spoil(filled, place)
+    with using(filled) as file:
         assert seeds_in(file) == []
         file.write(0, entry(0), content(0))
     assert [each.message for each in caplog.records if each.levelno >= logging.WARNING] == [
-        f"{path} is emptied: its header is damaged"
+        f"{filled} is emptied: its header is damaged"
     ]
 
 
 @pytest.mark.parametrize("kept", [0, 10, 100, PAGE, PAGE + 70, 2 * PAGE, 5 * PAGE, 10 * PAGE])
-def test_a_truncated_file_keeps_what_is_whole(tmp_path: Path, kept: int) -> None:
-    path = tmp_path / "kv"
-    fill(path)
-    os.truncate(path, kept)
-    with using(path) as file:
+def test_a_truncated_file_keeps_what_is_whole(filled: Path, kept: int) -> None:
+    os.truncate(filled, kept)
+    with using(filled) as file:
         whole = max(0, kept - 2 * PAGE) // (2 * PAGE)
         # A last slot may be whole although its last page is not.
         assert len(seeds_in(file)) in (whole, whole + 1)
         seeds = seeds_in(file)
-    with using(path) as file:
+    with using(filled) as file:
         assert file.num_damaged == 0, "what was found damaged is found again"
         assert seeds_in(file) == seeds
 
 
-def test_random_damage_is_never_taken_for_content(tmp_path: Path) -> None:
-    path = tmp_path / "kv"
+def test_random_damage_is_never_taken_for_content(path: Path) -> None:
     rng = random.Random(3)
     for _ in range(60):
         path.unlink(missing_ok=True)
@@ -220,43 +217,39 @@ def test_random_damage_is_never_taken_for_content(tmp_path: Path) -> None:
     [({"weights": "other"}, "weights"), ({"more": "x"}, "fields"), ({"dtype": "bf16"}, "dtype")],
 )
 def test_another_ones_file_is_emptied_with_a_word(
-    tmp_path: Path, change: dict[str, str], named: str, caplog: pytest.LogCaptureFixture
+    filled: Path, change: dict[str, str], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "kv"
-    fill(path)
-    with using(path, **change) as file:
+    with using(filled, **change) as file:
         assert seeds_in(file) == []
-    with using(path) as file:
+    with using(filled) as file:
         assert seeds_in(file) == []
     assert f"it was written for something else (other: {named})" in caplog.text
 
 
 @pytest.mark.parametrize("said", [b"[]", b"1", b"[" * 4000, b"\xff", b"{", b'{"a\\nb": [1]}', b""])
 def test_a_header_that_says_nothing_of_ours_is_another_ones(
-    tmp_path: Path, said: bytes, caplog: pytest.LogCaptureFixture
+    filled: Path, said: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "kv"
-    fill(path)
     head = _HEAD.pack(_MAGIC, len(said), zlib.crc32(said)) + said
-    whole = path.read_bytes()
-    path.write_bytes(head + whole[len(head) : -PAGE] + head.ljust(PAGE, b"x"))
-    with using(path) as found:
+    whole = filled.read_bytes()
+    filled.write_bytes(head + whole[len(head) : -PAGE] + head.ljust(PAGE, b"x"))
+    with using(filled) as found:
         assert seeds_in(found) == []
     (told,) = (each.message for each in caplog.records if each.levelno >= logging.WARNING)
-    assert told.startswith(f"{path} is emptied: it was written for something else (other: version")
+    assert told.startswith(
+        f"{filled} is emptied: it was written for something else (other: version"
+    )
     assert "\n" not in told
 
 
 def test_a_file_that_others_may_write_is_refused_or_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    filled: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "kv"
-    fill(path)
-    path.chmod(0o606)
+    filled.chmod(0o606)
     with pytest.raises(SlotFileError, match="everybody may write it"):
-        opened(path)
-    path.chmod(0o660)
-    opened(path, NUM_SLOTS + 1).close([])
+        opened(filled)
+    filled.chmod(0o660)
+    opened(filled, NUM_SLOTS + 1).close([])
     assert "another user may write it" in caplog.text
     assert "is emptied: it was written for something else (other: num_slots)" in caplog.text
 
@@ -329,9 +322,8 @@ def test_a_killed_writer_leaves_whole_blocks_and_nothing_else(tmp_path: Path, mo
 
 
 def test_a_full_disk_costs_what_comes_and_keeps_what_there_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "kv"
     fill(path, 2)
     file = opened(path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

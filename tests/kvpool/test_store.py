@@ -45,7 +45,7 @@ def _bits(tensor: torch.Tensor) -> list[int]:
 
 def _assert_equal_stores(left: KVStore, right: KVStore) -> None:
     for a, b in zip(left.key + left.value, right.key + right.value, strict=True):
-        assert _bits(a) == _bits(b)
+        assert _bits(a) == _bits(b.cpu())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,16 +175,14 @@ def test_a_store_takes_memory_where_it_is_written_and_gives_it_back() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_store_holds_the_same_bits() -> None:
-    here = _store(torch.bfloat16)
-    there = _store(torch.bfloat16, "cuda")
+    here, there = _store(torch.bfloat16), _store(torch.bfloat16, "cuda")
     slots, source, destination = (torch.tensor(ids) for ids in ([3, 8, 9], [8, 9], [4, 8]))
     for layer, (key, value) in enumerate(_rows(3)):
         here.write(layer, slots, key, value)
         there.write(layer, slots.cuda(), key.cuda(), value.cuda())
     here.move(source, destination)
     there.move(source.cuda(), destination.cuda())
-    for a, b in zip(here.key + here.value, there.key + there.value, strict=True):
-        assert _bits(a) == _bits(b.cpu())
+    _assert_equal_stores(here, there)
 
 
 def test_what_an_8_bit_store_cannot_hold_becomes_its_largest_number() -> None:
@@ -201,20 +199,15 @@ def test_what_an_8_bit_store_cannot_hold_becomes_its_largest_number() -> None:
 def test_a_block_read_as_bytes_can_be_written_into_any_block(
     dtype: torch.dtype, dim_multiple: int
 ) -> None:
-    store, other = (
-        _store(dtype, dim_multiple=dim_multiple),
-        _store(dtype, dim_multiple=dim_multiple),
-    )
-    num_slots = NUM_BLOCKS * SIZE
-    _write(store, [*range(num_slots)], _rows(num_slots))
-    _write(other, [*range(num_slots)], _rows(num_slots, seed=1))
+    store, other = (_store(dtype, dim_multiple=dim_multiple) for _ in range(2))
+    for seed, each in enumerate((store, other)):
+        _write(each, [*range(NUM_BLOCKS * SIZE)], _rows(NUM_BLOCKS * SIZE, seed))
     expected = [each.clone() for each in other.key + other.value]
     content = torch.empty(store.block_bytes, dtype=torch.uint8)
     store.read_block(3, content)
     other.write_block(1, content)
-    for mine, its, before in zip(
-        store.key + store.value, other.key + other.value, expected, strict=True
-    ):
+    planes = store.key + store.value, other.key + other.value
+    for mine, its, before in zip(*planes, expected, strict=True):
         assert _bits(its[SIZE : 2 * SIZE]) == _bits(mine[3 * SIZE : 4 * SIZE])
         assert _bits(its[:SIZE]) == _bits(before[:SIZE])
         assert _bits(its[2 * SIZE :]) == _bits(before[2 * SIZE :])

@@ -92,12 +92,3 @@ def test_a_prefix_outlives_what_hangs_on_it() -> None:
     assert pool.restore(Restoration(text, "", 6))
     tier.keep(b"other", 0)
     assert [digest in tier for digest in digests[1:]] == [True, True, False]
-
-
-def test_a_failed_step_does_not_forget_the_tier() -> None:
-    tier, *_ = tier_of(3)
-    pool = BlockPool(4, SIZE, tier=tier)
-    tier.keep(b"a", 0)
-    pool.forget_blocks()
-    assert len(tier) == 1
-    pool.check_integrity()

@@ -359,6 +359,22 @@ class Driver:
             self.finishes[name] = event.finish
 
 
+class ErrorDriver(Driver):
+    """Keeps the errors that requests end in, too."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core)
+        self.errors: dict[str, Exception] = {}
+
+    def _take(self, event: TokenEvent | ErrorEvent) -> None:
+        assert event.request_id not in self.errors, "it speaks after its last event"
+        if isinstance(event, TokenEvent):
+            super()._take(event)
+        else:
+            assert event.request_id not in self.finishes
+            self.errors[event.request_id] = event.error
+
+
 def traces_of(core: EngineCore, request_ids: Iterable[str]) -> list[str]:
     """Where the core's objects still name a request: paths to dictionary keys, list and set items.
 

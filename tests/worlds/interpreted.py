@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from worlds import random_tensors
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="this test's tensors lie on a CPU")
+
+
+def drawn(dtype: torch.dtype, *sizes: int, seed: int = 0) -> torch.Tensor:
+    return random_tensors.drawn(*sizes, seed=seed).to(DEVICE, dtype)
+
+
+def compiled_ahead(capability: int, variants: Iterable[str], cache: Path) -> str:
+    """Compiles programs for devices that are not here, in a process of its own: here triton interprets.
+    Returns what it says of them, a line each."""
+    root = Path(__file__).resolve().parents[2]
+    script = root / "tests" / "worlds" / "compiled_ahead.py"
+    result = subprocess.run(
+        [sys.executable, str(script), str(capability), *variants],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @contextmanager

@@ -4,7 +4,7 @@ the engine's attention to run them on."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,40 +143,23 @@ def read_network(path: Path, config: Mapping[str, Any], tensors: Tensors) -> DFl
     return network
 
 
-class BlockRun:
-    """A network on the engine's attention, with requests in scattered blocks of a store."""
-
-    def __init__(
-        self, network: DFlashNetwork, num_requests: int = 1, backend: str = "sdpa"
-    ) -> None:
-        needs = AttentionNeeds("fast", torch.device("cpu"), torch.float32, 4, network.shapes)
-        self.network = network
-        self.attention = build_attention(needs, 64, backend)
-        every = scattered_table(3, 64, first=0, among=64)
-        self.tables = [every[number::num_requests] for number in range(num_requests)]
-
-    @torch.inference_mode()
-    def feed(self, request: int, states: torch.Tensor, first: int) -> None:
-        """Stores the keys and values of the tokens from ``first`` on."""
-        positions = torch.arange(first, first + len(states))
-        slots = torch.tensor(
-            [slot_of(self.tables[request], int(each), 4) for each in positions], dtype=torch.long
-        )
-        for layer, kept in enumerate(self.network.context(states, positions)):
-            self.attention.write(layer, slots, *kept)
-
-    @torch.inference_mode()
-    def draft(self, anchors: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Runs every request's block behind ``lengths`` known tokens:
-        ``[num_requests, block_size, hidden_size]``."""
-        masks = [self.network.mask_token_id] * (self.network.block_size - 1)
-        rows = [
-            RequestRows([anchor, *masks], len(masks) + 1, length, [], table, 0)
-            for anchor, length, table in zip(anchors, lengths, self.tables, strict=True)
-        ]
-        batch = build_batch(rows, 4)
-        inputs = InputBuffers(torch.device("cpu"), 64).fill(batch)
-        plan = self.attention.plan(batch, inputs)
-        hidden = self.network(inputs.token_ids, inputs.positions, plan)
-        shaped: torch.Tensor = hidden.unflatten(0, (len(anchors), -1))
-        return shaped
+@torch.inference_mode()
+def block_behind(
+    network: DFlashNetwork, chunks: Iterable[torch.Tensor], anchor: int
+) -> torch.Tensor:
+    """Returns the block behind tokens whose states come in chunks, on the engine's attention over
+    scattered blocks of a store: ``[block_size, hidden_size]``."""
+    needs = AttentionNeeds("fast", torch.device("cpu"), torch.float32, 4, network.shapes)
+    attention, table, end = build_attention(needs, 64, "sdpa"), scattered_table(3, 64, among=64), 0
+    for states in chunks:
+        positions = torch.arange(end, end + len(states))
+        end += len(states)
+        slots = torch.tensor([slot_of(table, int(each), 4) for each in positions])
+        for layer, kept in enumerate(network.context(states, positions)):
+            attention.write(layer, slots, *kept)
+    rows = [anchor, *[network.mask_token_id] * (network.block_size - 1)]
+    batch = build_batch([RequestRows(rows, len(rows), end, [], table, 0)], 4)
+    inputs = InputBuffers(torch.device("cpu"), 64).fill(batch)
+    plan = attention.plan(batch, inputs)
+    hidden: torch.Tensor = network(inputs.token_ids, inputs.positions, plan)
+    return hidden

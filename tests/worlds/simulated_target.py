@@ -137,6 +137,23 @@ def tell(
     drafter.observe([seen])
 
 
+def draft_after(
+    drafter: Drafter,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    max_nodes: int,
+    shape: DraftShape,
+) -> DraftTree:
+    """Returns the draft once ``output`` has been written after the prompt, a token at a time."""
+    drafter.open("r", prompt, {}, "")
+    known = list(prompt)
+    for token_id in output:
+        ask(drafter, known, max_nodes, shape)
+        known.append(token_id)
+        tell(drafter, known)
+    return ask(drafter, known, max_nodes, shape)
+
+
 def children_of(tree: DraftTree, node: int = ROOT) -> list[int]:
     """The tokens under a node, in the tree's order."""
     pairs = zip(tree.token_ids, tree.parents, strict=True)

@@ -6,18 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engine.states.plan import Convolution, PlainStates, Recurrence
 from engine.states.work import StateWork
+from worlds.random_tensors import drawn
 from worlds.state_walks import Asked, Backend, TextStep, run, store_of
 
 LENGTH = 25
 NUM_ROWS = LENGTH + 50  # those behind the text are what its neighbours ask
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def convolution(

@@ -6,7 +6,7 @@ import pytest
 
 from drafters.base import DraftShape
 from drafters.copying.suffix import SuffixDrafter
-from worlds.simulated_target import ask, decode, node_paths, tell
+from worlds.simulated_target import decode, draft_after, node_paths
 
 CHAIN, TREE = DraftShape(1, 64), DraftShape(4, 64)
 OLD, NEW = 7, 8
@@ -41,34 +41,19 @@ def test_a_name_is_changed_by_hand_only_a_few_times(shape: DraftShape) -> None:
 
 
 def test_a_tree_has_the_original_and_the_correction() -> None:
-    prompt = [*code(OLD), 5]
-    text = [*prompt, *code(NEW)[:40]]  # up to the second name, one change behind it
-    drafter = SuffixDrafter()
-    drafter.open("r", prompt, {}, "")
-    known = list(prompt)
-    for token_id in text[len(prompt) :]:
-        ask(drafter, known, 8, TREE)
-        known.append(token_id)
-        tell(drafter, known)
-    paths = {(known[-1], *path)[-2:] for path in node_paths(ask(drafter, known, 24, TREE))}
-    assert {(6, OLD), (6, NEW)} <= paths
+    text = code(NEW)[:40]  # up to the second name, one change behind it
+    drafts = paths_after([*code(OLD), 5], text, TREE, max_nodes=24)
+    assert {(6, OLD), (6, NEW)} <= {(text[-1], *path)[-2:] for path in drafts}
 
 
-def drafts_of(original: list[int], actual: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
-    """Returns the drafts for a third place, after ``original`` became ``actual`` at two others."""
-    between = [list(range(start, start + 30)) for start in (100, 200, 300, 400)]
-    prompt = [
-        *between[0],
-        *original,
-        *between[1],
-        *original,
-        *between[2],
-        *original,
-        *between[3],
-        5,
-    ]
-    text = [*between[0], *actual, *between[1], *actual, *between[2]]
-    return paths_after(prompt, text, shape)
+def parts(*starts: int) -> list[list[int]]:
+    """What lies between names: tokens that occur once."""
+    return [list(range(start, start + 30)) for start in starts]
+
+
+def joined(between: list[list[int]], name: list[int]) -> list[int]:
+    """The parts, each with the name behind it."""
+    return [token_id for part in between for token_id in (*part, *name)]
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
@@ -81,40 +66,32 @@ def test_all_tokens_of_a_name_are_changed_at_once(
     original: list[int], actual: list[int], shape: DraftShape
 ) -> None:
     # What comes in between differs at all three places: the changed tokens are known by themselves.
-    paths = drafts_of([9, *original], [9, *actual], shape)
+    *between, last = parts(100, 200, 300, 400)
+    prompt = [*joined(between, [9, *original]), *last, 5]
+    text = joined(between[:2], [9, *actual]) + between[2]
+    paths = paths_after(prompt, text, shape)
     assert (9, *actual, 400, 401) in {path[: len(actual) + 3] for path in paths}
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 def test_a_name_is_known_after_other_tokens_too(shape: DraftShape) -> None:
-    name, new = [OLD, 9], [NEW, 10, 11]
-    parts = [list(range(start, start + 30)) for start in range(100, 700, 100)]
-    prompt = [token_id for part in parts for token_id in (*part, *name)]
-    text = [token_id for part in parts[:4] for token_id in (*part, *new)] + parts[4]
-    paths = paths_after([*prompt, 5], text, shape)
+    name, new, between = [OLD, 9], [NEW, 10, 11], parts(*range(100, 700, 100))
+    text = joined(between[:4], new) + between[4]
+    paths = paths_after([*joined(between, name), 5], text, shape)
     assert (*new, 600) in {path[:4] for path in paths}
 
 
+@pytest.mark.parametrize("num_written", [1, 2, 3])
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
-def test_a_change_that_was_begun_is_gone_through_with(shape: DraftShape) -> None:
-    name, new = [OLD, 9], [NEW, 10, 11]
-    parts = [list(range(start, start + 30)) for start in (100, 200, 300)]
-    prompt = [token_id for part in parts for token_id in (*part, *name)]
-    before = [*parts[0], *new, *parts[1]]
-    for num_written in range(1, len(new) + 1):
-        paths = paths_after([*prompt, 5], [*before, *new[:num_written]], shape)
-        assert (*new[num_written:], 300, 301) in {
-            path[: len(new) - num_written + 2] for path in paths
-        }
+def test_a_change_that_was_begun_is_gone_through_with(shape: DraftShape, num_written: int) -> None:
+    name, new, between = [OLD, 9], [NEW, 10, 11], parts(100, 200, 300)
+    text = [*between[0], *new, *between[1], *new[:num_written]]
+    rest = (*new[num_written:], 300, 301)
+    paths = paths_after([*joined(between, name), 5], text, shape)
+    assert rest in {path[: len(rest)] for path in paths}
 
 
-def paths_after(prompt: list[int], text: list[int], shape: DraftShape) -> set[tuple[int, ...]]:
-    """Returns the drafts after ``text`` has been written, a token at a time."""
-    drafter = SuffixDrafter()
-    drafter.open("r", prompt, {}, "")
-    known = list(prompt)
-    for token_id in text:
-        ask(drafter, known, 8, shape)
-        known.append(token_id)
-        tell(drafter, known)
-    return set(node_paths(ask(drafter, known, 8, shape)))
+def paths_after(
+    prompt: list[int], text: list[int], shape: DraftShape, max_nodes: int = 8
+) -> set[tuple[int, ...]]:
+    return set(node_paths(draft_after(SuffixDrafter(), prompt, text, max_nodes, shape)))

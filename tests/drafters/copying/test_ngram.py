@@ -87,18 +87,6 @@ def test_chain_equals_the_naive_reference(token_ids, num_tokens, ngram_min, more
     assert chain_of(token_ids, num_tokens, ngram_min, ngram_max) == expected
 
 
-def test_bulk_and_single_steps_build_the_same_index():
-    token_ids = [(i * i) % 7 for i in range(300)]
-    options = NgramDrafter.info.resolve({})
-    at_once, one_by_one = NgramState(token_ids, options), NgramState(token_ids[:1], options)
-    for end in range(2, len(token_ids) + 1):
-        one_by_one.propose(DraftRequest("r", token_ids[:end], 1, DraftShape()))
-    assert at_once.read_prompt(len(token_ids)) == len(token_ids)
-    for width in (1, 3):
-        request = DraftRequest("r", token_ids, 16, DraftShape(width, 16))
-        assert at_once.propose(request) == one_by_one.propose(request)
-
-
 def test_tree_offers_the_other_known_continuations_at_the_first_position():
     token_ids = [1, 2, 7, 9, 1, 2, 8, 9, 5, 1, 2, 6, 4, 1, 2]
     for width, expected in ((2, [6, 8]), (3, [6, 8, 7])):

@@ -14,7 +14,15 @@ from drafters.copying.alignment import Alignment, Desk
 from drafters.copying.suffix import SuffixDrafter
 from drafters.copying.suffix_index import Histories, TenantHistory
 from drafters.copying.weights import MAX_MATCH_LENGTH, WEIGHTS, Place
-from worlds.simulated_target import ask, check_tree, children_of, decode, propose_once, tell
+from worlds.simulated_target import (
+    ask,
+    check_tree,
+    children_of,
+    decode,
+    draft_after,
+    propose_once,
+    tell,
+)
 
 CHAIN = DraftShape(1, 64)
 TREE = DraftShape(4, 64)
@@ -85,17 +93,6 @@ def test_long_texts_are_indexed_in_part(monkeypatch):
     assert alignment.position is None
 
 
-def test_a_prompt_may_be_read_in_slices():
-    text = [*range(100, 200), 1, *range(100, 140)]
-    whole, sliced = Alignment(list(text), None, Desk()), Alignment(list(text), None, Desk())
-    assert [sliced.read(60), sliced.read(60), sliced.read(60)] == [60, 60, len(text) - 120]
-    drafts = [each.draft(8, 1, 8) for each in (whole, sliced)]
-    whole.extend([*text, 140])
-    sliced.extend([*text, 140])
-    assert drafts[1].token_ids == list(range(140, 148))
-    assert whole.position == sliced.position == 41
-
-
 # --- edits ---
 
 SOURCE = list(range(100, 300))
@@ -123,14 +120,7 @@ def test_a_token_that_was_put_in_needs_no_match_to_go_on():
 
 
 def propose_after(prompt, text, shape, max_nodes):
-    drafter = SuffixDrafter()
-    drafter.open("r", prompt, {}, "")
-    known = list(prompt)
-    for token_id in text[len(prompt) :]:
-        ask(drafter, known, max_nodes, shape)
-        known.append(token_id)
-        tell(drafter, known)
-    return ask(drafter, known, max_nodes, shape)
+    return draft_after(SuffixDrafter(), prompt, text[len(prompt) :], max_nodes, shape)
 
 
 def test_after_a_deletion_the_nearest_place_ahead_is_tried_before_others():

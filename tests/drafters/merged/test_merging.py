@@ -11,6 +11,7 @@ from drafters.merged import merging
 from drafters.merged.merging import MergedText, Merging
 from drafters.tree import EMPTY, DraftTree
 from engine.sampling.noise import gumbel_list
+from worlds.simulated_target import children_of
 
 TREE = DraftShape(4, 4)
 LOGITS = (-0.9, -1.2, -1.6)
@@ -22,8 +23,10 @@ def say(text: MergedText, token_ids: list[int], emitted: int, tops: Sequence[int
     text.observe(Observation("r", token_ids, EMPTY, *rows))
 
 
-def first_tokens(tree: DraftTree) -> set[int]:
-    return {t for t, parent in zip(tree.token_ids, tree.parents, strict=True) if parent == -1}
+def drafted(core: Merging, token_id: int, num: int = 3) -> set[int]:
+    """The first tokens of a draft behind a prompt of this token."""
+    tree = core.open([token_id], "salt").propose(DraftRequest("x", [token_id], num, TREE))
+    return {*children_of(tree)}
 
 
 def test_rows_are_found_by_their_last_tokens_and_moved_as_the_table_grows() -> None:
@@ -33,9 +36,7 @@ def test_rows_are_found_by_their_last_tokens_and_moved_as_the_table_grows() -> N
     for number in range(2_000):
         say(writer, text, number + 1, [number + 1, 500_000 + number, 600_000 + number])
     for number in (10, 700, 1_990):
-        reader = core.open([number], "salt")
-        tree = reader.propose(DraftRequest("x", [number], 3, TREE))
-        assert first_tokens(tree) == {number + 1, 500_000 + number, 600_000 + number}
+        assert drafted(core, number) == {number + 1, 500_000 + number, 600_000 + number}
 
 
 def test_a_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +48,7 @@ def test_a_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         say(writer, text, number, [number, 500_000 + number, 600_000 + number])
     assert core.table("salt").told["size"] == 2_048
     tree = writer.propose(DraftRequest("r", [*text[:-1], 2_998], 3, TREE))
-    assert 2_999 in first_tokens(
-        core.open([2_998], "salt").propose(DraftRequest("x", [2_998], 3, TREE))
-    )
+    assert 2_999 in drafted(core, 2_998)
     assert len(tree) <= 3
 
 
@@ -60,8 +59,7 @@ def test_rows_of_branches_that_were_not_accepted_teach_as_well() -> None:
     writer = core.open([1], "salt")
     tops = [[2, 3, 4], [70, 71, 72], [80, 81, 82]]
     writer.observe(Observation("r", text, drafted, [2, -1, -1], [0], [2], tops, None, [LOGITS] * 3))
-    reader = core.open([7], "salt")
-    assert first_tokens(reader.propose(DraftRequest("x", [7], 3, TREE))) == {70, 71, 72}
+    assert drafted(core, 7) == {70, 71, 72}
 
 
 def test_a_sampled_request_drafts_first_what_its_noise_favours() -> None:

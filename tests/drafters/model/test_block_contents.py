@@ -23,11 +23,15 @@ def valid(
     return contents.num_valid(table, digests(token_ids, cache_salt), token_ids, len(token_ids))
 
 
+def filled(first_row: int = 0) -> BlockContents:
+    contents = BlockContents(SIZE, first_row)
+    contents.write(TABLE, digests(TEXT[:first_row]), first_row, TEXT[first_row:])
+    return contents
+
+
 @pytest.fixture
 def written() -> BlockContents:
-    contents = BlockContents(SIZE)
-    contents.write(TABLE, digests([]), 0, TEXT)
-    return contents
+    return filled()
 
 
 def test_what_was_written_is_valid_as_far_as_texts_agree(written: BlockContents) -> None:
@@ -63,14 +67,17 @@ def test_open_blocks_count_only_after_their_own_text(written: BlockContents) -> 
     assert valid(written, [6, 4, 8], [*TEXT[:4], *moved, 9, 9]) == 8
 
 
-@pytest.mark.parametrize("first", range(10))
-def test_what_is_forgotten_is_not_valid_nor_what_came_after(
-    written: BlockContents, first: int
+@pytest.mark.parametrize(
+    ("first_row", "first"), [(row, first) for row in (0, 1) for first in range(row, 10)]
+)
+def test_what_is_forgotten_is_not_valid_nor_what_came_after_until_it_is_written_again(
+    first_row: int, first: int
 ) -> None:
-    written.forget(TABLE, first, 1)
-    assert valid(written, TABLE, TEXT) == first
-    written.write(TABLE, digests([]), first, TEXT[first:])
-    assert valid(written, TABLE, TEXT) == 10
+    contents = filled(first_row)
+    contents.forget(TABLE, first, 1)
+    assert valid(contents, TABLE, TEXT) == first
+    contents.write(TABLE, digests(TEXT[:first]), first, TEXT[first:])
+    assert valid(contents, TABLE, TEXT) == 10
 
 
 def test_forgetting_reaches_over_blocks_and_nothing_is_forgotten_for_no_rows(
@@ -102,9 +109,7 @@ def test_digests_grow_with_the_text() -> None:
 
 @pytest.fixture
 def rowless() -> BlockContents:
-    contents = BlockContents(SIZE, first_row=1)
-    contents.write(TABLE, digests(TEXT), 1, TEXT[1:])
-    return contents
+    return filled(first_row=1)
 
 
 def test_the_first_token_needs_no_row(rowless: BlockContents) -> None:
@@ -121,16 +126,6 @@ def test_rows_after_another_first_token_are_others(rowless: BlockContents) -> No
     rowless.write(TABLE, digests(other), 1, other[1:])
     assert valid(rowless, TABLE, other) == 10
     assert valid(rowless, TABLE, TEXT) == 1
-
-
-@pytest.mark.parametrize("first", range(1, 10))
-def test_rows_are_forgotten_and_written_again_from_any_on(
-    rowless: BlockContents, first: int
-) -> None:
-    rowless.forget(TABLE, first, 1)
-    assert valid(rowless, TABLE, TEXT) == first
-    rowless.write(TABLE, digests(TEXT), first, TEXT[first:])
-    assert valid(rowless, TABLE, TEXT) == 10
 
 
 def test_a_block_of_the_first_token_alone() -> None:

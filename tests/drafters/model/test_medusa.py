@@ -61,11 +61,8 @@ def test_drawn_candidates_keep_their_order_and_distribution() -> None:
     first = Candidates([5, 3, 8], [0.4] * 3, "what 5, 3 and 8 were drawn from")
     second = Candidates([1, 0], [0.9] * 2, "what 1 and 0 were drawn from")
     tree = product_tree([first, second], 5, DraftShape(2, 4))
-    other = product_tree(
-        [replace(first, token_ids=[2, 9, 4]), replace(second, token_ids=[7, 6])],
-        5,
-        DraftShape(2, 4),
-    )
+    others = [replace(first, token_ids=[2, 9, 4]), replace(second, token_ids=[7, 6])]
+    other = product_tree(others, 5, DraftShape(2, 4))
     assert list(tree.parents) == list(other.parents)
     assert list(tree.features) == list(other.features)
     for parent, distribution in tree.draft_probs.items():

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +28,14 @@ def run(world: World, num_steps: int) -> World:
     return world
 
 
+def first_draft(model: FakeDraftModel, **asked: Any) -> DraftTree:
+    """The draft behind PROMPT alone."""
+    world = World(model)
+    request = world.add("r", PROMPT, **asked)
+    world.step()
+    return request.trees[0]
+
+
 def best_chain(length: int) -> list[int]:
     """The draft model's own likeliest tokens after the prompt."""
     text = list(PROMPT)
@@ -45,11 +55,9 @@ def greedy_text(prompt: list[int], length: int) -> list[int]:
 
 
 def test_a_chain_is_what_the_model_would_write() -> None:
-    world = World(FakeDraftModel(confidences=(1.0,)))
-    request = world.add("r", PROMPT, max_nodes=5)
-    world.step()
-    assert list(request.trees[0].token_ids) == best_chain(5)
-    assert request.trees[0].is_chain()
+    tree = first_draft(FakeDraftModel(confidences=(1.0,)), max_nodes=5)
+    assert list(tree.token_ids) == best_chain(5)
+    assert tree.is_chain()
 
 
 def test_the_first_round_feeds_the_prompt_and_later_steps_only_what_is_missing() -> None:
@@ -205,10 +213,7 @@ def test_features_tell_sure_from_unsure_and_stay_within_what_estimators_keep() -
 
 def test_a_tree_keeps_the_likeliest_nodes_and_its_best_chain_comes_first() -> None:
     model = FakeDraftModel(confidences=(0.6, 0.3, 0.05))
-    world = World(model)
-    request = world.add("r", PROMPT, width=3, max_nodes=7, options={"min_confidence": 0.0})
-    world.step()
-    tree = request.trees[0]
+    tree = first_draft(model, width=3, max_nodes=7, options={"min_confidence": 0.0})
     assert len(tree) == 7
     assert max(tree.parents.count(parent) for parent in set(tree.parents)) >= 2
     length = chain_length(tree.parents)
@@ -219,10 +224,7 @@ def test_a_tree_keeps_the_likeliest_nodes_and_its_best_chain_comes_first() -> No
 
 def test_a_tree_that_cannot_get_better_is_not_grown_further() -> None:
     model = FakeDraftModel(confidences=(0.4, 0.4, 0.2))
-    world = World(model)
-    request = world.add("r", PROMPT, width=3, max_nodes=2, options={"min_confidence": 0.0})
-    world.step()
-    assert len(request.trees[0]) == 2
+    assert len(first_draft(model, width=3, max_nodes=2, options={"min_confidence": 0.0})) == 2
     assert len(model.calls) == 1
 
 
@@ -366,11 +368,8 @@ def test_every_row_attends_to_its_own_text_whatever_happens(
     for world in worlds:
         act(world, actions)
         for request in world.requests.values():
-            assert (
-                request.token_ids[-1:]
-                == greedy_text(request.token_ids[:-1], len(request.token_ids))[-1:]
-                or request.num_steps == 0
-            )
+            *before, last = request.token_ids
+            assert request.num_steps == 0 or last == target(before)
     trees = [{name: each.trees for name, each in world.requests.items()} for world in worlds]
     assert trees[0] == trees[1]
 

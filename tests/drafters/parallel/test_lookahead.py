@@ -260,17 +260,6 @@ def test_one_token_prompts_and_prompts_without_ngrams_draft() -> None:
         assert run.num_accepted > 0
 
 
-def test_the_oldest_goes_first_and_what_comes_again_is_new() -> None:
-    pool = NgramPool(3, num_per_key=2, max_keys=10)
-    pool.insert(1, (2, 3))
-    pool.insert(1, (4, 5))
-    pool.insert(1, (2, 3))  # now newer than (4, 5)
-    pool.insert(1, (6, 7))
-    assert pool.newest(1, 9) == [(6, 7), (2, 3)]
-    assert pool.newest(1, 1) == [(6, 7)]
-    assert pool.newest(2, 9) == []
-
-
 def test_keys_are_bounded_and_the_one_not_inserted_to_for_longest_goes() -> None:
     pool = NgramPool(2, num_per_key=2, max_keys=2)
     for key in (1, 2, 1, 3):

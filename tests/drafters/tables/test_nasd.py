@@ -106,19 +106,12 @@ ONE_ROW = (EMPTY, (0,))
 @pytest.mark.parametrize(
     ("top_k", "steps", "width", "expected"),
     [
-        pytest.param(
-            3, [([5], [[5, 6, 7]], *ONE_ROW), ([1], [[1]], *ONE_ROW)], 4, [5, 6, 7], id="best first"
-        ),
-        pytest.param(
-            2, [([8], [[6, 7]], *ONE_ROW), ([1], [[1]], *ONE_ROW)], 1, [8], id="emitted outweighs"
-        ),
-        pytest.param(
-            1, [([5, 1], [[5, 6, 7], [1]], chain([5]), (0, 1))], 4, [5], id="as many as asked for"
-        ),
-        pytest.param(
-            1, [([5], [[5], [6], [7]], chain([5, 6]), (0, 1, 2))], 1, [], id="a trimmed run"
-        ),
+        (3, [([5], [[5, 6, 7]], *ONE_ROW), ([1], [[1]], *ONE_ROW)], 4, [5, 6, 7]),
+        (2, [([8], [[6, 7]], *ONE_ROW), ([1], [[1]], *ONE_ROW)], 1, [8]),
+        (1, [([5, 1], [[5, 6, 7], [1]], chain([5]), (0, 1))], 4, [5]),
+        (1, [([5], [[5], [6], [7]], chain([5, 6]), (0, 1, 2))], 1, []),
     ],
+    ids=["best first", "emitted outweighs", "as many as asked for", "a trimmed run"],
 )
 def test_filler_is_counted_beside_what_was_emitted(top_k, steps, width, expected):
     drafter = NasdOneLevelDrafter()

@@ -13,6 +13,7 @@ from drafters.tables.sharing import MAX_TENANTS, SHARE_OPTION, Generations, Shar
 from drafters.tables.stand import StandDrafter
 from worlds.simulated_target import ask, tell
 
+Drafting = StandDrafter | RecyclingDrafter
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 
 
@@ -58,18 +59,18 @@ def test_one_table_per_tenant_the_longest_idle_makes_room(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("make", [StandDrafter, RecyclingDrafter])
 class TestDrafters:
-    def draft(self, drafter: StandDrafter | RecyclingDrafter, request_id: str) -> list[int]:
+    def draft(self, drafter: Drafting, request_id: str) -> list[int]:
         """After a text that only ``teach`` has seen."""
         return list(ask(drafter, [50, 51, 52, 53], 3, request_id=request_id).token_ids)
 
-    def teach(self, drafter: StandDrafter | RecyclingDrafter, request_id: str) -> None:
+    def teach(self, drafter: Drafting, request_id: str) -> None:
         text = [50, 51, 52, 53]
         for token in (54, 55, 56):
             text.append(token)
             tell(drafter, text, 1, [[token, 9]], [[0.9, 0.1]], request_id)
 
     def test_a_tenant_learns_from_its_other_requests_if_both_ask(
-        self, make: type[StandDrafter | RecyclingDrafter]
+        self, make: type[Drafting]
     ) -> None:
         drafter = make()
         for name, cache_salt, share in (
@@ -88,9 +89,7 @@ class TestDrafters:
         for name in ("private", "stranger", "late stranger"):
             assert self.draft(drafter, name) == []
 
-    def test_what_a_private_request_learns_stays_private(
-        self, make: type[StandDrafter | RecyclingDrafter]
-    ) -> None:
+    def test_what_a_private_request_learns_stays_private(self, make: type[Drafting]) -> None:
         drafter = make()
         drafter.open("private", PROMPT, {}, "mine")
         self.teach(drafter, "private")
@@ -98,9 +97,7 @@ class TestDrafters:
         drafter.open("sharing", PROMPT, {"share": True}, "mine")
         assert self.draft(drafter, "sharing") == []
 
-    def test_more_tenants_than_tables_still_draft(
-        self, make: type[StandDrafter | RecyclingDrafter]
-    ) -> None:
+    def test_more_tenants_than_tables_still_draft(self, make: type[Drafting]) -> None:
         drafter = make()
         for index in range(MAX_TENANTS + 3):
             drafter.open(f"r{index}", PROMPT, {"share": True}, f"tenant {index}")

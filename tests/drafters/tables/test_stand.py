@@ -60,17 +60,9 @@ def test_only_the_accepted_path_teaches() -> None:
     drafter = StandDrafter()
     drafter.open("r", [1, 2], {}, "")
     tree = DraftTree([3, 4, 5], [ROOT, ROOT, 1], [0, 0, 0])  # 3 and 4 5 were drafted
-    seen = Observation(
-        "r",
-        [1, 2, 4, 5, 6],
-        tree,
-        [4, 0, 5, 6],
-        [0, 2, 3],
-        [4, 5, 6],
-        [[4], [70], [5], [6]],
-        [[1.0]] * 4,
-    )
-    drafter.observe([seen])
+    rows, path, emitted = [4, 0, 5, 6], [0, 2, 3], [4, 5, 6]
+    tops = [[4], [70], [5], [6]], [[1.0]] * 4
+    drafter.observe([Observation("r", [1, 2, *emitted], tree, rows, path, emitted, *tops)])
     assert list(ask(drafter, [1, 2]).token_ids) == [4, 5, 6]
     assert list(ask(drafter, [2, 3]).token_ids) == []
 

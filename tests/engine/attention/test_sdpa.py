@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.attention import sdpa
-from engine.attention.backend import AttentionOptions, attending, slipstream_attention
+from engine.attention.backend import attending, slipstream_attention
 from engine.batch import InputBuffers, RequestRows
 from worlds.attended import CPU, PLAIN, Part, World, chains, world_of
 
@@ -63,38 +63,9 @@ def test_products_that_overflow_with_masked_keys_do_no_harm(
     torch.testing.assert_close(beside, alone)
 
 
-def by_masks(mine: World, part: Part, first_key: int, options: AttentionOptions) -> torch.Tensor:
-    """Returns the outputs of a request's rows: one product of all rows and all keys in float64, and a
-    mask for each rule of what is seen."""
-    text, base, known, parents = part
-    query, key, value = (each.double() for each in mine.rows(text, base + known + len(parents)))
-    places = torch.arange(len(key))
-    node, own_node = places - base - known, places[base:] - base - known
-    depths = torch.zeros(len(key), dtype=torch.long)
-    is_above = torch.zeros(len(key), len(key), dtype=torch.bool)
-    for index, parent in enumerate(parents):
-        place, above = base + known + index, base + known + parent
-        depths[place] = 1 if parent < 0 else depths[above] + 1
-        is_above[place] = is_above[above] if parent >= 0 else False
-        is_above[place, place] = True
-    positions = torch.where(node >= 0, base + known - 1 + depths, places)
-    is_text, row_is_node = node[None] < 0, own_node[:, None] >= 0
-    is_past = is_text & (row_is_node | (places[None] <= places[base:, None]))
-    is_block = is_text & ~row_is_node & (places[None] >= base)
-    seen = is_past | is_above[base:] | (is_block if options.sees_block else False)
-    seen &= places[None] >= first_key
-    if options.window is not None:
-        seen &= positions[None] > positions[base:, None] - options.window
-    share = query.shape[1] // key.shape[1]
-    keys, values = (each.repeat_interleave(share, 1) for each in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query[base:], keys) * query.shape[2] ** -0.5
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(2)
-    return torch.einsum("hqk,khd->qhd", weights, values)
-
-
 @pytest.mark.parametrize("sees_block", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
-def test_rows_see_what_masks_over_all_keys_leave(window: int | None, sees_block: bool) -> None:
+def test_rows_get_a_plain_sum_over_what_they_see(window: int | None, sees_block: bool) -> None:
     mine = world(4, 2, 16, 24, dtype=torch.float64)
     options = replace(PLAIN, window=window, sees_block=sees_block)
     asked: list[Part] = [
@@ -107,7 +78,7 @@ def test_rows_see_what_masks_over_all_keys_leave(window: int | None, sees_block:
     first_keys = [1, 1, 44, 0, 33]
     got = mine.step(asked, options, first_keys=first_keys)
     for rows, part, first_key in zip(got, asked, first_keys, strict=True):
-        expected = by_masks(mine, part, first_key, options)
+        expected = mine.expected(part, options, first_key)
         torch.testing.assert_close(rows, expected, atol=5e-6, rtol=5e-6)
 
 

@@ -3,9 +3,6 @@ that a tracer sees from end to end."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_logits, reference_logits
 from engine.process.threaded import AsyncEngine
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
-from worlds.interpreted import ON_CPU, patching_once
+from worlds.interpreted import ON_CPU, compiled_ahead, patching_once
 from worlds.tiny_models import (
     VOCAB_SIZE,
     chunk,
@@ -34,8 +31,6 @@ from worlds.tiny_models import (
     tree,
 )
 
-ROOT = Path(__file__).resolve().parents[3]
-COMPILED_AHEAD = ROOT / "tests" / "worlds" / "compiled_ahead.py"
 SMALL: dict[str, Any] = {
     "block_size": 4,
     "num_blocks": 24,
@@ -151,21 +146,12 @@ def test_a_forward_over_fake_tensors_is_traced_with_one_call_per_layer() -> None
 def test_programs_are_compiled_for_devices_that_are_not_here(
     capability: int, variants: list[str], tmp_path: Path
 ) -> None:
-    """In a process of its own: here triton interprets. They spill no registers, but for two on sm_80."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    result = subprocess.run(
-        [sys.executable, str(COMPILED_AHEAD), str(capability), *variants],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    """They spill no registers, but for two on sm_80."""
+    told = compiled_ahead(capability, variants, tmp_path)
     num_products = sum(each.startswith("products") for each in variants)
     num_attending = len(variants) - num_products - len({"passes", "copies"}.intersection(variants))
-    assert result.stdout.count("compiled attend") == num_attending
-    assert result.stdout.count("compiled copy_drafts") == 2 * variants.count("copies")
-    assert result.stdout.count("compiled rotate_and_store") == 4 * variants.count("passes")
-    assert result.stdout.count("compiled multiply") == num_products
-    assert result.stdout.count("compiled join") == result.stdout.count("compiled store_rows") == 1
+    assert told.count("compiled attend") == num_attending
+    assert told.count("compiled copy_drafts") == 2 * variants.count("copies")
+    assert told.count("compiled rotate_and_store") == 4 * variants.count("passes")
+    assert told.count("compiled multiply") == num_products
+    assert told.count("compiled join") == told.count("compiled store_rows") == 1

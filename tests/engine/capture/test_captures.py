@@ -117,16 +117,19 @@ def check_same(
         assert all(map(torch.equal, got.hidden, expected.hidden))
 
 
+def same_when_recorded(model: PreTrainedModel, hidden_layers: tuple[int, ...]) -> None:
+    recording = runner_of(model)
+    check_same(recording, runner_of(model, is_open=False), hidden_layers)
+    assert trusted(recording) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "qwen3_moe", "phi3"])
 @pytest.mark.parametrize("hidden_layers", [(), LAYERS], ids=["", "hidden"])
 def test_results_have_the_models_bits(
     name: str, dtype: torch.dtype, hidden_layers: tuple[int, ...]
 ) -> None:
-    model = tiny_model(name, dtype)
-    recording = runner_of(model)
-    check_same(recording, runner_of(model, is_open=False), hidden_layers)
-    assert trusted(recording) == 1
+    same_when_recorded(tiny_model(name, dtype), hidden_layers)
 
 
 def test_blocks_and_first_keys_are_those_of_the_step_that_is_run_again() -> None:
@@ -148,9 +151,7 @@ def test_so_have_those_of_models_in_8_bits(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
     quantize_model(model)
     fuse(model)
-    recording = runner_of(model)
-    check_same(recording, runner_of(model, is_open=False), LAYERS)
-    assert trusted(recording) == 1
+    same_when_recorded(model, LAYERS)
 
 
 @pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")

@@ -91,16 +91,6 @@ def test_greedy_confidence_is_the_probability_and_mixing_rows_changes_nothing() 
         assert list(one.confidences) == pytest.approx(list(other.confidences), rel=1e-4)
 
 
-def test_a_clear_winner_is_confident_and_a_close_race_is_not() -> None:
-    values = torch.full((2, VOCAB_SIZE), -30.0)
-    values[0, 7] = 9.0
-    values[1, [7, 8]] = 9.0
-    rows = [ScoredRow(GREEDY, 5, 1)] * 2
-    sure, unsure = choose_candidates(values, rows, VOCAB_SIZE)
-    assert sure.confidences[0] > 0.99
-    assert unsure.confidences[0] == pytest.approx(0.5, abs=0.01)
-
-
 @pytest.mark.parametrize("name", [name for name in SAMPLINGS if name != "greedy"])
 def test_distributions_are_what_the_verifier_reckons_with(name: str) -> None:
     of = states(SAMPLINGS[name], "rejection")

@@ -77,32 +77,19 @@ def test_each_draft_is_said_with_what_it_reads_and_how_often_it_agrees(
     with caplog.at_level(logging.INFO, SAID):
         engine = built(*(f"{name}={path}" for name, path in folders.items()))
     found = engine.info.drafts
-    assert {name: (each.method, each.path) for name, each in found.items()} == {
-        "right": ("eagle3", str(folders["right"])),
-        "early": ("eagle3", str(folders["early"])),
-        "late": ("dflash", str(folders["late"])),
-        "pupil": ("medusa", str(folders["pupil"])),
-        "self": ("small_model", str(folders["self"])),
+    assert {name: (each.method, each.note, each.hidden_layers) for name, each in found.items()} == {
+        "right": ("eagle3", "", LAYERS),
+        "early": ("eagle3", "its file names [1, 3, 5]", LAYERS),
+        "late": ("dflash", "its file names [3, 5, 7]", LAYERS),
+        "pupil": ("medusa", "", (-1,)),
+        "self": ("small_model", "", ()),
     }
-    assert {name: each.note for name, each in found.items() if each.note} == {
-        "early": "its file names [1, 3, 5]",
-        "late": "its file names [3, 5, 7]",
-    }
-    assert {name: each.hidden_layers for name, each in found.items()} == {
-        "right": LAYERS,
-        "early": LAYERS,
-        "late": LAYERS,
-        "pupil": (-1,),
-        "self": (),
-    }
+    assert {name: Path(each.path) for name, each in found.items()} == folders
     assert found["self"].agreement == 1
     assert min(each.agreement or 0 for each in found.values()) > 0.7
     drafters = engine.core.speculation.drafters
-    assert {name: tuple(drafters[name].hidden_layers) for name in ("right", "early", "late")} == {
-        "right": LAYERS,
-        "early": LAYERS,
-        "late": LAYERS,
-    }
+    heads = ("right", "early", "late")
+    assert {tuple(drafters[name].hidden_layers) for name in heads} == {LAYERS}
     lines = log_of(caplog, logging.INFO)
     assert [line.split(":")[0] for line in lines] == [f"draft {name}" for name in folders]
     early = found["early"]
@@ -111,7 +98,7 @@ def test_each_draft_is_said_with_what_it_reads_and_how_often_it_agrees(
         f"{early.agreement:.0%} agreement, reads layers [2, 4, 6] (its file names [1, 3, 5])"
     )
     assert not log_of(caplog, logging.WARNING)
-    for name in ("right", "early", "late", "pupil"):
+    for name in (*heads, "pupil"):
         assert accepted(engine.core, name) > 0.5
 
 
@@ -139,18 +126,11 @@ def test_a_head_below_the_setting_is_refused(write: Any, tmp_path: Path) -> None
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("seed", "least"), [(1, 0.6), (2, 0.0)], ids=["right", "another model's"])
 def test_a_head_above_the_setting_serves_without_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    seed: int, least: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = built(str(taught_eagle(tmp_path, 1, 1)), min_draft_agreement=0.6)
-    assert "eagle3" in engine.info.drafters
-    assert not log_of(caplog, logging.WARNING)
-
-
-def test_a_low_setting_accepts_what_would_be_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = built(str(taught_eagle(tmp_path, 2)), min_draft_agreement=0.0)
+    engine = built(str(taught_eagle(tmp_path, seed, 1)), min_draft_agreement=least)
     assert "eagle3" in engine.info.drafters
     assert not log_of(caplog, logging.WARNING)
 

@@ -101,14 +101,6 @@ def test_a_prefix_hit_is_cut_to_the_heads_rows_and_drafts_as_well() -> None:
     assert 0 < world.num_fed("another") < 20 + 24
 
 
-def test_a_preempted_request_goes_on_with_its_head() -> None:
-    world = World(Setup(num_blocks=16, max_num_seqs=2))
-    requests = [ask("a", AUTO), ask("b", AUTO, PROMPT[::-1])]
-    world.run(*requests)
-    assert world.finishes["b"].num_preemptions > 0
-    world.check(*requests)
-
-
 @settings(
     max_examples=examples(60),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -75,12 +75,6 @@ HEADS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
-    torch.set_num_threads(1)
-    return EveryDrafterTarget(tmp_path_factory.mktemp("every"))
-
-
 def prepared(target: Any, config: EngineConfig) -> DraftHeads:
     return prepare_heads(target, config, find_drafts(config))
 
@@ -151,16 +145,21 @@ class OracleHeads:
         ]
 
 
+def expect_all_right(driver: Driver, name: str, text: Sequence[int]) -> None:
+    """``text``: what the request wrote and more. Every draft came true."""
+    assert driver.token_ids[name] == text[:NUM_TOKENS]
+    stats = driver.finishes[name].speculative
+    assert stats.num_draft_tokens > 12
+    assert stats.num_accepted_tokens == stats.num_draft_tokens
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_medusas_heads_predict_what_follows_the_anchor(sampling: str) -> None:
     each = request("r", circle_prompt(3), SAMPLINGS[sampling], drafting("medusa", num_tokens=4))
     text = [*each.prompt_token_ids, *TARGET.recomputed(each, NUM_TOKENS + 8)]
     drafters = {"medusa": MedusaDrafter(OracleHeads(text))}
     driver = Driver(TARGET.core(Setup(prefill_chunk=5, drafters=drafters))).run(each)
-    assert driver.token_ids["r"] == text[24 : 24 + NUM_TOKENS]
-    stats = driver.finishes["r"].speculative
-    assert stats.num_draft_tokens > 12
-    assert stats.num_accepted_tokens == stats.num_draft_tokens
+    expect_all_right(driver, "r", text[24:])
 
 
 def test_a_head_that_is_all_zeros_says_what_the_target_says() -> None:
@@ -243,10 +242,7 @@ def test_rows_of_chains_read_their_token_and_the_states_before_it(sampling: str)
     text = [*each.prompt_token_ids, *TARGET.recomputed(each, NUM_TOKENS + 8)]
     network = OracleNetwork(text)
     driver = Driver(core_with(network, Setup(prefill_chunk=5))).run(each)
-    assert driver.token_ids["r"] == text[24 : 24 + NUM_TOKENS]
-    stats = driver.finishes["r"].speculative
-    assert stats.num_draft_tokens > 12
-    assert stats.num_accepted_tokens == stats.num_draft_tokens
+    expect_all_right(driver, "r", text[24:])
     assert network.num_rows > 24 + NUM_TOKENS
 
 
@@ -264,10 +260,7 @@ def test_after_a_cached_prefix_rows_read_the_state_behind_its_last_block(samplin
         before = network.num_rows
         driver.run(each)
         num_fed.append(network.num_rows - before)
-        assert driver.token_ids[name] == text[num_known : num_known + NUM_TOKENS]
-        stats = driver.finishes[name].speculative
-        assert stats.num_draft_tokens > 12
-        assert stats.num_accepted_tokens == stats.num_draft_tokens
+        expect_all_right(driver, name, text[num_known:])
     cached = [driver.finishes[name].num_cached_tokens for name in ("again", "hit", "follow-up")]
     assert cached == [0, 20, 40]
     assert num_fed[1] <= num_fed[0] - 19, "the first of the cached tokens has no row"

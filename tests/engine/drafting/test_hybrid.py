@@ -44,17 +44,15 @@ def served() -> tuple[EngineCore, list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted", "least"),
+    ("kind", "wanted"),
     [
-        ("code", drafting("mtp", num_tokens=3), 1.8),
-        ("code", drafting("mtp", num_tokens=8, width=3), 1.8),
-        ("edits", drafting("mtp", num_tokens=3), 1.8),
-        ("edits", drafting("ngram", num_tokens=8), 1.8),
+        ("code", drafting("mtp", num_tokens=3)),
+        ("code", drafting("mtp", num_tokens=8, width=3)),
+        ("edits", drafting("mtp", num_tokens=3)),
+        ("edits", drafting("ngram", num_tokens=8)),
     ],
 )
-def test_drafts_come_true_and_change_no_text(
-    kind: str, wanted: SpeculativeParams, least: float
-) -> None:
+def test_drafts_come_true_and_change_no_text(kind: str, wanted: SpeculativeParams) -> None:
     core, code, edits = served()
     sampling = SamplingParams(max_tokens=64, temperature=0.0)
     driver, account = Driver(core), SpeculativeStats()
@@ -64,4 +62,4 @@ def test_drafts_come_true_and_change_no_text(
         driver.run(request(drafted, prompt, sampling, wanted))
         assert driver.token_ids[drafted] == driver.token_ids[plain]
         account.add(driver.finishes[drafted].speculative)
-    assert (account.tokens_per_step or 0) >= least
+    assert (account.tokens_per_step or 0) >= 1.8

@@ -126,7 +126,6 @@ def num_accepted(driver: Driver, prefix: str) -> int:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("width", [1, 3])
 def test_the_target_as_its_own_draft_is_always_right(
@@ -200,7 +199,6 @@ class Watched(Forwards):
         return rows.ask.block_table[position // 4] * 4 + position % 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["small_model", "prefix_layers"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_draft_logits_are_those_of_a_fresh_forward_over_the_same_text(

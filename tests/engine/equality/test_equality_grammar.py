@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import jsonschema
 import pytest
-import torch
 
 from engine.request.params import GenerationRequest, SamplingParams, VerificationName
 from worlds.engine_harness import Driver, circle_prompt, drafting, request
@@ -53,12 +52,6 @@ WAYS = [
     for name in SAMPLING
     for width, verification in ((1, "block"), (1, "rejection"), (3, "rejection"))
 ]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
-    torch.set_num_threads(1)
-    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
 
 
 def subject(index: int, way: Way, plain: Sequence[int] | None = None) -> GenerationRequest:

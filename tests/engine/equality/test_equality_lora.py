@@ -32,6 +32,7 @@ _SCALE = 0.4
 
 
 Make = Callable[[], PreTrainedModel]
+Merged = Mapping[str, tuple[Path, PreTrainedModel]]
 
 
 @pytest.fixture(scope="module", params=[tiny_llama, tiny_hybrid], ids=["llama", "hybrid"])
@@ -41,9 +42,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 @pytest.fixture(scope="module")
-def merged(
-    make: Make, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[str, tuple[Path, PreTrainedModel]]:
+def merged(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Merged:
     root = tmp_path_factory.mktemp("adapters")
     return {
         name: (root / name, save_adapter(root / name, make(), seed, _SCALE))
@@ -58,13 +57,12 @@ def target(make: Make, tmp_path_factory: pytest.TempPathFactory) -> EveryDrafter
     return EveryDrafterTarget(tmp_path_factory.mktemp("near"), make)
 
 
-def driver_of(
-    target: EveryDrafterTarget, merged: Mapping[str, tuple[Path, PreTrainedModel]], **changes: int
-) -> AdaptedDriver:
-    core = target.core(target.setup.but(**changes))
-    return AdaptedDriver(
-        core, adapters_of(core, {name: path for name, (path, _) in merged.items()})
+def driver_of(target: EveryDrafterTarget, merged: Merged, **changes: int) -> AdaptedDriver:
+    core, paths = (
+        target.core(target.setup.but(**changes)),
+        {name: path for name, (path, _) in merged.items()},
     )
+    return AdaptedDriver(core, adapters_of(core, paths))
 
 
 def asked(target: EveryDrafterTarget) -> dict[str, GenerationRequest]:
@@ -79,9 +77,7 @@ def asked(target: EveryDrafterTarget) -> dict[str, GenerationRequest]:
 
 
 @pytest.fixture(scope="module")
-def expected(
-    target: EveryDrafterTarget, merged: Mapping[str, tuple[Path, PreTrainedModel]]
-) -> dict[str, list[int]]:
+def expected(target: EveryDrafterTarget, merged: Merged) -> dict[str, list[int]]:
     """Written alone, each by an engine that has done nothing else."""
     found = {}
     for key, each in asked(target).items():
@@ -91,7 +87,7 @@ def expected(
 
 def test_alone_they_write_what_merged_weights_write(
     target: EveryDrafterTarget,
-    merged: Mapping[str, tuple[Path, PreTrainedModel]],
+    merged: Merged,
     expected: dict[str, list[int]],
 ) -> None:
     models = {name: model for name, (_, model) in merged.items()}
@@ -106,7 +102,7 @@ def test_alone_they_write_what_merged_weights_write(
 @pytest.mark.parametrize("width", [1, 3])
 def test_in_one_batch_every_drafter_leaves_texts_as_they_are(
     target: EveryDrafterTarget,
-    merged: Mapping[str, tuple[Path, PreTrainedModel]],
+    merged: Merged,
     expected: dict[str, list[int]],
     drafter: str,
     width: int,
@@ -133,7 +129,7 @@ def test_in_one_batch_every_drafter_leaves_texts_as_they_are(
 
 def test_preempted_and_in_chunks_texts_stay(
     target: EveryDrafterTarget,
-    merged: Mapping[str, tuple[Path, PreTrainedModel]],
+    merged: Merged,
     expected: dict[str, list[int]],
 ) -> None:
     driver = driver_of(target, merged, num_blocks=14, prefill_chunk=5)

@@ -78,12 +78,6 @@ def test_tokens_that_the_grammar_forbids_cannot_be_taken_in() -> None:
         made.append(ids("{ab"))
 
 
-def test_copies_of_a_compiled_grammar_do_not_know_each_other() -> None:
-    first, second = constraint(), constraint()
-    first.append(ids('{"id": 1'))
-    assert second.forced() == ids('{"id": ')
-
-
 def test_tokens_beyond_the_tokenizers_are_never_allowed() -> None:
     made = constraint({"type": "string"})
     made.append(ids('"'))

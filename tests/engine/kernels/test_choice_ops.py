@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
 import pytest
 import torch
 
 from engine.kernels.triton.choice_ops import choose_rows
-from engine.sampling.noise import gumbel_list, request_key
+from engine.sampling.noise import request_key
 from engine.sampling.noise_torch import gumbel
-from worlds.interpreted import DEVICE, ON_CPU, patching_once
+from worlds.interpreted import DEVICE
 
+pytestmark = pytest.mark.usefixtures("patched_once")
 INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def once() -> Iterator[None]:
-    with patching_once():
-        yield
 
 
 def drawn(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
@@ -86,23 +78,3 @@ def test_what_is_no_number_and_what_is_not_finite(temperature: float) -> None:
     logits[4, 1499] = -3.0
     found = chosen(logits, noise, [temperature] * 5)
     assert found == [1200, 0, 0, 1100, 1499]
-
-
-def test_the_lowest_of_equals_is_chosen() -> None:
-    logits, noise = torch.zeros(1, 3000, device=DEVICE), noise_of(1)
-    logits[0, [2900, 1025, 1027]] = 1.0
-    assert chosen(logits, noise, [0.0]) == [1025]
-
-
-@ON_CPU
-def test_noise_is_that_of_its_definition() -> None:
-    """Noise alone decides between equal logits: of two tokens, the one that the definition puts first
-    comes first."""
-    logits, noise = torch.full((30, 2100), -INF), noise_of(30)
-    pairs = [(row * 61 % 2100, (row * 977 + 5) % 2100) for row in range(30)]
-    for row, pair in enumerate(pairs):
-        logits[row, list(pair)] = 0.0
-    wanted = []
-    for key, position, pair in zip(*(each.tolist() for each in noise), pairs, strict=True):
-        wanted.append(pair[int(np.argmax(gumbel_list(key, position, pair)))])
-    assert chosen(logits, noise, [1.0] * 30) == wanted

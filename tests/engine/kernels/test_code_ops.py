@@ -3,10 +3,7 @@ own, and that packing loses nothing."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from engine.kernels.triton import code_ops
 from engine.kernels.triton.code_ops import code_tile, look_up, product
 from engine.kernels.triton.packed_codes import PackedCodes, can_join, format_of, join, pack
 from worlds.grouped_weights import SCHEMES, channels_of, drawn_weight
-from worlds.interpreted import DEVICE, patching_once
+from worlds.interpreted import DEVICE, compiled_ahead, drawn, patching_once
 from worlds.lanes import examples
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -63,11 +60,6 @@ def packed_of(weight: GroupedWeight, bias: torch.Tensor | None = None) -> Packed
     channels = len(weight.codes)
     parts = [channels_of(weight, 0, channels // 2), channels_of(weight, channels // 2, channels)]
     return pack(parts, *weight.codes.shape, bias)
-
-
-def drawn(dtype: torch.dtype, *sizes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*sizes, generator=generator).to(DEVICE, dtype)
 
 
 def dequantized(weight: GroupedWeight) -> torch.Tensor:
@@ -258,20 +250,9 @@ def test_every_float_of_8_bits_is_what_it_says(kind: str, dtype: torch.dtype) ->
 def test_programs_are_compiled_for_devices_that_are_not_here(
     capability: int, variants: list[str], tmp_path: Path
 ) -> None:
-    """In a process of its own: here triton interprets. They spill no registers, and tiles of few rows and
-    of more multiply by one instruction."""
-    root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, str(root / "tests" / "worlds" / "compiled_ahead.py")]
-    result = subprocess.run(
-        [*command, str(capability), *(f"codes, {each}" for each in variants)],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"},
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("compiled multiply_codes") == len(variants)
+    """They spill no registers, and tiles of few rows and of more multiply by one instruction."""
+    told = compiled_ahead(capability, [f"codes, {each}" for each in variants], tmp_path)
+    assert told.count("compiled multiply_codes") == len(variants)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])

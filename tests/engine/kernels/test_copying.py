@@ -144,11 +144,8 @@ def drawn_steps(draw: st.DrawFn, num_kinds: int) -> list[Step]:
         text = draw(st.lists(tokens, min_size=1, max_size=40))
         chosen = draw(st.lists(tokens, min_size=1, max_size=6))
         accepted = draw(st.integers(0, len(chosen) - 1))
-        draft = chosen[:accepted] + draw(
-            st.lists(
-                tokens, min_size=len(chosen) - 1 - accepted, max_size=len(chosen) - 1 - accepted
-            )
-        )
+        num_other = len(chosen) - 1 - accepted
+        draft = chosen[:accepted] + draw(st.lists(tokens, min_size=num_other, max_size=num_other))
         steps.append(Step(text, draft, chosen, draw(st.integers(0, 40))))
     return steps
 

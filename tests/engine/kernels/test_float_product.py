@@ -11,6 +11,7 @@ from engine.kernels.float_dots import has_pair_products
 from engine.kernels.float_product import can_gate, can_multiply, pack, pack_gated, reference
 from engine.kernels.instructions import has_wide_registers
 from engine.kernels.lanes import ACTIVATIONS
+from worlds.random_tensors import drawn
 from worlds.threads import threads
 
 pytestmark = pytest.mark.skipif(
@@ -32,10 +33,6 @@ every_way = pytest.mark.parametrize(("dtype", "has_pairs"), WAYS)
 # Fewer features than are taken at once, as many, more; channels that fill blocks and that do not.
 SHAPES = [(2, 64), (40, 97), (256, 128), (578, 200), (1100, 64)]
 every_shape = pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", KINDS)

@@ -21,16 +21,13 @@ from engine.kernels.look_up import look_up
 from engine.kernels.packing import UnpackableError, can_join, join, normalized, pack
 from engine.weights.rounding.int8 import quantize_by_channel, quantize_weight
 from worlds.grouped_weights import SCHEMES, channels_of, drawn_weight
+from worlds.random_tensors import drawn
 from worlds.threads import threads
 
 # The instructions, not the probe: what computes something else must fail here, and not be skipped.
 needs_kernel = pytest.mark.skipif(not can_multiply(), reason="this CPU has no AVX2")
 ROUNDINGS = {"by group": quantize_weight, "by channel": quantize_by_channel}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Product:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -12,22 +10,12 @@ import torch.nn.functional as F
 from engine.kernels.triton.joint_ops import HeadNorms, Heads, gate_rows, put_heads
 from engine.kernels.triton.ops import store_rows
 from engine.kernels.triton.row_ops import Sums, row_norm, sum_norm
-from worlds.interpreted import DEVICE, ON_CPU, patching_once
+from worlds.interpreted import DEVICE, ON_CPU, drawn
 
+pytestmark = pytest.mark.usefixtures("patched_once")
 DTYPES = [torch.float32, torch.float16]
 """The interpreter does not round bfloat16 to the nearest."""
 LARGEST = 100.0
-
-
-@pytest.fixture(autouse=True, scope="module")
-def once() -> Iterator[None]:
-    with patching_once():
-        yield
-
-
-def drawn(dtype: torch.dtype, *sizes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*sizes, generator=generator).to(DEVICE, dtype)
 
 
 def left(dtype: torch.dtype, num_chunks: int, num_rows: int, features: int) -> Sums:

@@ -7,15 +7,12 @@ import torch
 
 from engine.kernels import KINDS
 from engine.kernels.low_rank import PackedAdapter, add_low_rank, reference
+from worlds.random_tensors import drawn
 from worlds.threads import threads
 
 SHAPES = [(64, 80, 8), (48, 16, 1), (40, 23, 3), (16, 200, 130)]
 """Input features, output features, rank; some fill no last sixteen lanes."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def part(in_features: int, out_features: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,14 +9,11 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from engine.kernels.rotary import can_rotate, reference, rotate
+from worlds.random_tensors import drawn
 from worlds.threads import threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def parts(

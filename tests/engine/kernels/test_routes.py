@@ -3,20 +3,19 @@ row's experts are added in the order in which they were chosen."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from engine.kernels import float_product, grouped_product, packing, routes
 from engine.kernels.integers import can_multiply
 from worlds.grouped_weights import channels_of, drawn_weight
+from worlds.random_tensors import drawn
 from worlds.threads import threads
 
 EXPERTS = 5
 needs_kernel = pytest.mark.skipif(not can_multiply(), reason="this CPU has no AVX2")
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def chosen_for(num_rows: int, num_chosen: int, num_experts: int = EXPERTS) -> torch.Tensor:
@@ -66,29 +65,23 @@ def test_a_pair_in_few_bits_has_the_bits_of_its_row_alone(scheme: str, keeps_inp
     packed = packing.pack(iter(parts), 40, 512, bias, EXPERTS)
     singles = [packing.pack([part], 40, 512, bias[each]) for each, part in enumerate(parts)]
     rows = drawn(90, 512, seed=2)
+    gate = grouped_product.Gate("silu", True)
+
+    def multiply(rows: torch.Tensor, packed: Any, gate: Any, *found: Any) -> torch.Tensor:
+        return grouped_product.product(rows, packed, torch.float32, gate, keeps_inputs, *found)
+
     for num_rows in (1, 7, 90):
         chosen = chosen_for(num_rows, 2)
         found = routes.route(chosen, EXPERTS)
         with threads(2):
-            got = grouped_product.product(
-                rows[:num_rows], packed, torch.float32, None, keeps_inputs, found
-            )
+            got = multiply(rows[:num_rows], packed, None, found)
             # The second product of experts reads a row for each pair, and gates it.
             halves = torch.cat([rows[found.order.sort()[1] % 90] for _ in range(2)], 1)
-            gate = grouped_product.Gate("silu", True)
-            gated = grouped_product.product(
-                halves, packed, torch.float32, gate, keeps_inputs, found
-            )
+            gated = multiply(halves, packed, gate, found)
         for expert in range(EXPERTS):
             mine = (chosen.flatten() == expert).nonzero()[:, 0]
-            alone = grouped_product.product(
-                rows[mine // 2], singles[expert], torch.float32, None, keeps_inputs
-            )
-            assert torch.equal(got[mine], alone)
-            alone = grouped_product.product(
-                halves[mine], singles[expert], torch.float32, gate, keeps_inputs
-            )
-            assert torch.equal(gated[mine], alone)
+            assert torch.equal(got[mine], multiply(rows[mine // 2], singles[expert], None))
+            assert torch.equal(gated[mine], multiply(halves[mine], singles[expert], gate))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

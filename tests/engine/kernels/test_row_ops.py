@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from engine.kernels.triton import row_ops
 from engine.kernels.triton.row_ops import row_norm, row_product
 from engine.model.linear import cancelling
-from worlds.interpreted import DEVICE, patching_once
+from worlds.interpreted import DEVICE, drawn, patching_once
 from worlds.lanes import examples
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -28,11 +28,6 @@ def short_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, patching_once():
         patch.setattr(row_ops, "_CHUNK", CHUNK)
         yield
-
-
-def drawn(dtype: torch.dtype, *sizes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*sizes, generator=generator).to(DEVICE, dtype)
 
 
 @settings(deadline=None, max_examples=examples(20))

@@ -41,6 +41,7 @@ from engine.model.quantization import num_bytes, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
 from engine.weights.rounding.int8 import is_exact, quantize_weight
+from worlds.random_tensors import drawn
 from worlds.tiny_models import BLOCK_SIZE, own_logits, random_ids, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -56,10 +57,6 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp1
 def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU with AMX, too."""
     monkeypatch.setattr(linear_module, "has_tiles", lambda: False)
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def forwards(model: nn.Module, *kinds: type) -> list[Any]:

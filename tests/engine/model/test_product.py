@@ -11,12 +11,9 @@ from engine.kernels.packing import pack
 from engine.model.layers import GroupedLinear
 from engine.model.product import GroupedProduct, can_join, join_products
 from engine.weights.rounding.int8 import quantize_weight
+from worlds.random_tensors import drawn
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="this CPU has no AVX2")
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def product_of(

@@ -32,11 +32,6 @@ STRATEGIES = {
 Make = Callable[[ModelRunner, Mapping[str, Drafter]], BlockTier]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
-    return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
-
-
 def rows_of(runner: ModelRunner, drafters: Mapping[str, Drafter]) -> BlockRows:
     return BlockRows(runner.store, parts_of(drafters, HIDDEN_SIZE, torch.float32))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -15,18 +14,12 @@ from engine.states.plan import StatePlan
 from engine.states.triton import Room, TritonStates, told_of
 from engine.states.work import StateWork, state_work
 from kvpool.state_store import StateStore
-from worlds.interpreted import patching_once
 from worlds.lanes import examples
 from worlds.state_cases import CASES, LENGTH, NUM_ROWS, STEPS, check_step
 from worlds.state_walks import Neighbours, TextStep, served
 
+pytestmark = pytest.mark.usefixtures("patched_once")
 BUCKET = Bucket(NUM_ROWS, 8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fewer_patches() -> Iterator[None]:
-    with patching_once():
-        yield
 
 
 def by_programs(store: StateStore, work: StateWork) -> StatePlan:

@@ -31,9 +31,9 @@ from worlds.published_blocks import (
     SPARK,
     SPECULATORS,
     VOCAB,
-    BlockRun,
     Ends,
     Tensors,
+    block_behind,
     block_tensors,
     draw,
     read_network,
@@ -108,51 +108,25 @@ def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Tensors, list[
 def test_a_block_is_what_the_facts_say(
     case: tuple[dict[str, Any], Tensors, list[Sees]], chunks: Sequence[int], tmp_path: Path
 ) -> None:
+    """``test_block_model.py`` has several of them, and later ones."""
     config, tensors, sees = case
-    run = BlockRun(read_network(tmp_path, config, tensors))
-    first = 0
-    for piece in STATES.split(list(chunks)):
-        run.feed(0, piece, first)
-        first += len(piece)
-    hidden = run.draft([17], [NUM_KNOWN])[0]
-    ends = Ends()
+    network, ends = read_network(tmp_path, config, tensors), Ends()
+    hidden = block_behind(network, STATES.split(list(chunks)), 17)
     expected = plain_block(tensors, STATES, 17, sees, ends.embed.weight)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(
-        run.network.logits(hidden), expected @ ends.output_head.weight.T, atol=1e-3, rtol=1e-4
+        network.logits(hidden), expected @ ends.output_head.weight.T, atol=1e-3, rtol=1e-4
     )
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "paged"])
-def test_blocks_of_a_step_do_not_see_each_other(backend: str, tmp_path: Path) -> None:
-    run = BlockRun(read_network(tmp_path, PLAIN, block_tensors()), num_requests=2, backend=backend)
-    run.feed(0, STATES[:9], 0)
-    run.feed(1, STATES[9:], 0)
-    hidden = run.draft([3, 80], [9, 12])
-    for got, states, anchor in zip(hidden, (STATES[:9], STATES[9:]), (3, 80), strict=True):
-        expected = plain_block(block_tensors(), states, anchor, OPEN, Ends().embed.weight)
-        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_block_leaves_nothing_that_a_later_one_sees(tmp_path: Path) -> None:
-    """Its keys lie in the slots that the committed tokens' take."""
-    run = BlockRun(read_network(tmp_path, PLAIN, block_tensors()))
-    run.feed(0, STATES[:9], 0)
-    run.draft([3], [9])
-    run.feed(0, STATES[9:12], 9)
-    expected = plain_block(block_tensors(), STATES[:12], 5, OPEN, Ends().embed.weight)
-    torch.testing.assert_close(run.draft([5], [12])[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_ends_that_a_folder_has_are_its_own(tmp_path: Path) -> None:
     embed, head = draw(310, VOCAB, HIDDEN), draw(311, VOCAB, HIDDEN)
     tensors = block_tensors() | {"embed_tokens.weight": embed, "lm_head.weight": head}
-    run = BlockRun(read_network(tmp_path, SPECULATORS, tensors))
-    run.feed(0, STATES, 0)
-    hidden = run.draft([17], [NUM_KNOWN])[0]
+    network = read_network(tmp_path, SPECULATORS, tensors)
+    hidden = block_behind(network, [STATES], 17)
     expected = plain_block(tensors, STATES, 17, OPEN, embed)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(run.network.logits(hidden), hidden @ head.T, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(network.logits(hidden), hidden @ head.T, atol=1e-3, rtol=1e-4)
 
 
 def test_a_head_may_have_another_width_than_the_target(tmp_path: Path) -> None:
@@ -165,11 +139,9 @@ def test_a_head_may_have_another_width_than_the_target(tmp_path: Path) -> None:
     network = read(folder, TargetFacts(20, VOCAB, 12, ""))
     ends = Ends()
     network.bind(ends.embed, ends.output_head)
-    run = BlockRun(network)
     states = draw(323, NUM_KNOWN, 60)
-    run.feed(0, states, 0)
     expected = plain_block(tensors, states, 17, OPEN, tensors["embed_tokens.weight"])
-    torch.testing.assert_close(run.draft([17], [NUM_KNOWN])[0], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(block_behind(network, [states], 17), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_reduced_vocabulary_maps_to_the_targets(tmp_path: Path) -> None:

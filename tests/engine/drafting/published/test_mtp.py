@@ -198,9 +198,22 @@ def read(
     name: str, path: Path, change: Callable[[Tensors], object] = len
 ) -> tuple[MtpNetwork, PreTrainedModel]:
     target = write(name, path, change)
+    return bound(target, path), target
+
+
+def bound(target: PreTrainedModel, path: Path) -> MtpNetwork:
     network = read_mtp(target, path, target_facts(target))
     network.bind(target.get_input_embeddings(), target.get_output_embeddings())
-    return network, target
+    return network
+
+
+def check_whole(name: str, network: MtpNetwork, target: PreTrainedModel) -> torch.Tensor:
+    """Compares the rows of the text, in one piece, with the plain reading's, and returns them."""
+    features = target_states(target)[:-1]
+    found = Served(network).run(TEXT[1:], features)
+    wanted = plainly(name, target, TEXT[1:], features)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    return found
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, family: Family, eps: float) -> torch.Tensor:
@@ -287,11 +300,7 @@ def stack_experts(tensors: Tensors) -> None:
 
 
 def test_experts_in_one_tensor_are_those_one_by_one(tmp_path: Path) -> None:
-    network, target = read("qwen3_5_moe", tmp_path, stack_experts)
-    features = target_states(target)[:-1]
-    found = Served(network).run(TEXT[1:], features)
-    wanted = plainly("qwen3_5_moe", target, TEXT[1:], features)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    check_whole("qwen3_5_moe", *read("qwen3_5_moe", tmp_path, stack_experts))
 
 
 def test_a_module_beside_a_text_half_is_the_halfs(tmp_path: Path) -> None:
@@ -309,12 +318,7 @@ def test_a_module_beside_a_text_half_is_the_halfs(tmp_path: Path) -> None:
     target = load_weights(
         str(tmp_path), half.config, half.kind, key_mapping=half.key_mapping
     ).eval()
-    network = read_mtp(target, tmp_path, target_facts(target))
-    network.bind(target.get_input_embeddings(), target.get_output_embeddings())
-    features = target_states(target)[:-1]
-    found = Served(network).run(TEXT[1:], features)
-    wanted = plainly("qwen3_5", target, TEXT[1:], features)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    check_whole("qwen3_5", bound(target, tmp_path), target)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mellum"])
@@ -342,17 +346,15 @@ def test_an_embedding_and_a_head_of_the_modules_own_are_used(tmp_path: Path) -> 
         f"{_LAST}{name}": torch.randn(VOCAB_SIZE, HIDDEN, generator=generator)
         for name in ("embed_tokens.weight", "shared_head.head.weight")
     }
-    target = write("glm4_moe", tmp_path, lambda tensors: tensors.update(own))
-    network = read_mtp(target, tmp_path, target_facts(target))
-    network.bind(target.get_input_embeddings(), target.get_output_embeddings())
+    network, target = read("glm4_moe", tmp_path, lambda tensors: tensors.update(own))
     features = target_states(target)[:-1]
+    target.get_input_embeddings().weight.copy_(own[f"{_LAST}embed_tokens.weight"])
     found = Served(network).run(TEXT[1:], features)
+    wanted = plainly("glm4_moe", target, TEXT[1:], features)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     with torch.inference_mode():
         wanted_logits = found @ own[f"{_LAST}shared_head.head.weight"].T
     torch.testing.assert_close(network.logits(found), wanted_logits, atol=1e-4, rtol=1e-4)
-    target.get_input_embeddings().weight.copy_(own[f"{_LAST}embed_tokens.weight"])
-    wanted = plainly("glm4_moe", target, TEXT[1:], features)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_the_targets_again_takes_no_memory(tmp_path: Path) -> None:
@@ -485,23 +487,22 @@ def test_what_does_not_fit_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("kinds", "told"),
+    ("name", "kinds", "told"),
     [
-        (["indexed_attention"], "layers of kind indexed_attention"),
-        (None, "of kind full_attention or sliding_attention: mtp_layer_types is not given"),
+        ("mellum", ["indexed_attention"], "layers of kind indexed_attention"),
+        (
+            "mellum",
+            None,
+            "of kind full_attention or sliding_attention: mtp_layer_types is not given",
+        ),
+        # A field that transformers does not know.
+        ("mimo", "full_attention", "mtp_layer_types is not a list of kinds of layers"),
     ],
 )
 def test_a_layer_of_a_kind_that_is_not_served_or_not_said_is_refused(
-    kinds: list[str] | None, told: str, tmp_path: Path
+    name: str, kinds: Any, told: str, tmp_path: Path
 ) -> None:
-    target = write("mellum", tmp_path)
+    target = write(name, tmp_path)
     target.config.mtp_layer_types = kinds
     with pytest.raises(DraftRefusedError, match=told):
-        read_mtp(target, tmp_path, target_facts(target))
-
-
-def test_kinds_that_are_no_list_are_refused_by_their_field(tmp_path: Path) -> None:
-    target = write("mimo", tmp_path)
-    target.config.mtp_layer_types = "full_attention"  # a field that transformers does not know
-    with pytest.raises(DraftRefusedError, match="mtp_layer_types is not a list of kinds of layers"):
         read_mtp(target, tmp_path, target_facts(target))

@@ -19,12 +19,9 @@ from engine.weights.rounding.int8 import (
     quantize_by_channel,
     quantize_weight,
 )
+from worlds.random_tensors import drawn
 
 needs_integers = pytest.mark.skipif(not integers.can_multiply(), reason="this CPU has no AVX2")
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def product_of(
