@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -57,15 +58,9 @@ class World:
         self.served: dict[str, int] = defaultdict(int)
         self.started: list[str] = []
 
-    def add(
-        self,
-        name: str,
-        num_prompt: int = 8,
-        max_tokens: int = 50,
-        priority: int = 0,
-        tenant: Tenant = Tenant(),  # noqa: B008  (frozen)
-    ) -> Request:
-        request = make(name, num_prompt, max_tokens, priority, tenant, self.num_arrived)
+    def add(self, name: str, *sizes: int, **asked: Any) -> Request:
+        """As ``make``, in the order of arrival."""
+        request = make(name, *sizes, order=self.num_arrived, **asked)
         self.num_arrived += 1
         self.scheduler.submit(request)
         return request

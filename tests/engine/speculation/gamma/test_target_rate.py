@@ -9,13 +9,17 @@ from engine.request.params import SpeculativeParams
 from engine.speculation.gamma.target_rate import TargetRatePolicy
 from worlds.gamma_cases import DictatedCost, chain_candidate, load_of
 
-PARAMS = SpeculativeParams(
-    adaptive_depth="target_rate",
-    num_speculative_tokens=4,
-    min_speculative_tokens=1,
-    max_speculative_tokens=6,
-    target_acceptance_rate=0.7,
-)
+
+def within(start: int, least: int, most: int) -> SpeculativeParams:
+    return SpeculativeParams(
+        adaptive_depth="target_rate",
+        num_speculative_tokens=start,
+        min_speculative_tokens=least,
+        max_speculative_tokens=most,
+    )
+
+
+PARAMS = replace(within(4, 1, 6), target_acceptance_rate=0.7)
 
 
 def trace(
@@ -55,12 +59,7 @@ def test_gamma_moves_by_one_a_step_within_its_bounds(
 
 
 def test_the_mean_of_the_last_ten_rates_decides_not_the_last_one() -> None:
-    one = SpeculativeParams(
-        adaptive_depth="target_rate",
-        num_speculative_tokens=1,
-        min_speculative_tokens=1,
-        max_speculative_tokens=2,
-    )
+    one = within(1, 1, 2)
     policy = TargetRatePolicy(DictatedCost(float))
     for _ in range(10):
         policy.num_to_propose("r", one)
@@ -74,12 +73,7 @@ def test_the_mean_of_the_last_ten_rates_decides_not_the_last_one() -> None:
 
 
 def test_gamma_zero_is_left_again_after_a_windows_worth_of_steps() -> None:
-    params = SpeculativeParams(
-        adaptive_depth="target_rate",
-        num_speculative_tokens=1,
-        min_speculative_tokens=0,
-        max_speculative_tokens=4,
-    )
+    params = within(1, 0, 4)
     policy = TargetRatePolicy(DictatedCost(float))
     assert trace(policy, [0] * 12, params) == [1] + [0] * 10 + [1]
     assert trace(policy, [9] * 13, params) == [0] * 10 + [1, 2, 3]
@@ -87,12 +81,7 @@ def test_gamma_zero_is_left_again_after_a_windows_worth_of_steps() -> None:
 
 def test_the_start_is_clamped_and_requests_do_not_share_state() -> None:
     policy = TargetRatePolicy(DictatedCost(float))
-    wide = SpeculativeParams(
-        adaptive_depth="target_rate",
-        num_speculative_tokens=9,
-        min_speculative_tokens=2,
-        max_speculative_tokens=5,
-    )
+    wide = within(9, 2, 5)
     assert policy.num_to_propose("other", wide) == 5
     trace(policy, [0, 0], PARAMS)
     assert policy.num_to_propose("other", wide) == 5
