@@ -464,7 +464,8 @@ def test_a_grammar_that_gives_up_ends_its_request_and_no_other() -> None:
     driver = ErrorDriver(core_with())
     driver.submit(request("odd", PROMPT, GREEDY, drafting("oracle", num_tokens=4)), *neighbours())
     sampling: Any = waiting(driver, "odd").sampling
-    sampling.grammar = grammar = GaveUp()
+    grammar: Any = GaveUp()
+    sampling.grammar = grammar
     facts = Facts(sampling.params, (), frozenset(), TARGET.vocab_size, grammar)
     sampling.processors.append(Grammar(facts, ""))
     driver.run()

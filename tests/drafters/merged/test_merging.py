@@ -55,10 +55,10 @@ def test_a_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_branches_that_were_not_accepted_teach_as_well() -> None:
     core = Merging()
     text = [1, 2]
-    drafted = DraftTree([7, 8], [-1, -1], [0, 0])
+    tree = DraftTree([7, 8], [-1, -1], [0, 0])
     writer = core.open([1], "salt")
     tops = [[2, 3, 4], [70, 71, 72], [80, 81, 82]]
-    writer.observe(Observation("r", text, drafted, [2, -1, -1], [0], [2], tops, None, [LOGITS] * 3))
+    writer.observe(Observation("r", text, tree, [2, -1, -1], [0], [2], tops, None, [LOGITS] * 3))
     assert drafted(core, 7) == {70, 71, 72}
 
 

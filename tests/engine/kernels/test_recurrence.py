@@ -13,7 +13,8 @@ from engine.states.plan import Recurrence
 from engine.states.work import state_work
 from kvpool.state_slots import StateRows
 from kvpool.state_store import StateStore
-from worlds.state_cases import drawn, recurrence
+from worlds.random_tensors import drawn
+from worlds.state_cases import recurrence
 from worlds.state_walks import rows_of
 
 STEP = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
