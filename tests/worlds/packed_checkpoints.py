@@ -22,11 +22,13 @@ from engine.weights.files import described
 from engine.weights.formats import read_places
 from engine.weights.index import TensorIndex
 from engine.weights.layer import StoredLinear, StoredWeight
-from worlds.tiny_models import tiny_model
+from worlds.tiny_models import own_logits, tiny_model
 
 Tensors = dict[str, torch.Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -152,10 +154,26 @@ def signed(codes: Codes, symmetric: bool = True) -> Tensors:
     return tensors
 
 
+Make = Callable[[str, nn.Linear], tuple[Tensors, torch.Tensor] | None]
+
+
+def make_all(lay_out: Callable[[Codes], Tensors], head: bool = False, **drawn: Any) -> Make:
+    """Gives ``write_folder`` all layers in one layout, from codes of each layer's own."""
+
+    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
+        if name == "lm_head" and not head:
+            return None
+        seed = sum(name.encode())
+        codes = draw(linear.out_features, linear.in_features, seed=seed, **drawn)
+        return lay_out(codes), codes.weight()
+
+    return make
+
+
 def write_folder(
     folder: Path,
     quantization: Mapping[str, Any],
-    make: Callable[[str, nn.Linear], tuple[Tensors, torch.Tensor] | None],
+    make: Make,
     name: str = "llama",
     dtype: torch.dtype = torch.bfloat16,
     experts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
@@ -191,7 +209,7 @@ def _split(
     own: Any,
     tensors: Tensors,
     key: str,
-    make: Callable[[str, nn.Linear], tuple[Tensors, torch.Tensor] | None],
+    make: Make,
     names: Sequence[str],
 ) -> None:
     """Puts layers of experts in the place of the tensors of all, and what they mean into ``own``."""
@@ -258,6 +276,15 @@ def stored(model: PreTrainedModel) -> dict[str, StoredWeight]:
     """The places that were filled, by name."""
     found = model.named_modules()
     return {name: each for name, each in found if isinstance(each, StoredWeight)}
+
+
+def checked_places(model: PreTrainedModel, expected: PreTrainedModel) -> dict[str, StoredWeight]:
+    """Returns the places that were filled; they and all logits are what ``expected`` has."""
+    places, ids = stored(model), [1, 5, 9, 3, 40]
+    for name, place in places.items():
+        assert torch.equal(place.dequantized(torch.float32), expected.get_submodule(name).weight)
+    torch.testing.assert_close(own_logits(plain(model), ids), own_logits(expected, ids))
+    return places
 
 
 def fill(place: Any, linear: nn.Linear, tensors: Tensors, name: str = "up") -> Any:

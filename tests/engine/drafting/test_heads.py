@@ -3,7 +3,6 @@ to, and no text changes."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +34,7 @@ from engine.request.params import PLAIN, SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
 from engine.transfer import Readback, read_now
 from engine.weights.rounding.int8 import is_exact
+from worlds.changed_folders import configure
 from worlds.engine_harness import (
     TINY_VOCAB,
     Driver,
@@ -288,9 +288,7 @@ def test_heads_are_refused_where_they_do_not_fit(
     folder = shutil.copytree(BUNDLED / "medusa", tmp_path / "copy")
     with pytest.raises(ValueError, match="draft mine: .*it was trained for other weights"):
         prepared(tiny, EngineConfig(model="x", draft=(f"mine={folder}",)))
-    said = json.loads((folder / "config.json").read_text())
-    del said["target_fingerprint"]
-    (folder / "config.json").write_text(json.dumps(said))
+    configure(folder, target_fingerprint=None)
     with pytest.raises(ValueError, match="draft mine: .*hidden_size is 256"):
         prepared(tiny, EngineConfig(model="x", draft=(f"mine={folder}",)))
     assert prepared(tiny, EngineConfig(model="x")).bytes_per_block() == 0

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from engine.kernels.integers import can_multiply
@@ -27,14 +26,17 @@ from engine.weights.experts import GgufExperts
 from engine.weights.gguf.blocks import BLOCK_TYPES
 from engine.weights.rounding.gptq import round_to_nearest
 from engine.weights.rounding.int8 import quantize_weight
+from worlds.changed_folders import stored_tensors
 from worlds.packed_checkpoints import (
+    AWQ,
+    GPTQ,
     INT4,
     TOKENS,
-    Tensors,
+    Make,
     awq,
     configuration,
-    draw,
     gptq,
+    make_all,
     packed,
     signed,
     with_inputs,
@@ -157,8 +159,6 @@ def test_blocks_compute_what_their_floats_do(how: str) -> None:
     assert error(got, expected) < error(near, expected) < 0.02
 
 
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 INT8 = INT4 | {"num_bits": 8, "symmetric": True, "strategy": "channel", "group_size": None}
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Any]] = {
     "awq": (AWQ, awq),
@@ -168,22 +168,9 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-def make_with(kind: str) -> Any:
-    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
-        if name == "lm_head":
-            return None
-        bits, group = (8, -1) if kind == "W8A8" else (4, 32)
-        codes = draw(
-            linear.out_features,
-            linear.in_features,
-            bits,
-            group,
-            seed=len(name) + ord(name[-6]),
-            symmetric=kind == "W8A8",
-        )
-        return CHECKPOINTS[kind][1](codes), codes.weight()
-
-    return make
+def make_with(kind: str) -> Make:
+    drawn: Any = {"bits": 8, "group": -1, "symmetric": True} if kind == "W8A8" else {}
+    return make_all(CHECKPOINTS[kind][1], **drawn)
 
 
 @torch.inference_mode()
@@ -208,10 +195,7 @@ def test_layers_of_experts_are_gathered(kind: str, model_name: str, tmp_path: Pa
 
 @torch.inference_mode()
 def test_experts_whose_features_have_orders_of_their_own_become_floats(tmp_path: Path) -> None:
-    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
-        codes = draw(linear.out_features, linear.in_features, shuffled=True)
-        return (gptq(codes), codes.weight()) if name != "lm_head" else None
-
+    make = make_all(gptq, shuffled=True)
     expected = write_folder(tmp_path, GPTQ, make, "qwen3_moe", torch.float32)
     model, ids = load_model(str(tmp_path), CPU), torch.arange(12)[None] + 20
     assert not dict(packed_experts(model))
@@ -220,11 +204,9 @@ def test_experts_whose_features_have_orders_of_their_own_become_floats(tmp_path:
 
 def test_an_expert_that_lacks_its_codes_is_named_in_one_line(tmp_path: Path) -> None:
     write_folder(tmp_path, AWQ, make_with("awq"), "qwen3_moe", torch.float32)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    for key in [key for key in tensors if ".experts.3.down_proj." in key]:
-        del tensors[key]
-    save_file(tensors, path, {"format": "pt"})
+    with stored_tensors(tmp_path) as tensors:
+        for key in [key for key in tensors if ".experts.3.down_proj." in key]:
+            del tensors[key]
     with pytest.raises(UnsupportedModelError, match="experts in floats beside others in few bits"):
         load_model(str(tmp_path), CPU)
 
@@ -245,10 +227,8 @@ def test_mxfp4_is_kept_as_it_is_published(tmp_path: Path) -> None:
 
 def test_an_exponent_of_no_number_is_named(tmp_path: Path) -> None:
     write_mxfp4(tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    key = next(key for key in tensors if key.endswith("down_proj_scales"))
-    tensors[key][1, 2, 0] = 255
-    save_file(tensors, path, {"format": "pt"})
+    with stored_tensors(tmp_path) as tensors:
+        key = next(key for key in tensors if key.endswith("down_proj_scales"))
+        tensors[key][1, 2, 0] = 255
     with pytest.raises(UnsupportedModelError, match=f"not finite: .*{key[-16:]}"):
         load_model(str(tmp_path), CPU)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import modeling_utils
 
 from engine.build import build_engine_for
@@ -20,6 +19,7 @@ from engine.model.loader import eos_token_ids, load_model, refuse_unservable
 from engine.model.text_half import find_text_half, own_names
 from engine.request.errors import UnsupportedModelError
 from slipstream.tools.quantize.written import written_scheme
+from worlds.changed_folders import WEIGHTS, configure, rename_tensors, stored_tensors
 from worlds.tiny_models import CPU, own_logits, random_ids
 from worlds.tiny_wholes import SERVED, tiny_whole
 
@@ -28,20 +28,12 @@ TEXT = [each for each in random_ids(3, 60) if each < 90][:40]
 SMALL_ENGINE = EngineConfig(
     num_blocks=32, block_size=4, max_num_batched_tokens=8, max_num_seqs=2, drafters=()
 )
-WEIGHTS = "model.safetensors"
 
 
 def saved(name: str, folder: Path) -> hf.PreTrainedModel:
     whole = tiny_whole(name)
     whole.save_pretrained(folder)
     return whole
-
-
-def configure(folder: Path, part: str | None = None, **changes: Any) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    (config if part is None else config[part]).update(changes)
-    path.write_text(json.dumps(config))
 
 
 def load(folder: Path) -> hf.PreTrainedModel:
@@ -53,11 +45,8 @@ def test_the_half_writes_the_logits_of_the_whole_and_is_driven(name: str, tmp_pa
     """The engine's own check holds its forward, in chunks and in a draft tree, to transformers'."""
     whole = saved(name, tmp_path)
     for part in (None, "text_config"):  # A file chooses no code: a name on a hub would be fetched.
-        kernels = {
-            "_attn_implementation": "some/kernels",
-            "_experts_implementation": "some/kernels",
-        }
-        configure(tmp_path, part, **kernels)
+        chosen = ("_attn_implementation", "_experts_implementation")
+        configure(tmp_path, part, **dict.fromkeys(chosen, "some/kernels"))
     half = load(tmp_path)
     torch.testing.assert_close(own_logits(half, TEXT), own_logits(whole, TEXT), rtol=0, atol=2e-4)
     assert half.num_parameters() < whole.num_parameters()
@@ -135,14 +124,13 @@ def test_weights_in_torchs_own_format_are_found(tmp_path: Path) -> None:
 def test_names_as_the_modules_have_them_are_found_too(tmp_path: Path) -> None:
     """Checkpoints come with the names of several versions of transformers."""
     whole = saved("llava", tmp_path)
-    renamed = {
-        name.replace("language_model.model.", "model.language_model.").replace(
-            "language_model.lm_head", "lm_head"
-        ): tensor
-        for name, tensor in load_file(tmp_path / WEIGHTS).items()
-    }
-    assert "lm_head.weight" in renamed
-    save_file(renamed, tmp_path / WEIGHTS, {"format": "pt"})
+    outer = (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head", "lm_head"),
+    )
+    for old, new in outer:
+        rename_tensors(tmp_path, lambda name, old=old, new=new: name.replace(old, new))
+    assert "lm_head.weight" in load_file(tmp_path / WEIGHTS)
     torch.testing.assert_close(own_logits(load(tmp_path), TEXT), own_logits(whole, TEXT))
 
 
@@ -178,9 +166,8 @@ def test_the_ends_of_texts_and_the_type_are_the_wholes(
 
 def test_halves_that_do_not_write_what_the_whole_writes_are_refused(tmp_path: Path) -> None:
     saved("aya_vision", tmp_path)
-    with pytest.raises(
-        UnsupportedModelError, match="aya_vision writes other logits of a text than"
-    ):
+    fault = "aya_vision writes other logits of a text than"
+    with pytest.raises(UnsupportedModelError, match=fault):
         load(tmp_path)
 
 
@@ -210,12 +197,9 @@ def test_configurations_without_a_half_that_can_be_served_are_refused(
 
 def test_a_checkpoint_without_weights_of_the_half_is_refused(tmp_path: Path) -> None:
     saved("llava", tmp_path)
-    kept = {
-        name: tensor
-        for name, tensor in load_file(tmp_path / WEIGHTS).items()
-        if not name.startswith("language_model.")
-    }
-    save_file(kept, tmp_path / WEIGHTS, {"format": "pt"})
+    with stored_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if name.startswith("language_model.")]:
+            del tensors[name]
     with pytest.raises(UnsupportedModelError, match="llava: the checkpoint has no embed_tokens"):
         load(tmp_path)
     (tmp_path / WEIGHTS).unlink()
@@ -285,18 +269,16 @@ def test_a_quantization_survives_to_the_half_with_its_own_names(
 def test_weights_that_come_in_8_bits_fill_the_half(tmp_path: Path) -> None:
     """The whole computes with what they stand for."""
     whole: Any = saved("llava", tmp_path)
-    stored = {}
-    for name, weight in load_file(tmp_path / WEIGHTS).items():
-        if not name.endswith("_proj.weight") or not name.startswith("language_model."):
-            stored[name] = weight
-            continue
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        stored[name] = (weight / scale).round().to(torch.int8)
-        stored[f"{name}_scale"] = scale
-        layer = name.removeprefix("language_model.model.").removesuffix(".weight")
-        meant = whole.model.language_model.get_submodule(layer)
-        meant.weight.copy_(stored[name] * scale)
-    save_file(stored, tmp_path / WEIGHTS, {"format": "pt"})
+    with stored_tensors(tmp_path) as stored:
+        for name, weight in [*stored.items()]:
+            if not name.endswith("_proj.weight") or not name.startswith("language_model."):
+                continue
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            stored[name] = (weight / scale).round().to(torch.int8)
+            stored[f"{name}_scale"] = scale
+            layer = name.removeprefix("language_model.model.").removesuffix(".weight")
+            meant = whole.model.language_model.get_submodule(layer)
+            meant.weight.copy_(stored[name] * scale)
     ignored = ["language_model.lm_head", "re:vision_tower.*", "re:multi_modal_projector.*"]
     configure(tmp_path, quantization_config=written_scheme(ignored))
     half = load(tmp_path)

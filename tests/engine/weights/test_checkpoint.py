@@ -10,7 +10,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from engine.config import EngineConfig
 from engine.drafting.drafts import find_drafts
@@ -20,10 +20,9 @@ from engine.request.errors import UnsupportedModelError
 from engine.weights.checkpoint import not_finite
 from slipstream.cli import main
 from slipstream.tools.quantize.written import store_int8
+from worlds.changed_folders import WEIGHTS, configure, stored_tensors
 from worlds.tiny_models import CPU, tiny_model
 
-WEIGHTS = "model.safetensors"
-Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.1"
 QUERY = f"{LAYER}.self_attn.q_proj.weight"
 
@@ -34,39 +33,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def configure(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit(folder: Path, change: Callable[[Tensors], None]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-
-
 def cut(folder: Path, num_bytes: int) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:num_bytes])
 
 
 def spoil(value: float) -> Callable[[Path], None]:
-    def change(tensors: Tensors) -> None:
-        tensors[QUERY][3, 5] = value
+    def change(folder: Path) -> None:
+        with stored_tensors(folder) as tensors:
+            tensors[QUERY][3, 5] = value
 
-    return lambda folder: edit(folder, change)
+    return change
 
 
 def add(name: str) -> Callable[[Path], None]:
-    return lambda folder: edit(folder, lambda tensors: tensors.update({name: torch.ones(4)}))
+    def change(folder: Path) -> None:
+        with stored_tensors(folder) as tensors:
+            tensors[name] = torch.ones(4)
+
+    return change
 
 
-def drop(*names: str) -> Callable[[Path], None]:
-    def change(tensors: Tensors) -> None:
-        for name in names:
+def drop(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        with stored_tensors(folder) as tensors:
             del tensors[name]
 
-    return lambda folder: edit(folder, change)
+    return change
 
 
 def split_without_a_part(folder: Path) -> None:
@@ -241,7 +234,8 @@ def test_weights_in_8_bits_are_checked_alike(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     load_model(str(tmp_path), CPU)
     scale = QUERY.replace(".weight", ".weight_scale")
-    edit(tmp_path, lambda tensors: tensors.update({scale: tensors[scale] / 0}))
+    with stored_tensors(tmp_path) as tensors:
+        tensors[scale] /= 0
     with pytest.raises(UnsupportedModelError, match=f"not finite: {scale}"):
         load_model(str(tmp_path), CPU)
     drop(scale)(tmp_path)

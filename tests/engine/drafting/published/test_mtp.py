@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
@@ -25,6 +25,7 @@ from engine.drafting.published.mtp import MtpNetwork, read_mtp
 from engine.model.loader import load_model
 from engine.model.text_half import find_text_half
 from engine.weights.checkpoint import load_config, load_weights
+from worlds.changed_folders import stored_tensors
 from worlds.tiny_models import CPU, VOCAB_SIZE, enlarge, random_ids, tiny_config
 
 HIDDEN, NUM_LAYERS, BLOCK_SIZE = 64, 2, 4
@@ -187,8 +188,8 @@ def write(name: str, path: Path, change: Callable[[Tensors], object] = len) -> P
     own_model(family.config(num_hidden_layers=NUM_LAYERS), seed=0).save_pretrained(path)
     tensors = module_tensors(name, path / "scratch")
     change(tensors)
-    file = path / "model.safetensors"
-    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    with stored_tensors(path) as stored:
+        stored.update(tensors)
     if family.is_served:
         return load_model(str(path), CPU)
     return hf.AutoModelForCausalLM.from_pretrained(path).eval()
@@ -309,10 +310,9 @@ def test_a_module_beside_a_text_half_is_the_halfs(tmp_path: Path) -> None:
     text = FAMILIES["qwen3_5"].config(num_hidden_layers=NUM_LAYERS)
     config = hf.Qwen3_5Config(text_config=text, vision_config=vision | {"out_hidden_size": HIDDEN})
     hf.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file) | module_tensors("qwen3_5", tmp_path / "scratch")
-    assert "model.language_model.norm.weight" in tensors
-    save_file(tensors, file, metadata={"format": "pt"})
+    with stored_tensors(tmp_path) as stored:
+        assert "model.language_model.norm.weight" in stored
+        stored.update(module_tensors("qwen3_5", tmp_path / "scratch"))
     half = find_text_half(str(tmp_path), load_config(str(tmp_path)))
     assert half is not None
     target = load_weights(

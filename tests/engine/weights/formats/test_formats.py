@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
@@ -24,7 +23,10 @@ from engine.request.errors import UnsupportedModelError
 from engine.weights.checkpoint import load_weights
 from engine.weights.formats import read_places
 from engine.weights.layer import StoredWeight
+from worlds.changed_folders import rename_tensors
 from worlds.packed_checkpoints import (
+    AWQ,
+    GPTQ,
     INT4,
     TOKENS,
     Tensors,
@@ -33,6 +35,7 @@ from worlds.packed_checkpoints import (
     fill,
     gptq,
     load,
+    make_all,
     packed,
     signed,
     stored,
@@ -50,20 +53,9 @@ FLOATS: Tensors = {
 }
 TENSORS = (awq(CODES), gptq(CODES), gptq(BYTES, True), packed(CODES), signed(BYTES, False), FLOATS)
 BASES: tuple[dict[str, Any], ...] = (
-    {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": 32,
-        "version": "gemm",
-        "zero_point": True,
-        "modules_to_not_convert": ["lm_head"],
-    },
-    {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": 32,
-        "desc_act": False,
-        "sym": False,
+    AWQ | {"modules_to_not_convert": ["lm_head"]},
+    GPTQ
+    | {
         "lm_head": True,
         "checkpoint_format": "gptq",
         "dynamic": {"-:.*a": {}, "+:.*up": {"bits": 8, "group_size": 32}},
@@ -190,34 +182,20 @@ def test_what_is_not_changed_is_read() -> None:
 
 
 def test_names_may_lack_the_models_prefix(tmp_path: Path) -> None:
-    def make(_: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
-        codes = draw(linear.out_features, linear.in_features)
-        return packed(codes), codes.weight()
-
     said = copy.deepcopy(BASES[3]) | {"ignore": []}
     said["config_groups"] = {"all": said["config_groups"]["group_0"]}
-    write_folder(tmp_path, said, make)
-    path = tmp_path / "model.safetensors"
-    tensors = {name.removeprefix("model."): each for name, each in load_file(path).items()}
-    save_file(tensors, path, {"format": "pt"})
+    write_folder(tmp_path, said, make_all(packed, head=True))
+    rename_tensors(tmp_path, lambda name: name.removeprefix("model."))
     assert len(stored(load(tmp_path))) == 15
 
 
 def test_names_may_be_those_of_a_larger_model(tmp_path: Path) -> None:
-    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
-        codes = draw(linear.out_features, linear.in_features)
-        return None if name == "lm_head" else (awq(codes), codes.weight())
-
-    write_folder(tmp_path, BASES[0], make)
-    path = tmp_path / "model.safetensors"
-    tensors = {re.sub(r"^model\.", "whole.text.", name): v for name, v in load_file(path).items()}
-    save_file(tensors, path, {"format": "pt"})
+    write_folder(tmp_path, BASES[0], make_all(awq))
+    rename_tensors(tmp_path, lambda name: re.sub(r"^model\.", "whole.text.", name))
     config = AutoConfig.from_pretrained(tmp_path)
-    mapping = {r"^whole\.text\.": "model."}
-    places = read_places(config, mapping)
-    model = load_weights(
-        str(tmp_path), config, quantization_config=places, key_mapping=mapping, dtype="auto"
-    )
+    names: Any = {"key_mapping": {r"^whole\.text\.": "model."}, "dtype": "auto"}
+    places = read_places(config, names["key_mapping"])
+    model = load_weights(str(tmp_path), config, quantization_config=places, **names)
     assert len(stored(model)) == 14
 
 

@@ -100,11 +100,6 @@ OTHERS = {
 """Those whose vocabularies were trained by the pattern of another family, which transformers has."""
 
 
-HAN_OR_SLASH = re.compile(
-    r"[/\u2e80-\u2fff\u3005-\u3007\u3021-\u303b\u3400-\u9fff\uf900-\ufaff\U00010000-\U0010ffff]"
-)
-
-
 @pytest.mark.parametrize("splitter", OTHERS)
 @given(text=st.text(max_size=30) | st.text("aB'sS 12,.\n\r\té́나", max_size=30))
 def test_families_that_share_a_pattern_cut_alike(splitter: str, text: str) -> None:
