@@ -22,9 +22,8 @@ from engine.kernels.paged_attention import attended
 from engine.request.info import Determinism
 from kvpool.store import KVStore
 from worlds.interpreted import DEVICE
-from worlds.tiny_models import path_to, scattered_table
+from worlds.tiny_models import CPU, path_to, scattered_table
 
-CPU = torch.device("cpu")
 PLAIN = AttentionOptions(None, None, None, None)
 NUM_SLOTS = 3840
 Part = tuple[int, int, int, Sequence[int]]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.census import tiny_config
 from bench.gguf_types import fitting, pack
-from worlds.gguf_files import add_value, tiny_llama, values_of
+from worlds.gguf_files import add_value, tiny_llama, values_of, written
 
 Array = np.ndarray[Any, Any]
 Tensors = dict[str, Array]
@@ -566,8 +566,4 @@ def write_converted(
             continue
         rows = pack(weight.reshape(-1, weight.shape[-1]), own)
         writer.add_tensor(name, rows.reshape(*weight.shape[:-1], -1), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)

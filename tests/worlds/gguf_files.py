@@ -157,11 +157,7 @@ def write_gguf(
         else:
             own = fitting(wanted, weight.shape[1])
             writer.add_tensor(name, pack(weight, own), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def any_model(model_type: str, **changes: Any) -> PreTrainedModel:
@@ -209,16 +205,12 @@ def write_any(
         else:
             rows = pack(weight.reshape(-1, weight.shape[-1]), kind)
             writer.add_tensor(full_name, rows.reshape(*weight.shape[:-1], -1), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
-def split_in_three(written: Path, folder: Path) -> list[Path]:
+def split_in_three(whole: Path, folder: Path) -> list[Path]:
     """As llama.cpp's gguf-split does: metadata in the first part alone."""
-    reader = gguf.GGUFReader(written)
+    reader = gguf.GGUFReader(whole)
     paths = [folder / f"tiny-{number + 1:05d}-of-00003.gguf" for number in range(3)]
     values = values_of(tiny_llama())
     for number, path in enumerate(paths):
@@ -232,11 +224,16 @@ def split_in_three(written: Path, folder: Path) -> list[Path]:
         writer.add_uint16("split.count", 3)
         for tensor in reader.tensors[number::3]:
             writer.add_tensor(tensor.name, tensor.data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        written(writer, path)
     return paths
+
+
+def written(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -139,7 +139,7 @@ class Form:
 def write_folder(
     path: Path, config: Any, tensors: Mapping[str, torch.Tensor], binary: bool
 ) -> Path:
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if binary:
         torch.save(dict(tensors), path / "pytorch_model.bin")

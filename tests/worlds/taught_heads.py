@@ -4,16 +4,15 @@ that was fitted to the target's own texts, and nothing else in them says anythin
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from worlds.published_eagle3 import write_folder
 from worlds.tiny_models import own_states
 
 VOCAB, HIDDEN, NUM_LAYERS = 64, 64, 8
@@ -124,7 +123,7 @@ def taught_eagle(path: Path, seed: int, shift: int = 0, **more: Any) -> Path:
         "draft_vocab_size": VOCAB,
         _IDS: [layer + shift for layer in LAYERS],
     }
-    return _write(path, config | more, tensors)
+    return write_folder(path, config | more, tensors, False)
 
 
 def taught_dflash(path: Path, seed: int, shift: int = 0) -> Path:
@@ -159,7 +158,7 @@ def taught_dflash(path: Path, seed: int, shift: int = 0) -> Path:
             "target_layer_ids": [layer - 1 + shift for layer in LAYERS],
         },
     }
-    return _write(path, config, tensors | _decoding(seed))
+    return write_folder(path, config, tensors | _decoding(seed), False)
 
 
 @cache
@@ -183,13 +182,6 @@ def _decoding(seed: int) -> Tensors:
     return {"fc.weight": fusion, "lm_head.weight": head.float().contiguous()}
 
 
-def _write(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, path / "model.safetensors")
-    return path
-
-
 def taught_medusa(path: Path, seed: int) -> Path:
     """Writes a folder of one head of Medusa's, which reads the number that was said and says the one
     after the next."""
@@ -201,10 +193,8 @@ def taught_medusa(path: Path, seed: int) -> Path:
         "0.1.weight": own[following].contiguous(),
     }
     config = {"medusa_num_heads": 1, "medusa_num_layers": 1, "vocab_size": VOCAB}
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, path / "medusa_lm_head.safetensors")
-    return path
+    write_folder(path, config, tensors, False)
+    return (path / "model.safetensors").rename(path / "medusa_lm_head.safetensors").parent
 
 
 def save_target(path: Path, seed: int, noise: float = 0.0) -> Path:

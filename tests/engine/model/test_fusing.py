@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from engine.attention.backend import AttentionNeeds, build_attention
@@ -204,16 +203,6 @@ def test_models_of_the_same_class_stay_as_they_are_and_copies_are_their_own() ->
 # --- norms ---
 
 
-def with_random_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    model = copy.deepcopy(tiny_model(name, dtype))
-    generator = torch.Generator().manual_seed(5)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            noise = 0.3 * torch.randn(parameter.shape, generator=generator)
-            parameter.data += noise.to(dtype)
-    return model
-
-
 @pytest.mark.parametrize(
     ("dtype", "is_triton"),
     [*((dtype, False) for dtype in DTYPES), (torch.float32, True), (torch.float16, True)],
@@ -225,7 +214,7 @@ def test_norms_of_a_model_are_found_and_write_the_same(
     """Triton's program is one of the ways; its interpreter does not round bfloat16 to the nearest."""
     if is_triton:
         monkeypatch.setattr(kinds, "row_norm_for", lambda *_: row_norm)
-    model = with_random_weights(name, dtype)
+    model = tiny_model(name, dtype)
     expected = own_logits(model, IDS).float()
     named = [each for each in model.modules() if type(each).__name__.endswith("RMSNorm")]
     fuse(model)

@@ -133,7 +133,7 @@ async def test_the_event_loop_runs_while_a_step_does() -> None:
         ({"prompt_token_ids": (8,)}, "prompt"),
         ({"prompt_token_ids": (-1,)}, "prompt"),
         ({"sampling": replace(GREEDY, max_tokens=0)}, "max_tokens"),
-        ({"sampling": replace(GREEDY, stop_token_ids=(9,))}, "stop_token_ids"),
+        ({"sampling": replace(GREEDY, stop_token_ids=(8,))}, "stop_token_ids"),
         ({"speculative": drafting("oracle")}, "speculative.draft_strategy"),
         ({"speculative": drafting("ngram", "hunch")}, "speculative.adaptive_depth"),
     ],
