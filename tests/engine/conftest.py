@@ -12,10 +12,11 @@ from worlds.interpreted import patching_once
 if TYPE_CHECKING:
     from worlds.every_drafter import EveryDrafterTarget
 
+torch.set_num_threads(1)  # of tests that say no number
+
 
 @pytest.fixture(scope="session")
 def tiny_target() -> TinyTarget:
-    torch.set_num_threads(1)
     return TinyTarget()
 
 
@@ -24,7 +25,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
     """A target with every drafter there is, where a module has no other target of its own."""
     from worlds.every_drafter import EveryDrafterTarget  # for few tests: it takes a while
 
-    torch.set_num_threads(1)
     return EveryDrafterTarget(tmp_path_factory.mktemp("near"))
 
 

@@ -65,7 +65,6 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def target() -> TinyTarget:
-    torch.set_num_threads(1)
     return TinyTarget()
 
 

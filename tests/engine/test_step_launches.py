@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from engine.attention.backend import AttentionNeeds
 from engine.capture.replays import DeviceGraphs, GraphSizes
@@ -32,7 +31,6 @@ from worlds.interpreted import ON_CPU, patching_once
 from worlds.launches import counting_launches
 from worlds.static_attention import StaticAttention
 
-torch.set_num_threads(1)
 pytestmark = ON_CPU
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)

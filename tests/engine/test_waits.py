@@ -22,8 +22,6 @@ from worlds.engine_harness import Driver, Setup, TinyTarget, circle_prompt, draf
 from worlds.every_drafter import DRAFTERS, EveryDrafterTarget
 from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_compiler
 
-torch.set_num_threads(1)
-
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, seed=5)
 SETUP = Setup(

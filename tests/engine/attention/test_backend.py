@@ -29,10 +29,9 @@ from engine.model.loader import attach_attention
 from engine.model.runner import ModelRunner
 from kvpool.store import KVStore
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle, write_all
-from worlds.tiny_models import VOCAB_SIZE, chunk, random_ids, tiny_model
+from worlds.tiny_models import CPU, VOCAB_SIZE, chunk, random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
-CPU = torch.device("cpu")
 NEEDS = AttentionNeeds("fast", CPU, torch.float32, 4, [KVShape(4, 2, 8, 4)] * 2)
 SMALL: dict[str, Any] = {
     "block_size": 4,

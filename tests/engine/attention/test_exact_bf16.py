@@ -17,6 +17,7 @@ from engine.model.loader import bundled_path, load_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact
 from worlds.tiny_models import (
+    CPU,
     chunk,
     make_runner,
     path_to,
@@ -27,9 +28,6 @@ from worlds.tiny_models import (
     tree,
 )
 
-torch.set_num_threads(1)
-
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
     not can_pack(CPU, torch.bfloat16), reason="this CPU has no bf16 instructions"
 )

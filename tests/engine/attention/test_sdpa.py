@@ -12,9 +12,8 @@ import torch
 from engine.attention import sdpa
 from engine.attention.backend import attending, slipstream_attention
 from engine.batch import InputBuffers, RequestRows
-from worlds.attended import CPU, PLAIN, Part, World, chains, world_of
-
-torch.set_num_threads(1)
+from worlds.attended import PLAIN, Part, World, chains, world_of
+from worlds.tiny_models import CPU
 
 TREE = (-1, -1, 0, 1, 1, 3, 2, 5, 5, 7, 9)
 

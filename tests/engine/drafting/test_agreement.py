@@ -39,9 +39,8 @@ from worlds.taught_heads import (
     taught_eagle,
     taught_medusa,
 )
-from worlds.tiny_models import make_runner, own_logits, own_states
+from worlds.tiny_models import CPU, make_runner, own_logits, own_states
 
-CPU = torch.device("cpu")
 LIMITS = DraftLimits(VOCAB, 300, 256)
 EVERY_LAYER = [NORMED, *range(NUM_LAYERS + 1)]
 SEEDS = range(20)

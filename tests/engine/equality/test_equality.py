@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
 from drafters.registry import build_drafters
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
@@ -57,7 +56,6 @@ Streams = Mapping[tuple[str, int], Driver]
 def target(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> EveryDrafterTarget:
-    torch.set_num_threads(1)
     return EveryDrafterTarget(tmp_path_factory.mktemp("near"), request.param)
 
 

@@ -119,7 +119,6 @@ class BundledTarget:
 def bundled(request: pytest.FixtureRequest) -> BundledTarget:
     if request.param == 8 and refusal(CPU) is not None:
         pytest.skip("this CPU has no products in 8 bits")
-    torch.set_num_threads(1)
     return BundledTarget(request.param)
 
 

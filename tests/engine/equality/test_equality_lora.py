@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from engine.request.params import GenerationRequest, SamplingParams
@@ -53,7 +52,6 @@ def merged(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Merged:
 
 @pytest.fixture(scope="module")
 def target(make: Make, tmp_path_factory: pytest.TempPathFactory) -> EveryDrafterTarget:
-    torch.set_num_threads(1)
     return EveryDrafterTarget(tmp_path_factory.mktemp("near"), make)
 
 

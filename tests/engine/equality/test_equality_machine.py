@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -272,7 +271,6 @@ def test_texts_survive_any_schedule() -> None:
 
 
 def test_a_real_models_texts_survive_any_schedule(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     target, totals = EveryDrafterTarget(tmp_path), Totals()
     rng = random.Random(0)
     circles = [[8 * circle + step % 8 for step in range(20)] for circle in range(3)]

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.kernels.integers import can_multiply
 from worlds.packed_models import FLOATS, FORMATS
@@ -23,7 +22,6 @@ pytestmark = [
 
 @cache
 def target_of(path: Path, keeps_inputs: bool) -> PackedTarget:
-    torch.set_num_threads(1)
     return PackedTarget(path, keeps_inputs, CPU)
 
 

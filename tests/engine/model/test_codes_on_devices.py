@@ -32,10 +32,9 @@ from engine.model.quantization import (
 from worlds.device_world import no_host
 from worlds.interpreted import ON_CPU, patching_once
 from worlds.packed_models import FORMATS
-from worlds.tiny_models import tiny_model
+from worlds.tiny_models import CPU, tiny_model
 
 pytestmark = ON_CPU
-CPU = torch.device("cpu")
 EXPERTS = ("awq_of_experts", "mxfp4")
 """Formats of models whose experts become floats."""
 BITS = {

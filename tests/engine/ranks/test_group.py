@@ -44,7 +44,6 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def second() -> Iterator[SecondRank]:
-    torch.set_num_threads(1)
     rank = SecondRank()
     yield rank
     rank.stop()

@@ -15,8 +15,6 @@ from engine.sampling.sampler import target_probs
 from worlds.sampled_rows import RowGroup, sample_tokens
 from worlds.sampling_oracle import new_state, random_row, random_truncation, truncated_probs
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 40, 1500])
 def test_rows_are_the_softmax_of_what_truncation_leaves(vocab_size: int) -> None:

@@ -19,8 +19,7 @@ from engine.sampling.sampler import greedy_tokens, sampled_tokens
 from worlds.device_world import no_host
 from worlds.sampled_rows import DEVICES
 from worlds.sampling_oracle import expected_token, random_row, random_truncation
-
-torch.set_num_threads(1)
+from worlds.threads import threads
 
 Way = Callable[[], AbstractContextManager[None]]
 WAYS = pytest.mark.parametrize("way", [nullcontext, no_host], ids=["kernels", "tensors"])
@@ -86,11 +85,8 @@ def test_kernel_draws_the_same_in_any_number_of_threads() -> None:
     rng = random.Random(71)
     logits, params = random_rows(rng, 40, 5000)
     alone = draw(logits, params)
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         assert draw(logits, params) == alone
-    finally:
-        torch.set_num_threads(1)
 
 
 def test_small_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

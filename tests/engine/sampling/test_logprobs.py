@@ -8,8 +8,6 @@ import torch
 
 from worlds.sampled_rows import emitted_logprobs, top_tokens
 
-torch.set_num_threads(1)
-
 
 def ranked(row: list[float]) -> list[int]:
     return sorted(range(len(row)), key=lambda v: (-row[v], v))

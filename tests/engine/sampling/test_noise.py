@@ -18,8 +18,6 @@ from engine.sampling.noise import _hash_int, _unit_float, request_key
 from engine.sampling.noise_torch import _hash, gumbel
 from worlds.sampled_rows import DEVICES, gumbel_scalar
 
-torch.set_num_threads(1)
-
 
 def keys_of(*seeds: int) -> Tensor:
     return torch.tensor([request_key(seed, 0) for seed in seeds])

@@ -22,8 +22,6 @@ from worlds.sampling_oracle import (
     truncated_probs,
 )
 
-torch.set_num_threads(1)
-
 VOCAB_SIZE = 24
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +17,6 @@ from engine.request.params import SamplingParams
 from worlds.lanes import examples
 from worlds.sampled_rows import RowGroup, verify_all
 from worlds.sampling_oracle import ToyModel, new_state, random_tree
-
-torch.set_num_threads(1)
 
 ENDLESS = SamplingParams(max_tokens=1000, temperature=0)
 FORK = DraftTree([5, 6, 7, 8, 9], [-1, 0, -1, 2, 2], [0] * 5)

@@ -45,8 +45,6 @@ from worlds.verified_streams import (
 
 pytestmark = pytest.mark.slow
 
-torch.set_num_threads(1)
-
 DRAFT_PROBS = torch.softmax(
     torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4)).double(), -1
 ).tolist()

@@ -14,8 +14,6 @@ from worlds.plain_heads import plain_eagle
 from worlds.published_eagle3 import FACTS, FORMS, Form, loaded
 from worlds.published_rows import DraftStore, Rows
 
-torch.set_num_threads(1)
-
 CPU = torch.device("cpu")
 
 
