@@ -165,7 +165,9 @@ def described(said: Said, kind: Any, known: Values) -> dict[str, Any]:
     found: dict[str, Any] = {"num_hidden_layers": said.num_layers}
     names = {field.name for field in fields(kind)} | {*kind.attribute_map}
     # Values of keys without which a model computes the same: a class need not know them.
-    usual: dict[str, tuple[float, ...]] = dict.fromkeys(_NUMBERS, (0, 1)) | dict.fromkeys(_FLAGS, (1,))
+    usual: dict[str, tuple[float, ...]] = dict.fromkeys(_NUMBERS, (0, 1)) | dict.fromkeys(
+        _FLAGS, (1,)
+    )
     for keys, read in ((_COUNTS, said.count), (_NUMBERS, said.number), (_FLAGS, said.value)):
         for key, several in keys.items():
             if (value := read(key)) is not None:
