@@ -118,6 +118,8 @@ class EngineProcess:
         self._adapters: tuple[AdapterInfo, ...] | None = None
         self._child: Child | None = None
         self._stopping = threading.Event()
+        # Held where a process is launched, so that none is once it is stopped.
+        self._launching = threading.Lock()
         self._built = False
         self.pulse_handle = shared_handle()
         self.pulse = Pulse(self.pulse_handle)
@@ -137,14 +139,18 @@ class EngineProcess:
         return self.ready()
 
     def begin(self) -> None:
-        """Launch it; it is being built meanwhile."""
-        self._built = False
-        self.pulse.rest()
-        if self._child is not None:
-            self._child.link.close()
-        self._child = launch_child(
-            "engine.process.child", self._launch, self.pulse_handle, environment=self._environment
-        )
+        """Launch it; it is being built meanwhile. Raises EngineError where it was stopped."""
+        with self._launching:
+            if self._stopping.is_set():
+                raise EngineError("the engine was stopped")
+            self._built = False
+            self.pulse.rest()
+            if self._child is not None:
+                self._child.link.close()
+            handle, environment = self.pulse_handle, self._environment
+            self._child = launch_child(
+                "engine.process.child", self._launch, handle, environment=environment
+            )
 
     def ready(self) -> EngineInfo:
         """Wait until it is built. Raises as ``start``."""
@@ -197,7 +203,8 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End it, after the step under way; harmless where it is not there."""
-        self._stopping.set()
+        with self._launching:
+            self._stopping.set()
         if self._child is not None:
             self._child.end(_STOP_SECONDS)
         self.pulse.close()
@@ -245,7 +252,8 @@ class EngineProcess:
                     logger.warning("the engine is back")
                     break
                 except (EngineError, OSError) as error:
-                    logger.error("the engine does not come back: %s", error)
+                    if not self._stopping.is_set():
+                        logger.error("the engine does not come back: %s", error)
             else:
                 return
 

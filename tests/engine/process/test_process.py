@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.process import streams
+from engine.process import launch, streams
 from engine.process.client import RemoteEngine
 from engine.process.launch import EngineProcess
 from engine.process.pulse import Pulse, shared_handle
@@ -192,6 +195,33 @@ async def test_a_killed_engine_is_told_to_everybody_and_comes_back() -> None:
             await until(lambda: engine.is_alive)
             assert tokens_of(await collect(engine.generate(asking("r")))) == text_of(asking("r"))
             assert num_handles() <= before
+
+
+def test_one_that_is_stopped_while_it_is_launched_anew_has_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launch_child, pids = launch.launch_child, list[int]()
+    again, stopped = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any, **more: Any) -> launch.Child:
+        child = launch_child(*arguments, **more)
+        pids.append(child.process.pid)
+        if len(pids) > 1:
+            again.set()
+            stopped.wait(1)
+        return child
+
+    monkeypatch.setattr(launch, "launch_child", slowly)
+    with launched() as process:
+        process.start()
+        process.watch(lambda _: None)
+        os.kill(pids[0], signal.SIGKILL)
+        assert again.wait(HANG)
+    stopped.set()
+    assert has_gone(pids[1])
+    assert [each.message for each in caplog.records if each.levelno >= logging.WARNING] == [
+        "the engine's process ended: signal SIGKILL"
+    ]
 
 
 @within(PATIENCE)
