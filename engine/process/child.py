@@ -37,7 +37,12 @@ from engine.process.pulse import Pulse
 from engine.process.runtime import EngineRuntime
 from engine.process.tally import StepTally
 from engine.ranks.rank import rank_here
-from engine.request.errors import EngineError, RequestFailedError, ShuttingDownError
+from engine.request.errors import (
+    EngineError,
+    QueueFullError,
+    RequestFailedError,
+    ShuttingDownError,
+)
 from engine.request.events import ErrorEvent, StepResult, TokenEvent
 from engine.request.info import AdapterInfo, EngineInfo
 from engine.request.params import GenerationRequest
@@ -129,7 +134,9 @@ class EngineHost:
 
     def _leave_out(self, client: _Client, request_id: str) -> None:
         """Its last event: who reads it by now does so at the server's end."""
-        error = ShuttingDownError("the server is shutting down")
+        self._refuse(client, request_id, ShuttingDownError("the server is shutting down"))
+
+    def _refuse(self, client: _Client, request_id: str, error: EngineError) -> None:
         client.link.call("deliver", [ErrorEvent(request_id, error)])
 
     def _change_adapters(
@@ -151,10 +158,15 @@ class EngineHost:
         return self._changes.submit(work)
 
     def _submit(self, client: _Client, request: GenerationRequest) -> None:
-        if request.sampling.grammar:
-            self._slow.put(client, request)
-        else:
+        if not request.sampling.grammar:
             self._admit(client, request)
+            return
+        try:
+            self._built.result().check_room(len(self._slow))
+        except QueueFullError as error:
+            self._refuse(client, request.request_id, error)
+        else:
+            self._slow.put(client, request)
 
     def _admit(self, client: _Client, request: GenerationRequest) -> None:
         runtime = self._built.result()
@@ -164,7 +176,7 @@ class EngineHost:
             if not isinstance(error, EngineError):
                 logger.exception("a request could not be prepared")
                 error = RequestFailedError(f"{type(error).__name__}: {error}")
-            client.link.call("deliver", [ErrorEvent(request.request_id, error)])
+            self._refuse(client, request.request_id, error)
             return
         with self._lock:
             self._owners[request.request_id] = client

@@ -86,13 +86,21 @@ class EngineRuntime:
         with self._lock:
             if request.request_id in self._open:
                 raise RequestError("request_id", f"request id {request.request_id!r} is in use")
-            if len(self._open) >= self._max_num_open:
-                low, high = _RETRY_SECONDS
-                wait = self._backlog.seconds(self._open.values())
-                raise QueueFullError(float(math.ceil(min(high, max(low, wait)))))
+            self._check_room()
             self._limits.admit(prepared)
             self._open[request.request_id] = prepared
         return prepared
+
+    def check_room(self, num_waiting: int) -> None:
+        """Raises QueueFullError where so many that wait for admission take all places that are left."""
+        with self._lock:
+            self._check_room(num_waiting)
+
+    def _check_room(self, num_waiting: int = 0) -> None:
+        if len(self._open) + num_waiting >= self._max_num_open:
+            low, high = _RETRY_SECONDS
+            wait = self._backlog.seconds(self._open.values())
+            raise QueueFullError(float(math.ceil(min(high, max(low, wait)))))
 
     def submit(self, prepared: Request) -> None:
         self._inbox.put(lambda: self.core.submit(prepared))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from multiprocessing import Pipe
+
+import pytest
 
 from engine.process.admissions import SlowAdmissions
 from engine.process.child import EngineHost
 from engine.process.client import RemoteEngine
+from engine.request.errors import QueueFullError
 from engine.request.params import GenerationRequest, SamplingParams
-from worlds.gated_engine import until
-from worlds.scripted_engine import ScriptedEngine
+from worlds.gated_engine import HANG, Engine, until, within
 
 
 class Office:
@@ -67,25 +71,42 @@ def test_one_that_is_aborted_before_is_not_admitted() -> None:
     assert office.aborted.empty()
 
 
-async def test_one_that_is_aborted_before_has_a_last_event() -> None:
-    """Else the server waited half a minute for it when it ended."""
-    office, host = Office(), EngineHost()
+def asked(name: str) -> GenerationRequest:
+    return GenerationRequest(name, (1,), SamplingParams(grammar="g"))
+
+
+@asynccontextmanager
+async def beside(office: Office, max_num_open: int = 100) -> AsyncIterator[RemoteEngine]:
+    """A client of a host whose admissions are the office's, which has begun with one for each thread."""
+    host, runtime = EngineHost(), Engine(max_num_open=max_num_open).runtime
+    host._built.set_result(runtime)
     host._slow._admit = office._admit  # type: ignore[assignment, method-assign]
     ours, theirs = Pipe()
     host.attach(False, theirs.fileno())
     theirs._handle = None  # the host's from now on
-    engine = RemoteEngine(ScriptedEngine().info, ours)
+    engine = RemoteEngine(runtime.info, ours)
     await engine.start()
-
-    def asked(name: str) -> GenerationRequest:
-        return GenerationRequest(name, (1,), SamplingParams(grammar="g"))
-
-    for name in "abcd":  # a thread each
-        host._submit(next(iter(host._clients)), asked(name))
+    for name in "abcd":
+        engine._submit(asked(name))
     assert sorted(office.begun.get() for _ in range(4)) == [*"abcd"]
-    reading = asyncio.ensure_future(engine.stream(asked("e"), lambda _: None))
-    await until(lambda: "e" in host._slow._waiting)
-    reading.cancel()
-    await until(lambda: not engine._unfinished)
+    engine._unfinished.clear()
+    yield engine
     office.go_on.set()
     await engine.stop()
+
+
+@within(HANG)
+async def test_one_that_is_aborted_before_has_a_last_event() -> None:
+    """Else the server waited half a minute for it when it ended."""
+    async with beside(Office()) as engine:
+        reading = asyncio.ensure_future(engine.stream(asked("e"), lambda _: None))
+        await until(lambda: engine.num_open == 1)
+        reading.cancel()
+        await until(lambda: not engine._unfinished)
+
+
+@within(HANG)
+async def test_those_that_wait_take_places_in_the_queue() -> None:
+    async with beside(Office(), max_num_open=4) as engine:
+        with pytest.raises(QueueFullError):
+            await engine.stream(asked("e"), lambda _: None)
