@@ -12,6 +12,7 @@ from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, TreeBuilder
 from engine.grammar.constraint import GrammarConstraint, Path
 from engine.request.params import VerificationName
 from engine.schedule.request import ScheduledRequest
+from engine.speculation.overlay import Overlay
 
 
 def constrained(
@@ -35,7 +36,8 @@ def constrained(
         if not grammar.forced():
             return tree
         tree = EMPTY
-    shaping = _Shaping(grammar, depth)
+    # What the drafter says of its nodes stays; else the engine estimates all of them.
+    shaping = _Shaping(grammar, depth, Overlay() if tree.survivals else TreeBuilder())
     shaping.add_forced(ROOT)
     shaping.add_allowed(tree)
     return shaping.builder.best(max_nodes, depth=depth)
@@ -44,11 +46,11 @@ def constrained(
 class _Shaping:
     """The tree in the making, and the path of each of its nodes."""
 
-    def __init__(self, grammar: GrammarConstraint, depth: int) -> None:
+    def __init__(self, grammar: GrammarConstraint, depth: int, builder: TreeBuilder) -> None:
         self._grammar = grammar
         self._depth = depth
         self._paths: dict[int, Path] = {ROOT: ()}
-        self.builder = TreeBuilder()
+        self.builder = builder
 
     def add_forced(self, node: int) -> None:
         """The run that has to follow a node."""
@@ -57,7 +59,8 @@ class _Shaping:
         for token_id in self._grammar.forced(self._paths[node]):
             if len(self._paths[node]) >= self._depth:
                 return
-            node = self._add(node, token_id, FORCED)
+            survival = 1.0 if node == ROOT else self.builder.weights[node]
+            node = self._add(node, token_id, FORCED, survival)
 
     def add_allowed(self, tree: DraftTree) -> None:
         """The nodes of a drafter's tree that are allowed, and what is forced after its leaves."""
@@ -69,7 +72,8 @@ class _Shaping:
             above = places.get(parent)
             if above is None or not self._grammar.accepts((*self._paths[above], token_id)):
                 continue
-            places[node] = self._add(above, token_id, tree.features[node])
+            survival = tree.survivals[node] if tree.survivals else 1.0
+            places[node] = self._add(above, token_id, tree.features[node], survival)
             inner.add(above)
         for node, place in places.items():
             if place not in inner:
@@ -79,8 +83,8 @@ class _Shaping:
                 assert allowed is not None, "it has a child"
                 self.builder.draft_probs[place] = _restricted(tree.draft_probs[node], allowed)
 
-    def _add(self, parent: int, token_id: int, feature: int) -> int:
-        node = self.builder.add(parent, token_id, feature)
+    def _add(self, parent: int, token_id: int, feature: int, survival: float) -> int:
+        node = self.builder.add(parent, token_id, feature, survival)
         self._paths[node] = (*self._paths[parent], token_id)
         return node
 

@@ -58,6 +58,17 @@ def test_branches_are_kept_each_with_its_own_continuation() -> None:
     found.validate()
 
 
+def test_what_a_drafter_says_of_its_nodes_stays() -> None:
+    """A forced token is as likely as what it follows."""
+    tree = DraftTree(ids("abce"), [-1, -1, -1, 0], [0] * 4, survivals=[0.5, 0.25, 0.125, 0.375])
+    found = shape(tree, "(ae|bf|d)g[ab]")
+    assert [path for path, _ in shown(found)] == ["a", "ae", "aeg", "b", "bf", "bfg"]
+    assert found.survivals == [0.5, 0.375, 0.375, 0.25, 0.25, 0.25]
+    assert shape(chain(ids("a")), "(ae|bf|d)g[ab]").survivals == ()
+    likeliest = DraftTree(ids("ba"), [-1, -1], [0] * 2, survivals=[0.25, 0.5])
+    assert shown(shape(likeliest, "[ab]c", nodes=2)) == [("a", False), ("ac", True)]
+
+
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 16), (3, 16), (16, 1), (16, 3)])
 def test_bounds_hold(nodes: int, depth: int) -> None:
     found = shape(chain(ids("abcd")), "abc[d]efg", nodes, depth)
