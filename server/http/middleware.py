@@ -18,7 +18,6 @@ from server.errors import (
     REQUEST_ID_KEY,
     ApiError,
     bad_request,
-    body_too_large,
     not_found,
     shutting_down,
     to_api_error,
@@ -91,17 +90,15 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
-            await body_too_large().response(scope)(scope, receive, send)
-            return
+        is_over = declared.isdecimal() and int(declared) > self._max_bytes
         num_bytes = 0
 
         async def receive_counted() -> Message:
             nonlocal num_bytes
-            message = await receive()
+            message = {} if is_over else await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                # Raised where the application reads its body, an HTTPException gets through.
+            if is_over or num_bytes > self._max_bytes:
+                # Raised where the application reads its body, it gets through and is counted.
                 raise HTTPException(413)
             return message
 

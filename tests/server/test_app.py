@@ -196,6 +196,8 @@ async def test_a_body_over_the_limit_is_a_413() -> None:
 
         headers = {"content-type": "application/json"}
         chunked = await client.post("/completions", content=undeclared(), headers=headers)
+        figures = (await client.get("http://test/metrics")).text
+    assert 'slipstream_rejections_total{reason="body_too_large"} 2.0' in figures
     for reply in (declared, chunked):
         assert fault(reply) == (413, "body_too_large")
 

@@ -38,7 +38,7 @@ async def test_whoever_refuses_does_so_in_the_shape_of_the_path() -> None:
 
         check(await post("/messages", {}), 401, "authentication_error", "invalid_api_key")
         check(await post("/messages/x", KEY), 404, "not_found_error", "not_found")
-        too_long = await post("/messages/x", KEY, text="a" * 3000)
+        too_long = await post("/messages", KEY, text="a" * 3000)
         check(too_long, 413, "request_too_large", "body_too_large")
         client.app.state.models.state = "draining"  # type: ignore[attr-defined]
         ending = await post("/messages", KEY)
