@@ -95,7 +95,7 @@ def test_free_memory_is_what_the_machine_and_the_container_leave(
     assert 0 < machine.free_bytes(CPU) < 1 << 50
     for available, left in ((5, 9), (9, 5)):
         monkeypatch.setattr(memory, "_available", lambda available=available: available)
-        monkeypatch.setattr(memory, "_cgroup_left", lambda left=left: left)
+        monkeypatch.setattr(memory, "_cgroup_left", lambda _, left=left: left)
         assert machine.free_bytes(CPU) == 5
 
 
