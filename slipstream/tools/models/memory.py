@@ -87,7 +87,7 @@ def _of_config(folder: Path) -> tuple[int, int]:
         key = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
         value = int(config["v_head_dim"])
     kinds = config.get("layer_types") or ["full_attention"] * int(config["num_hidden_layers"])
-    layers = sum(each.endswith("_attention") and each != "linear_attention" for each in kinds)
+    layers = sum(each.endswith("attention") and each != "linear_attention" for each in kinds)
     layers -= int(config.get("num_kv_shared_layers") or 0)
     per_token = layers * kv_heads * (key + value) * _VALUE_BYTES
     return per_token, int(config.get("max_position_embeddings") or 4096)

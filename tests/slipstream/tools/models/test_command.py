@@ -93,6 +93,11 @@ def test_needs_are_read_off_configurations(tmp_path: Path) -> None:
     kinds = ["linear_attention", "linear_attention", "sliding_attention", "full_attention"]
     hybrid = needs(tmp_path, **CONFIG, layer_types=kinds)
     assert hybrid == Needs(10, 2 * 2 * 2 * 8 * 2, 1024)
+    # As Granite 4 spells them.
+    assert (
+        needs(tmp_path, **CONFIG, layer_types=["mamba", "mamba", "attention", "attention"])
+        == hybrid
+    )
     latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 4}
     assert needs(tmp_path, **CONFIG | latent) == Needs(10, 4 * 8 * (8 + 4) * 2, 1024)
     assert needs(tmp_path, hidden_size=4) is None
