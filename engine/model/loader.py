@@ -249,16 +249,21 @@ def state_shapes(model: PreTrainedModel) -> tuple[StateShape, ...]:
 def max_position(config: Any) -> int:
     """Returns the number of positions that the model supports.
 
-    Some rotary embeddings change their frequencies for the whole call once any row of it passes a
-    length. Support ends there: otherwise a request's tokens would depend on the other requests of its
-    step. Layers with chunks see everything before them until the first chunk ends, and so do layers
-    that scale queries by how far down the call they stand.
+    YaRN may have been added to a configuration that still says the length before. Some rotary embeddings
+    change their frequencies for the whole call once any row of it passes a length. Support ends there:
+    otherwise a request's tokens would depend on the other requests of its step. Layers with chunks see
+    everything before them until the first chunk ends, and so do layers that scale queries by how far down
+    the call they stand.
     """
     lengths = [getattr(config, "max_position_embeddings", None) or 4096]
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *ropes.values()]:  # one for all layers, or one per kind of layer
-        if isinstance(rope, dict) and rope.get("rope_type") in _CALL_WIDE_ROPES:
-            lengths.append(rope.get("original_max_position_embeddings") or lengths[0])
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        original = rope.get("original_max_position_embeddings") if kind else None
+        if kind in _CALL_WIDE_ROPES:
+            lengths.append(original or lengths[0])
+        elif kind == "yarn" and original and rope.get("factor"):
+            lengths[0] = max(lengths[0], original * rope["factor"])
     if _IN_CHUNKS in (getattr(config, "layer_types", None) or ()):
         lengths.append(config.attention_chunk_size)
     if getattr(config, "attn_temperature_tuning", False):

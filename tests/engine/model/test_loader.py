@@ -371,6 +371,16 @@ def test_a_model_with_chunks_has_the_length_of_the_first() -> None:
     assert max_position(config) == 399
 
 
+@pytest.mark.parametrize(("factor", "length"), [(4.0, 1024), (1.5, 400)])
+def test_a_model_that_had_yarn_added_has_the_length_that_it_reaches(
+    factor: float, length: int
+) -> None:
+    """As Qwen's authors tell people to add it: what the configuration says besides stays."""
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 256}
+    config = tiny_config("llama", max_position_embeddings=400, rope_parameters=yarn)
+    assert max_position(config) == length
+
+
 def test_positions_end_where_rotary_frequencies_would_follow_the_longest_neighbour() -> None:
     """transformers gives LongRoPE models other frequencies once any position of the call passes the
     original length: a request's tokens would depend on who shares its step."""
