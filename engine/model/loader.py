@@ -42,7 +42,8 @@ from kvpool.state_store import StateShape
 
 logger = logging.getLogger(__name__)
 
-_SERVED = ("full_attention", "sliding_attention", "linear_attention")
+_ATTENDING = ("full_attention", "sliding_attention")
+_SERVED = (*_ATTENDING, "linear_attention")
 _IN_CHUNKS = "chunked_attention"
 """Served up to the end of the first chunk, if it is said where that is (``max_position``)."""
 _CALL_WIDE_ROPES = {"longrope", "dynamic"}
@@ -167,6 +168,7 @@ class ShapeProbe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}
+        self.without_window: set[int] = set()
         self._seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def attend(
@@ -177,7 +179,8 @@ class ShapeProbe:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        del options
+        if options.window is None:
+            self.without_window.add(layer)
         if layer in self.shapes:
             raise RuntimeError(f"two attention layers call themselves number {layer}")
         num_kv_heads, key_dim = key.shape[1:]
@@ -217,6 +220,7 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
     layers = sorted(probe.shapes)
     if not layers and not states:
         raise UnsupportedModelError(outside)
+    _check_windows(model, probe)
     if not states and "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
         raise UnsupportedModelError(
             f"{type(model).__name__}: its layers of kind linear_attention keep a state, and call no "
@@ -229,6 +233,25 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
         each if each.source is None else replace(each, source=numbers[each.source])
         for each in map(probe.shapes.__getitem__, layers)
     ]
+
+
+def _check_windows(model: PreTrainedModel, probe: ShapeProbe) -> None:
+    """Raises UnsupportedModelError where layers that are said to have a window do not hand it over:
+    texts of the checks at start are shorter than windows."""
+    window = getattr(model.config, "sliding_window", None)
+    kinds = [
+        each for each in getattr(model.config, "layer_types", None) or () if each in _ATTENDING
+    ]
+    if window is None or window >= max_position(model.config) or len(kinds) != len(probe.shapes):
+        return
+    if any(
+        kind == "sliding_attention" and layer in probe.without_window
+        for kind, layer in zip(kinds, sorted(probe.shapes), strict=True)
+    ):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its layers of kind sliding_attention do not say their window of "
+            f"{window} tokens"
+        )
 
 
 def _number_layers(model: PreTrainedModel, numbers: Mapping[int, int]) -> None:

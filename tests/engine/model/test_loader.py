@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from bench.census import tiny_config as census_config
 from engine.batch import ForwardOutput
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
@@ -361,6 +362,22 @@ def test_layers_that_share_keys_and_values_share_a_store_s_rows() -> None:
     shapes = attach_attention(prepare_model(model, CPU))
     assert [shape.source for shape in shapes] == [None, None, 0, 1]
     assert [shape.row for shape in shapes[2:]] == [0, 1]
+
+
+@pytest.mark.parametrize(("window", "is_served"), [(100, False), (400, True)])
+def test_windows_that_layers_do_not_say_are_refused_where_a_text_may_be_longer(
+    window: int, is_served: bool
+) -> None:
+    """transformers' Qwen2-MoE has them in its masks alone."""
+    config = census_config("qwen2_moe")
+    config.max_position_embeddings, config.sliding_window = 400, window
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    model = prepare_model(hf.Qwen2MoeForCausalLM(config), CPU)
+    if is_served:
+        assert len(attach_attention(model)) == config.num_hidden_layers
+        return
+    with pytest.raises(UnsupportedModelError, match="do not say their window of 100 tokens"):
+        attach_attention(model)
 
 
 def test_a_model_with_chunks_has_the_length_of_the_first() -> None:
