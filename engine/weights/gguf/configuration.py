@@ -164,15 +164,16 @@ def described(said: Said, kind: Any, known: Values) -> dict[str, Any]:
     be."""
     found: dict[str, Any] = {"num_hidden_layers": said.num_layers}
     names = {field.name for field in fields(kind)} | {*kind.attribute_map}
-    # Values of keys without which a model computes the same: a class need not know them.
-    usual: dict[str, tuple[float, ...]] = dict.fromkeys(_NUMBERS, (0, 1)) | dict.fromkeys(
-        _FLAGS, (1,)
-    )
-    for keys, read in ((_COUNTS, said.count), (_NUMBERS, said.number), (_FLAGS, said.value)):
+    # The last: values that change nothing, of keys that a class need not know.
+    for keys, read, usual in (
+        (_COUNTS, said.count, None),
+        (_NUMBERS, said.number, (0, 1)),
+        (_FLAGS, said.value, (True,)),
+    ):
         for key, several in keys.items():
             if (value := read(key)) is not None:
                 found |= dict.fromkeys(several.split(), value)
-                if names.isdisjoint(several.split()) and value not in usual.get(key, (value,)):
+                if usual and value not in usual and names.isdisjoint(several.split()):
                     raise UnsupportedModelError(
                         f"its {key} is {value}, of which {kind.model_type} knows nothing"
                     )
