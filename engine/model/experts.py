@@ -150,6 +150,22 @@ def is_experts(module: nn.Module) -> bool:
     return bool(expert_sizes(module))
 
 
+def routers_of(model: nn.Module) -> set[nn.Module]:
+    """Returns linear layers that choose among a block's experts, or say how much they count: they are
+    few weights, and what they are off by has rows go elsewhere."""
+    blocks = [
+        (model.get_submodule(name.rpartition(".")[0]), module.num_experts)
+        for name, module in model.named_modules()
+        if is_experts(module) or isinstance(module, PackedExperts)
+    ]
+    return {
+        each
+        for block, num_experts in blocks
+        for each in block.modules()
+        if isinstance(each, nn.Linear) and each.out_features <= num_experts
+    }
+
+
 def pack_float_experts(own: Any) -> PackedExperts | None:
     """Packs a module's experts of a CPU for our kernel, one by one; None: the kernel does not take them.
     The module loses its weights."""

@@ -27,6 +27,7 @@ from engine.model.experts import (
     packed_experts,
     restored_experts,
     rounded_experts,
+    routers_of,
 )
 from engine.model.layers import (
     GroupedLinear,
@@ -180,13 +181,13 @@ def has_packed_weights(model: nn.Module) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
-    """Replaces linear layers and experts by ones of 8 bits, all but gates of states, one by one: memory
-    never holds more than the model and its largest layer twice. ``model`` still runs on transformers' own
-    attention. ``with_head``: the output head, too.
+    """Replaces linear layers and experts by ones of 8 bits, all but gates of states and routers, one by
+    one: memory never holds more than the model and its largest layer twice. ``model`` still runs on
+    transformers' own attention. ``with_head``: the output head, too.
 
     Raises UnsupportedModelError where the machine does not multiply integers, or nothing is quantised.
     """
-    kept = gates_of(model)
+    kept = gates_of(model) | routers_of(model)
     if not with_head:
         kept.add(model.get_output_embeddings())
     names = [

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.model.decoder import decoder_layers, states_read, states_written
+from engine.model.experts import routers_of
 from engine.model.layers import as_linear, is_plain, names_by_input
 from engine.request.errors import UnsupportedModelError
 from engine.states.seam import gates_of
@@ -43,12 +44,12 @@ def quantize_4_bits(
 
     When they are yielded, the model holds their dequantised weights in its own type. Who takes them may
     put other modules in their place before asking for the next ones, whose inputs then come from those.
-    The output head, embeddings, gates of states and experts that are kept in one tensor are left as they
-    are.
+    The output head, embeddings, gates of states, routers and experts that are kept in one tensor are left
+    as they are.
 
     Raises UnsupportedModelError where decoder layers hand on more than hidden states.
     """
-    kept = gates_of(model)
+    kept = gates_of(model) | routers_of(model)
     layers = _layer_names(model)
     states, calls = _first_states(model, layers, texts.to(model.device))
     for number, name in enumerate(layers):

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from bench.census import tiny_model as census_model
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.build import build_engine_for
 from engine.build import target as build_module
 from engine.config import EngineConfig
 from engine.kernels.integers import can_multiply
 from engine.model import quantization
-from engine.model.experts import is_experts, packed_experts
+from engine.model.calibration.sequence import quantize_4_bits
+from engine.model.experts import is_experts, packed_experts, routers_of
 from engine.model.layers import GroupedLinear
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, load_model, load_tokenizer, state_shapes
@@ -63,7 +65,7 @@ def test_every_architecture_runs_in_8_bits(name: str) -> None:
         for weight in model.parameters():
             weight.mul_(0.4 if weight.dim() == 2 else 1)
     before = reference_logits(model)
-    gates, num_weights = gates_of(model), model.num_parameters()
+    gates, num_weights = gates_of(model) | routers_of(model), model.num_parameters()
     info = quantized(model)
     experts = [product for _, each in packed_experts(model) for product in each.products]
     assert info.num_layers == len(grouped_layers(model)) + len(experts) > 0
@@ -82,6 +84,32 @@ def test_every_architecture_runs_in_8_bits(name: str) -> None:
     runner = ModelRunner(model, build_attention(needs, 24), states=states)
     check_logits(runner, after)
     assert check_exact(runner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "router"),
+    [
+        ("afmoe", "router.gate"),
+        ("hunyuan_v1_moe", "gate.wg"),
+        ("qwen2_moe", "shared_expert_gate"),
+    ],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_routers_keep_their_type(kind: str, router: str, bits: int) -> None:
+    model = census_model(kind)
+    routers = {name for name, _ in model.named_modules() if name.endswith(router)}
+    if bits == 8:
+        quantize_model(model)
+        rounded = set(grouped_layers(model))
+    else:
+        rounded = {name for group in quantize_4_bits(model, random_rows()) for name in group}
+    assert rounded
+    assert routers
+    assert not rounded & routers
+
+
+def random_rows() -> torch.Tensor:
+    return torch.randint(3, 90, (2, 32), generator=torch.Generator().manual_seed(0))
 
 
 def test_layers_that_read_one_tensor_are_computed_together() -> None:
