@@ -11,7 +11,7 @@ from typing import Any
 
 _DESCRIPTION = """Write SRC's linear weights in 8 bits to the folder DST, in compressed-tensors' format
 "int-quantized": `slipstream serve DST` loads it as it is. (`slipstream serve SRC --quantization int8`
-serves the same weights, quantised at every start.)
+rounds at every start, in groups of 32, which is finer.)
 
 With --bits 4, write them in its format "pack-quantized", in groups of 32, rounded by what the layers read
 (GPTQ) on --calibration FILE or, without one, on text that the model writes itself. What that changes is
@@ -20,9 +20,11 @@ held back for it.
 
 With --check FILE, compare SRC in few bits with SRC as it is, on any text: loss, Kullback-Leibler
 divergence of the next token's distribution, how often both think the same token the likeliest, and the
-layers that rounding changes most. With --most-kl X, nothing is written above that divergence, and the
-exit status is 3."""
+layers that rounding changes most. In 8 bits that is of the weights that DST gets, without DST of those of
+--quantization int8. With --most-kl X, nothing is written above that divergence, and the exit status is
+3."""
 
+_TOKENS, _CALIBRATION_TOKENS = 8192, 16384
 _MOST_NAMED = 5
 _GOOD_KL = 0.05
 """The cost of the coarsest served 8-bit scheme on SmolLM2: one token in nine changes."""
@@ -44,12 +46,10 @@ def add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--calibration", metavar="FILE", type=Path, help="text for 4 bits (default: SRC's own)"
     )
     parser.add_argument(
-        "--calibration-tokens", type=int, default=16384, help="of it at most (default: 16384)"
+        "--calibration-tokens", type=int, help=f"of it at most (default: {_CALIBRATION_TOKENS})"
     )
     parser.add_argument("--check", metavar="FILE", type=Path, help="text to compare on")
-    parser.add_argument(
-        "--tokens", type=int, default=8192, help="of the text at most (default: 8192)"
-    )
+    parser.add_argument("--tokens", type=int, help=f"of the text at most (default: {_TOKENS})")
     parser.add_argument(
         "--most-kl", metavar="X", type=float, help="write nothing above this divergence"
     )
@@ -65,6 +65,8 @@ def _run(arguments: argparse.Namespace) -> int:
     fault = _fault(arguments)
     if fault is not None:
         return _refuse(fault)
+    arguments.tokens = arguments.tokens or _TOKENS
+    arguments.calibration_tokens = arguments.calibration_tokens or _CALIBRATION_TOKENS
     # Imported late: torch takes seconds to load, and --help needs none of it.
     from engine.request.errors import EngineError
 
@@ -83,18 +85,24 @@ def _fault(arguments: argparse.Namespace) -> str | None:
             return f"{arguments.dst} is no folder"
         if any(arguments.dst.iterdir()):
             return f"{arguments.dst} is not empty"
-    if arguments.tokens < 2:
-        return "--tokens must be at least 2"
-    if arguments.calibration_tokens < 32:
-        return "--calibration-tokens must be at least 32"
-    if arguments.bits == 8 and arguments.calibration is not None:
-        return "--calibration is for --bits 4: nothing is calibrated in 8 bits"
-    if arguments.most_kl is not None:
-        if not 0 < arguments.most_kl < float("inf"):
-            return "--most-kl must be a number above 0"
-        if arguments.bits == 8 and arguments.check is None:
-            return "--most-kl in 8 bits needs a text: --check FILE"
+    for flag, least in (("tokens", 2), ("calibration_tokens", 32)):
+        if (given := getattr(arguments, flag)) is not None and given < least:
+            return f"{_spelled(flag)} must be at least {least}"
+    if arguments.most_kl is not None and not 0 < arguments.most_kl < float("inf"):
+        return "--most-kl must be a number above 0"
+    if arguments.bits == 4:
+        return None
+    for flag in ("calibration", "calibration_tokens"):
+        if getattr(arguments, flag) is not None:
+            return f"{_spelled(flag)} is for --bits 4: nothing is calibrated in 8 bits"
+    for flag in ("most_kl", "tokens", "json") if arguments.check is None else ():
+        if getattr(arguments, flag):
+            return f"{_spelled(flag)} in 8 bits needs a text: --check FILE"
     return None
+
+
+def _spelled(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
 
 
 def _in_8_bits(arguments: argparse.Namespace) -> int:
@@ -162,11 +170,15 @@ def _save(model: Any, tokenizer: Any, arguments: argparse.Namespace, num_layers:
 
 def _check_8_bits(arguments: argparse.Namespace) -> dict[str, Any]:
     from engine.model.layers import GroupedLinear
-    from engine.model.quantization import quantization_info, quantize_model
+    from engine.model.quantization import quantization_info, quantize_model, replace_linears
+    from slipstream.tools.quantize.written import rounded_to_int8
 
     quantized, tokenizer = _load(arguments)
     token_ids = _token_ids(arguments, tokenizer)
-    quantize_model(quantized)
+    if arguments.dst is None:
+        quantize_model(quantized)
+    else:
+        replace_linears(quantized, rounded_to_int8(quantized), "int8")
     info = quantization_info(quantized)
     assert info is not None, "a model without linear layers is refused"
     return _comparison(arguments, quantized, token_ids, (GroupedLinear,), info.share)

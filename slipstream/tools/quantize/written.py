@@ -7,7 +7,7 @@ the output. https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
+from engine.model.experts import routers_of
 from engine.weights.formats.compressed_tensors import INTS, METHOD, PACKED, SCHEME
 from engine.weights.rounding.gptq import BITS, SPAN
 from engine.weights.rounding.int8 import quantize_by_channel
@@ -86,23 +87,35 @@ def store_4_bits(model: PreTrainedModel, groups: Iterable[Mapping[str, GroupedWe
 
 
 @torch.no_grad()
-def store_int8(model: PreTrainedModel) -> list[str]:
-    """Gives the model's linear layers 8 bits in the form that ``save_pretrained`` writes; returns their
-    names. The output head keeps its type, as readers of the format expect."""
-    head = model.get_output_embeddings()
-    plain = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
-    names = [name for name, module in plain.items() if module is not head]
+def rounded_to_int8(model: PreTrainedModel) -> Iterator[dict[str, GroupedWeight]]:
+    """Yields the model's linear layers in 8 bits by channel, one by one, by name; who takes one may put
+    another module in its place. The output head and routers keep their type, as readers of the format
+    expect."""
+    kept = {model.get_output_embeddings(), *routers_of(model)}
+    names = [
+        name for name, each in model.named_modules() if type(each) is nn.Linear and each not in kept
+    ]
     for name in names:
-        linear = plain.pop(name)
-        weight = quantize_by_channel(linear.weight)
-        assert weight.channel_scales is not None
-        stored = nn.Module()
-        values = (weight.codes.short() - weight.zero).to(torch.int8)
-        stored.weight = nn.Parameter(values, requires_grad=False)
-        stored.weight_scale = nn.Parameter(weight.channel_scales[:, None], requires_grad=False)
-        stored.bias = linear.bias
-        model.set_submodule(name, stored)
-    model.config.quantization_config = written_scheme(list(plain))
+        linear: Any = model.get_submodule(name)
+        yield {name: quantize_by_channel(linear.weight)}
+
+
+def store_int8(model: PreTrainedModel) -> list[str]:
+    """Gives the model's linear layers the form that ``save_pretrained`` writes in 8 bits; returns their
+    names."""
+    names: list[str] = []
+    for group in rounded_to_int8(model):
+        for name, weight in group.items():
+            assert weight.channel_scales is not None
+            stored = nn.Module()
+            values = (weight.codes.short() - weight.zero).to(torch.int8)
+            stored.weight = nn.Parameter(values, requires_grad=False)
+            stored.weight_scale = nn.Parameter(weight.channel_scales[:, None], requires_grad=False)
+            stored.bias = model.get_submodule(name).bias
+            model.set_submodule(name, stored)
+        names += group
+    kept = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    model.config.quantization_config = written_scheme(kept)
     return names
 
 

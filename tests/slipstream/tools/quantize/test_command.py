@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine.model.loader import load_model, load_tokenizer
-from engine.model.quantization import complete_packed, quantization_info
+from engine.model.quantization import complete_packed, quantization_info, round_inputs
 from engine.weights.rounding.int8 import is_exact
 from slipstream.cli import main
 from slipstream.tools.quantize import command
+from slipstream.tools.quantize.check import compare
 
 HERE = Path(__file__).parent
 CODE = "for index in range(10):\n    print(index)\n\n\ndef add(a, b):\n    return a + b\n" * 20
@@ -60,6 +61,22 @@ def test_the_comparison_says_how_near_they_are(
     said = capsys.readouterr().out
     assert f"{found['loss']:.4f}, in 8 bits {found['loss_int8']:.4f}" in said
     assert said.rstrip().endswith(list(errors)[4])
+
+
+@needs_int8
+def test_what_is_compared_in_8_bits_is_what_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, folder = tmp_path / "text.py", tmp_path / "in-8-bits"
+    text.write_text(CODE)
+    arguments = ["quantize", "bundled", str(folder), "--check", str(text), "--tokens", "300"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model, written = (load_model(each, torch.device("cpu")) for each in ("bundled", str(folder)))
+    round_inputs(written)
+    token_ids = load_tokenizer("bundled").encode(CODE, add_special_tokens=False)[:300]
+    assert found["kl"] == pytest.approx(compare(model, written, token_ids, 8)["kl"], rel=1e-3)
+    assert len(found["layer_errors"]) == 42
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +147,9 @@ def test_a_model_that_changes_too_much_is_not_called_good(
         ([str(HERE), "--check", __file__], str(HERE)),
         (["bundled", __file__], "is no folder"),
         (["bundled", "new", "--calibration", __file__], "--calibration is for --bits 4"),
+        (["bundled", "new", "--calibration-tokens", "64"], "--calibration-tokens is for --bits 4"),
+        (["bundled", "new", "--tokens", "300"], "--tokens in 8 bits needs a text"),
+        (["bundled", "new", "--json"], "--json in 8 bits needs a text"),
         (["bundled", "new", "--bits", "4", "--calibration-tokens", "31"], "--calibration-tokens"),
         (["bundled", "new", "--bits", "4", "--calibration", str(HERE / "none")], "none"),
         (["bundled", "new", "--bits", "4", "--calibration", EMPTY], "text to calibrate on has 0"),
