@@ -19,6 +19,7 @@ from torch import nn
 from engine.kernels import KINDS, LANES
 from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
 from engine.model.product import GroupedProduct
+from engine.states.seam import gates_of
 from engine.weights.experts import ExpertWeights, StoredExperts, expert_sizes
 from engine.weights.layer import fixed
 
@@ -150,9 +151,13 @@ def is_experts(module: nn.Module) -> bool:
     return bool(expert_sizes(module))
 
 
-def routers_of(model: nn.Module) -> set[nn.Module]:
-    """Returns linear layers that choose among a block's experts, or say how much they count: they are
-    few weights, and what they are off by has rows go elsewhere."""
+def unrounded_layers(model: nn.Module) -> set[nn.Module]:
+    """Returns linear layers that stay in their type where weights are rounded: few weights, which say how
+    states decay, where rows go and how much experts count there."""
+    return gates_of(model) | _routers_of(model)
+
+
+def _routers_of(model: nn.Module) -> set[nn.Module]:
     blocks = [
         (model.get_submodule(name.rpartition(".")[0]), module.num_experts)
         for name, module in model.named_modules()

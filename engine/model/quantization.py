@@ -27,7 +27,7 @@ from engine.model.experts import (
     packed_experts,
     restored_experts,
     rounded_experts,
-    routers_of,
+    unrounded_layers,
 )
 from engine.model.layers import (
     GroupedLinear,
@@ -45,7 +45,6 @@ from engine.model.product import (
 )
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
-from engine.states.seam import gates_of
 from engine.weights.experts import StoredExperts
 from engine.weights.layer import StoredLinear, StoredWeight
 from engine.weights.rounding.gptq import BITS, round_to_nearest
@@ -187,7 +186,7 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
 
     Raises UnsupportedModelError where the machine does not multiply integers, or nothing is quantised.
     """
-    kept = gates_of(model) | routers_of(model)
+    kept = unrounded_layers(model)
     if not with_head:
         kept.add(model.get_output_embeddings())
     names = [

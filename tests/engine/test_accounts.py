@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,21 +23,12 @@ class NotedCost(DictatedCost):
         super().__init__()
         self.taught: list[int] = []
 
-    def observe(
-        self,
-        num_rows: int,
-        num_kv_tokens: int,
-        num_requests: int,
-        seconds: float,
-        has_drafts: bool = False,
-    ) -> None:
-        super().observe(num_rows, num_kv_tokens, num_requests, seconds, has_drafts)
+    def observe(self, num_rows: int, *more: Any) -> None:
+        super().observe(num_rows, *more)
         self.taught.append(num_rows)
 
-    def step_seconds(
-        self, num_rows: int, num_kv_tokens: int, num_requests: int, has_drafts: bool = False
-    ) -> float:
-        return 1e-9 * super().step_seconds(num_rows, num_kv_tokens, num_requests, has_drafts)
+    def step_seconds(self, *sizes: Any) -> float:
+        return 1e-9 * super().step_seconds(*sizes)
 
 
 def steps(took: Callable[[int], int | None]) -> tuple[NotedCost, list[StepStats]]:

@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.model.decoder import decoder_layers, states_read, states_written
-from engine.model.experts import routers_of
+from engine.model.experts import unrounded_layers
 from engine.model.layers import as_linear, is_plain, names_by_input
 from engine.request.errors import UnsupportedModelError
-from engine.states.seam import gates_of
 from engine.weights.rounding.gptq import round_by_inputs
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def quantize_4_bits(
 
     Raises UnsupportedModelError where decoder layers hand on more than hidden states.
     """
-    kept = gates_of(model) | routers_of(model)
+    kept = unrounded_layers(model)
     layers = _layer_names(model)
     states, calls = _first_states(model, layers, texts.to(model.device))
     for number, name in enumerate(layers):

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.kernels.grouped_weight import GroupedWeight
-from engine.model.experts import routers_of
+from engine.model.experts import unrounded_layers
 from engine.weights.formats.compressed_tensors import INTS, METHOD, PACKED, SCHEME
 from engine.weights.rounding.gptq import BITS, SPAN
 from engine.weights.rounding.int8 import quantize_by_channel
@@ -89,9 +89,9 @@ def store_4_bits(model: PreTrainedModel, groups: Iterable[Mapping[str, GroupedWe
 @torch.no_grad()
 def rounded_to_int8(model: PreTrainedModel) -> Iterator[dict[str, GroupedWeight]]:
     """Yields the model's linear layers in 8 bits by channel, one by one, by name; who takes one may put
-    another module in its place. The output head and routers keep their type, as readers of the format
-    expect."""
-    kept = {model.get_output_embeddings(), *routers_of(model)}
+    another module in its place. The output head keeps its type, as readers of the format expect, and so
+    do gates of states and routers."""
+    kept = {model.get_output_embeddings(), *unrounded_layers(model)}
     names = [
         name for name, each in model.named_modules() if type(each) is nn.Linear and each not in kept
     ]

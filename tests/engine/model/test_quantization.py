@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.kernels.integers import can_multiply
 from engine.model import quantization
 from engine.model.calibration.sequence import quantize_4_bits
-from engine.model.experts import is_experts, packed_experts, routers_of
+from engine.model.experts import is_experts, packed_experts, unrounded_layers
 from engine.model.layers import GroupedLinear
 from engine.model.linear import pack_linears
 from engine.model.loader import attach_attention, load_model, load_tokenizer, state_shapes
@@ -33,7 +33,6 @@ from engine.model.selfcheck import check_exact, check_logits, reference_logits
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import QuantizationInfo
 from engine.states.build import checked_states
-from engine.states.seam import gates_of
 from engine.weights.rounding.int8 import GROUP, quantize_by_channel
 from slipstream.tools.quantize.written import store_int8
 from worlds.tiny_models import ARCHITECTURES, BLOCK_SIZE, CPU, HYBRIDS, MIXTURES, tiny_model
@@ -65,7 +64,7 @@ def test_every_architecture_runs_in_8_bits(name: str) -> None:
         for weight in model.parameters():
             weight.mul_(0.4 if weight.dim() == 2 else 1)
     before = reference_logits(model)
-    gates, num_weights = gates_of(model) | routers_of(model), model.num_parameters()
+    gates, num_weights = unrounded_layers(model), model.num_parameters()
     info = quantized(model)
     experts = [product for _, each in packed_experts(model) for product in each.products]
     assert info.num_layers == len(grouped_layers(model)) + len(experts) > 0
@@ -106,6 +105,17 @@ def test_routers_keep_their_type(kind: str, router: str, bits: int) -> None:
     assert rounded
     assert routers
     assert not rounded & routers
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"])
+def test_what_stays_in_its_type_does_so_in_written_8_bits(kind: str) -> None:
+    """Gates of states and routers."""
+    model = tiny_model(kind)
+    stays = unrounded_layers(model)
+    names = {name for name, each in model.named_modules() if each in stays}
+    assert names
+    assert not names & set(store_int8(model))
+    assert names <= {*model.config.quantization_config["ignore"]}
 
 
 def random_rows() -> torch.Tensor:

@@ -12,11 +12,10 @@ from torch import nn
 
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.model.calibration.sequence import quantize_4_bits
-from engine.model.experts import routers_of
+from engine.model.experts import unrounded_layers
 from engine.model.layers import as_linear, is_plain
 from engine.model.loader import load_model, load_tokenizer
 from engine.request.errors import UnsupportedModelError
-from engine.states.seam import gates_of
 from engine.weights.rounding.gptq import round_by_inputs
 from worlds.grouped_weights import round_to_nearest
 from worlds.tiny_models import ARCHITECTURES, CPU, own_logits, random_ids, tiny_model
@@ -36,7 +35,7 @@ def exactly(weight: torch.Tensor, hessian: torch.Tensor) -> GroupedWeight:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_linear_layer_of_the_decoder_comes_once_and_in_order(name: str) -> None:
     model = tiny_model(name)
-    gates = gates_of(model) | routers_of(model)
+    gates = unrounded_layers(model)
     plain = {key: each for key, each in model.named_modules() if is_plain(each)}
     wanted = {key: as_linear(each).weight for key, each in plain.items() if each not in gates}
     wanted.pop("lm_head")
