@@ -127,7 +127,7 @@ class PagedPlan:
             asked = kind, loop is kernel.attend
             num_threads = self.renewed(asked)[1]
             renewal = Renewal(asked, kernel.attend.layout.places["step"], told)
-            loop.loop(dtypes).run(packed, num_threads, renewal)
+            loop.loop(dtypes).run(packed[:], num_threads, renewal)  # each counts its own rows
         return output if own_dim == value_dim else output[..., :own_dim]
 
     def keep(self) -> Callable[[], None]:

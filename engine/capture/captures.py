@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import insort
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
 
 from engine.batch import Bucket, ForwardOutput, InputBatch, pad_batch
-from engine.capture.recording import CapturedForward, Recorder
+from engine.capture.recorder import Recorder
+from engine.capture.recording import Recording
+from engine.capture.sample import NotRecordedError, Sample, Shape
 from engine.kernels import Renews
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 96
-"""Forwards of more rows are not recorded: beside them the interpreter's time does not count."""
 _MOST_BYTES = 256 << 20
-"""Memory of all recordings together."""
-_OFTEN = 5.0
-"""A shape is recorded when it has come for this time. Recording and comparing a forward cost what about
-six replays save; with a threshold of about as many, a shape costs at most twice what the best choice in
-hindsight would (the ski rental problem)."""
+"""Memory of what a recording's forwards make; forwards that would take more run as they are."""
+_OFTEN = 8
+"""Forwards are recorded when so many have come: recording takes about what it spares so many."""
+_ENOUGH = 4
+"""Shapes compared before a recording serves those between them, too."""
 _SHORT_SECONDS = 6e-3
 """Forwards that take a team longer always run in a team; shorter ones may run in one thread."""
-_PROMPT_ROWS = (8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 80, _MOST_ROWS)
-"""Steps that read prompts have any number of rows, few of them with logits: they are padded to one of
-these, and to a power of two of rows with logits."""
 _TRIALS = 5
 """Replays that are timed of either number of threads."""
 _MUCH_FASTER = 1.15
@@ -39,16 +36,19 @@ processes need cores, too."""
 
 
 Run = Callable[[], ForwardOutput]
+Planned = Callable[[InputBatch], Run]
 
 
 class Replays:
     """Runs a runner's forwards again. This one has nothing to run again: each runs as it is."""
 
-    def prepare(
-        self, planned: Callable[[InputBatch], Run], hidden_layers: tuple[int, ...] = ()
-    ) -> None:
-        """Captures what is captured at start. ``planned``: plans a batch and returns its forward.
-        ``hidden_layers``: of all hidden states that a batch may want."""
+    def __init__(self, planned: Planned) -> None:
+        """``planned``: plans a batch and returns its forward."""
+        self._planned = planned
+
+    def prepare(self, hidden_layers: tuple[int, ...] = ()) -> None:
+        """Captures what is captured at start. ``hidden_layers``: of all hidden states that a batch may
+        want."""
 
     def pad(self, batch: InputBatch) -> InputBatch:
         """Returns the batch as ``forward`` wants it; the rows that it has come first."""
@@ -65,35 +65,37 @@ class Replays:
         return True
 
 
-class _Shape(NamedTuple):
-    """The key of a recording: it serves all forwards that are equal in this."""
+class _Kind(NamedTuple):
+    """Forwards that are equal in this have one recording."""
 
-    num_rows: int
-    num_logits: int
     hidden_layers: tuple[int, ...]
     num_threads: int
     is_adapted: bool
 
 
 class _Capture:
-    """A shape's recording. ``num_lost``: the forwards without one, in as many times what a replay spares:
-    those that ran padded in a larger shape's lost less. ``is_trusted``: a replay was bit-identical to
-    the model's own forward."""
+    """A kind's recording, or None, which serves up to ``most_rows``. ``compared``: shapes whose replays
+    were bit-identical to the model's own forward; ``threads``: by number of rows."""
 
-    def __init__(self) -> None:
-        self.num_lost = 0.0
-        self.graph: CapturedForward | None = None
-        self.is_trusted = False
-        self.threads = _Threads()
+    def __init__(self, most_rows: int) -> None:
+        self.most_rows = most_rows
+        self.num_seen = 0
+        self.recording: Recording | None = None
+        self.compared: set[Shape] = set()
+        self.threads: defaultdict[int, _Threads] = defaultdict(_Threads)
 
-    @property
-    def is_timed(self) -> bool:
-        """A replay was timed."""
-        return self.is_trusted and self.threads.seconds < float("inf")
+    def is_too_large(self, shape: Shape) -> bool:
+        if shape.num_rows > self.most_rows:
+            return True
+        return self.recording is not None and self.recording.num_bytes(shape) > _MOST_BYTES
 
-    def expect(self) -> None:
-        """Lets the next forward be recorded."""
-        self.num_lost = max(self.num_lost, _OFTEN - 1.0)
+    def serves(self, shape: Shape) -> bool:
+        """Whether this shape was compared or lies between shapes that were. A model that begins to do
+        something else at some number of rows would do so at the larger of them, too."""
+        if shape in self.compared or len(self.compared) < _ENOUGH:
+            return shape in self.compared
+        ranges = zip(*self.compared, strict=True)
+        return all(min(each) <= own <= max(each) for own, each in zip(shape, ranges, strict=True))
 
 
 class _Threads:
@@ -103,11 +105,6 @@ class _Threads:
     def __init__(self) -> None:
         self.chosen: int | None = None
         self._seconds: dict[int, list[float]] = {1: [], torch.get_num_threads(): []}
-
-    @property
-    def seconds(self) -> float:
-        """The shortest time of a replay."""
-        return min((min(each) for each in self._seconds.values() if each), default=float("inf"))
 
     def next(self) -> int:
         """Returns the number of threads for the next replay; the first is a team's."""
@@ -126,169 +123,123 @@ class _Threads:
 
 
 class Captures(Replays):
-    """Recordings of forwards by shape; the least used ones are dropped first.
+    """One recording for all forwards of a kind, of any number of rows.
 
-    A shape is recorded once it has occurred often enough to recur. The next time, with other inputs,
-    the recording's results are compared with the model's, and are used from then on if they are equal.
-    Until then a recording with more rows serves it, if there is one whose padding takes less time than
-    the interpreter would. A model whose recording computes something else, or cannot be made, runs as it
-    is.
+    It is made once such forwards have come often enough to recur. Its results are compared with the
+    model's, shape by shape, until it has served enough of them; then it serves all between these. A model
+    whose recording computes something else, or cannot be made, runs as it is.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, planned: Planned, most_rows: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """``most_rows``: inputs of so many lie where those of fewer do."""
+        super().__init__(planned)
         self._clock = clock
-        self._captures: OrderedDict[_Shape, _Capture] = OrderedDict()
+        self._captures: defaultdict[_Kind, _Capture] = defaultdict(partial(_Capture, most_rows))
         self._hidden_layers: tuple[int, ...] = ()
-        self._spared: list[float] = []
-        """Seconds that replays took less than the model's own forwards; when compared, sorted."""
         self._is_open = True
 
-    def prepare(
-        self, planned: Callable[[InputBatch], Run], hidden_layers: tuple[int, ...] = ()
-    ) -> None:
+    def prepare(self, hidden_layers: tuple[int, ...] = ()) -> None:
         """Records nothing yet."""
-        del planned
         self._hidden_layers = hidden_layers
 
     def pad(self, batch: InputBatch) -> InputBatch:
         """Asks for all hidden states: a recording keeps them for nothing, and serves those who read them
-        and those who do not. Pads up to a number of rows that is recorded, where its own is not and the
-        padding takes less time than what the interpreter does between the kernels."""
-        if not self._is_open or not 0 < batch.num_rows <= _MOST_ROWS:
-            return batch
+        and those who do not."""
         batch = self._with_hidden(batch)
-        own = self._shape_of(batch)
-        known = self._captures.setdefault(own, _Capture())
-        if known.num_lost >= _OFTEN - 1.0:  # it has a recording, or the next forward is recorded
-            is_dear = known.is_timed and self._lost_by_padding(batch.num_rows, own) >= 1.0
-            return batch if is_dear else _filled(batch, own)
-        if own.num_logits < own.num_rows:
-            known.num_lost += own != self._shape_at(batch)  # else the forward counts it
-            return batch
-        larger = self._shape_with_room(own)
-        if larger is None or (lost := self._lost_by_padding(batch.num_rows, larger)) >= 1.0:
-            return batch
-        known.num_lost += lost
-        return _filled(batch, larger)
-
-    def _shape_of(self, batch: InputBatch) -> _Shape:
-        """Returns the shape in which a batch is recorded."""
-        own = self._shape_at(batch)
-        if own.num_logits == own.num_rows:
-            return own
-        num_rows = next(each for each in _PROMPT_ROWS if each >= own.num_rows)
-        num_logits = min(num_rows, 1 << (own.num_logits - 1).bit_length())
-        return own._replace(num_rows=num_rows, num_logits=num_logits)
-
-    def _shape_at(self, batch: InputBatch) -> _Shape:
-        """Returns the shape of a batch as it is. Its inputs lie where those of as many rows always do."""
-        sizes = batch.num_rows, max(1, len(batch.logits_indices))
-        return _Shape(*sizes, batch.hidden_layers, torch.get_num_threads(), batch.is_adapted)
+        if self._is_open and batch.num_rows:
+            kind = _kind_of(batch)
+            capture = self._captures[kind]
+            capture.num_seen += 1
+            if capture.num_seen >= _OFTEN:
+                self._check(kind, capture, _shape_of(batch))
+        return batch
 
     def _with_hidden(self, batch: InputBatch) -> InputBatch:
         layers = self._hidden_layers
         return replace(batch, hidden_layers=layers) if {*batch.hidden_layers} < {*layers} else batch
 
-    def _shape_with_room(self, own: _Shape) -> _Shape | None:
-        """Returns the smallest shape of the recordings that serve such a batch when it is padded."""
-        fitting = (
-            shape
-            for shape, capture in self._captures.items()
-            if own.num_rows < shape.num_rows == shape.num_logits
-            and shape[2:] == own[2:]
-            and capture.is_trusted
-        )
-        return min(fitting, default=None)
+    def _check(self, kind: _Kind, capture: _Capture, shape: Shape) -> None:
+        """Makes the recording, if there is none. Before it serves a shape for the first time, what it
+        tells its calls has to be what the model tells them."""
+        try:
+            recording = capture.recording
+            if recording is None:
+                recording = capture.recording = Recording(partial(self._sample, kind))
+            if not capture.serves(shape) and not capture.is_too_large(shape):
+                several = Shape(*(max(2, each) for each in shape))
+                recording.check(several, self._sample(kind, several))
+        except NotRecordedError as error:
+            if not capture.compared:
+                self._close(str(error))
+            else:
+                logger.info("forwards of %d rows are not captured: %s", shape.num_rows, error)
+                capture.most_rows = shape.num_rows - 1
 
-    def _lost_by_padding(self, num_rows: int, shape: _Shape) -> float:
-        """Returns what so many rows lose in a larger shape, at most, in times of what a replay spares."""
-        # They would take at least their share of it: weights that are read only make them dearer.
-        padding = self._captures[shape].threads.seconds * (1.0 - num_rows / shape.num_rows)
-        spared = self._spared[len(self._spared) // 2]
-        return padding / spared if spared > 0.0 else float("inf")
+    def _sample(self, kind: _Kind, shape: Shape) -> Sample:
+        """Records a forward of padding alone: nothing is stored."""
+        batch = InputBatch([], kind.hidden_layers)
+        batch = pad_batch(batch, Bucket(shape.num_rows, 0), shape.num_logits)
+        batch.adapters = [0] * shape.num_rows if kind.is_adapted else []
+        run = self._planned(batch)
+        recorder = Recorder()
+        with recorder.watch():
+            output = run()
+        return Sample(recorder, output)
 
     def forward(self, batch: InputBatch, plan: object, run: Run) -> ForwardOutput:
-        if not self._is_open or batch.num_rows > _MOST_ROWS:
+        if not self._is_open or not batch.num_rows:
             return run()
-        shape = self._shape_at(batch)
-        capture = self._captures.setdefault(shape, _Capture())
-        self._captures.move_to_end(shape)
+        capture, shape = self._captures[_kind_of(batch)], _shape_of(batch)
+        recording = capture.recording
+        if capture.is_too_large(shape):
+            return run()
+        if recording is None:
+            return run()._replace(num_rows=0)
         renewing = cast(Renews, plan)
-        if capture.graph is not None and capture.is_trusted:
-            output = self._replay(capture.threads, capture.graph, renewing)
-            return output._replace(num_rows=batch.num_rows)
-        num_own = sum(each.num_rows for each in batch.requests)
-        return self._learn(capture, renewing, run, num_own)._replace(num_rows=0)
+        if not capture.serves(shape):
+            return self._compare(capture, shape, renewing, run)._replace(num_rows=0)
+        return self._replay(capture.threads[shape.num_rows], recording, shape, renewing)
 
-    def _learn(self, capture: _Capture, plan: Renews, run: Run, num_own: int) -> ForwardOutput:
-        """Runs a forward whose shape has no recording that is trusted; ``num_own`` of its rows are no
-        padding."""
-        if capture.graph is not None:
-            return self._compare(capture, capture.graph, plan, run, num_own)
-        capture.num_lost += 1.0
-        return run() if capture.num_lost < _OFTEN else self._record(capture, run)
-
-    def _replay(self, threads: _Threads, graph: CapturedForward, plan: Renews) -> ForwardOutput:
+    def _replay(
+        self, threads: _Threads, recording: Recording, shape: Shape, plan: Renews
+    ) -> ForwardOutput:
         num_threads = threads.next()
         if threads.chosen is not None:
             # What was tried may have been one short text's rows, and these be rows of many long texts.
-            is_heavy = num_threads == 1 and graph.wants_team(plan)
-            return graph.replay(plan, torch.get_num_threads() if is_heavy else num_threads)
+            is_heavy = num_threads == 1 and recording.wants_team(plan)
+            return recording.replay(
+                shape, plan, torch.get_num_threads() if is_heavy else num_threads
+            )
         start = self._clock()
-        output = graph.replay(plan, num_threads)
+        output = recording.replay(shape, plan, num_threads)
         threads.observe(num_threads, self._clock() - start)
         return output
 
     def is_settled(self, batch: InputBatch) -> bool:
-        """Expects the batch's shapes, its own and the one it is padded to, to come again."""
-        if not self._is_open or batch.num_rows > _MOST_ROWS:
+        """Expects batches of its kind, and of its shape, to come again."""
+        if not self._is_open or not batch.num_rows:
             return True
         batch = self._with_hidden(batch)
-        self._captures.setdefault(self._shape_of(batch), _Capture()).expect()
-        capture = self._captures.setdefault(self._shape_at(self.pad(batch)), _Capture())
-        capture.expect()
-        return capture.is_trusted and capture.threads.chosen is not None
+        capture, shape = self._captures[_kind_of(batch)], _shape_of(batch)
+        capture.num_seen += _OFTEN
+        if capture.is_too_large(shape):
+            return True
+        return capture.serves(shape) and capture.threads[shape.num_rows].chosen is not None
 
-    def _record(self, capture: _Capture, run: Run) -> ForwardOutput:
-        recorder = Recorder()
-        with recorder.watch():
-            output = run()
-        if recorder.reason is not None:
-            self._close(recorder.reason)
-            return output
-        capture.graph = CapturedForward(recorder, output)
-        self._forget()
-        return output.with_own_logits()
-
-    def _compare(
-        self, capture: _Capture, graph: CapturedForward, plan: Renews, run: Run, num_own: int
-    ) -> ForwardOutput:
+    def _compare(self, capture: _Capture, shape: Shape, plan: Renews, run: Run) -> ForwardOutput:
+        assert capture.recording is not None
         restore = plan.keep()
-        start = self._clock()
-        got = graph.replay(plan, torch.get_num_threads()).with_own_logits()
-        replayed = self._clock()
+        got = capture.recording.replay(shape, plan, torch.get_num_threads()).with_own_logits()
         restore()
         expected = run()
-        insort(self._spared, self._clock() - replayed - (replayed - start))
-        # Logits of padding are those of the first row; its states are whatever lay there.
-        first, second = (
-            (each.logits, *(states[:num_own] for states in each.hidden)) for each in (got, expected)
-        )
-        pairs = zip(first, second, strict=True)
-        capture.is_trusted = all(_same_bits(*pair) for pair in pairs)
-        if not capture.is_trusted:
+        pairs = zip((got.logits, *got.hidden), (expected.logits, *expected.hidden), strict=True)
+        if all(_same_bits(*pair) for pair in pairs):
+            capture.compared.add(shape)
+        else:
             self._close("a recorded one computes something else")
         return expected
-
-    def _forget(self) -> None:
-        """Drops the recordings that were not used for longest, until the rest has room."""
-        every = self._captures.values()
-        held = [(each, each.graph.num_bytes) for each in every if each.graph is not None]
-        total = sum(num_bytes for _, num_bytes in held)
-        for each, num_bytes in held[:-1]:
-            if total > _MOST_BYTES:
-                total -= num_bytes
-                each.graph, each.is_trusted, each.num_lost = None, False, 0.0
 
     def _close(self, reason: str) -> None:
         logger.info("forwards are not captured: %s", reason)
@@ -296,11 +247,12 @@ class Captures(Replays):
         self._captures.clear()
 
 
-def _filled(batch: InputBatch, shape: _Shape) -> InputBatch:
-    """Returns the batch, padded to the shape's rows and rows with logits."""
-    if (shape.num_rows, shape.num_logits) == (batch.num_rows, len(batch.logits_indices)):
-        return batch
-    return pad_batch(batch, Bucket(shape.num_rows, len(batch.requests)), shape.num_logits)
+def _kind_of(batch: InputBatch) -> _Kind:
+    return _Kind(batch.hidden_layers, torch.get_num_threads(), batch.is_adapted)
+
+
+def _shape_of(batch: InputBatch) -> Shape:
+    return Shape(batch.num_rows, max(1, len(batch.logits_indices)))
 
 
 def _same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:

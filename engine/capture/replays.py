@@ -20,7 +20,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.batch import Bucket, ForwardOutput, InputBatch, pad_batch
-from engine.capture.captures import Captures, Replays, Run
+from engine.capture.captures import Captures, Planned, Replays, Run
 from engine.config import USUAL_GRAPH_ROWS, EngineConfig
 from engine.states.plan import ModelStates
 
@@ -78,18 +78,21 @@ def graph_sizes(
 
 
 def make_replays(
+    planned: Planned,
     attention: AttentionBackend,
     sizes: GraphSizes | None,
+    most_rows: int,
     can_capture: bool = True,
     states: ModelStates | None = None,
 ) -> Replays:
-    """Returns graphs of so many sizes, or none of a device's: recordings, where there are such, and the
-    model ``can_capture``."""
+    """Returns graphs of so many sizes, or none of a device's: recordings of up to ``most_rows`` rows,
+    where there are such, and the model ``can_capture``. ``planned``: plans a batch and returns its
+    forward."""
     if sizes is not None:
         maker = CudaGraphMaker(attention.needs.device)
-        return DeviceGraphs(attention, maker, sizes, states)
+        return DeviceGraphs(planned, attention, maker, sizes, states)
     on_cpu = attention.can_capture and attention.needs.device.type == "cpu"
-    return Captures() if can_capture and on_cpu else Replays()
+    return Captures(planned, most_rows) if can_capture and on_cpu else Replays(planned)
 
 
 def make_buckets(most_rows: int, most_requests: int) -> tuple[Bucket, ...]:
@@ -162,6 +165,7 @@ class DeviceGraphs(Replays):
 
     def __init__(
         self,
+        planned: Planned,
         attention: AttentionBackend,
         maker: GraphMaker,
         sizes: GraphSizes,
@@ -169,6 +173,7 @@ class DeviceGraphs(Replays):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``clock``: seconds, for ``CAPTURE_SECONDS``."""
+        super().__init__(planned)
         self._attention, self._maker, self._sizes, self._clock = attention, maker, sizes, clock
         self._states = states
         self._graphs: dict[Bucket, Graph] = {}
@@ -195,9 +200,7 @@ class DeviceGraphs(Replays):
             return output.with_own_logits()
         return output._replace(tokens=output.tokens.clone())
 
-    def prepare(
-        self, planned: Callable[[InputBatch], Run], hidden_layers: tuple[int, ...] = ()
-    ) -> None:
+    def prepare(self, hidden_layers: tuple[int, ...] = ()) -> None:
         """Captures padding alone: nothing is stored."""
         start = self._clock()
         self._hidden_layers = hidden_layers
@@ -213,7 +216,7 @@ class DeviceGraphs(Replays):
             # With hidden states, which keep their place and cost nothing where nobody reads them.
             batch = pad_batch(InputBatch([], hidden_layers), bucket)
             try:
-                self._graphs[bucket] = self._maker.capture(planned(batch))
+                self._graphs[bucket] = self._maker.capture(self._planned(batch))
             except (RuntimeError, NotImplementedError) as error:
                 logger.warning("steps run without graphs: %s", error)
                 self._graphs.clear()

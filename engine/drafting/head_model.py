@@ -8,7 +8,7 @@ forward: behind the known rows stand rows that hold a mask in both places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -35,7 +35,6 @@ from engine.drafting.states import BlockEnds, StateMemory, Stretch, TextStates
 
 _FEATURES = (NORMED,)
 """All forwards hand out what their rows make for others."""
-_LEAST_MEMORY = 128
 
 
 class HeadModel(LevelModel):
@@ -141,7 +140,7 @@ class ChainHead(HeadModel):
         super().__init__(network, attention, limits)
         self._network = network
         self._buffers = InputBuffers(attention.store.device, limits.max_catch_up_rows)
-        self._replays = make_replays(attention, graphs)
+        self._replays = make_replays(self._planned, attention, graphs, limits.max_catch_up_rows)
         self._memories: list[Tensor] = []
         self.num_parallel = network.num_parallel
         self.num_slots = network.num_parallel - 1
@@ -151,10 +150,11 @@ class ChainHead(HeadModel):
     @torch.inference_mode()
     def prepare(self) -> None:
         """Captures what is captured at start. Once, while the store is unused."""
-        self._replays.prepare(
-            lambda batch: partial(self._run, *self._plan(batch), self._memory(batch.num_rows)),
-            _FEATURES,
-        )
+        self._replays.prepare(_FEATURES)
+
+    def _planned(self, batch: InputBatch) -> Callable[[], ForwardOutput]:
+        """Plans a batch that is captured, and returns its forward."""
+        return partial(self._run, *self._plan(batch), self._memory(batch.num_rows))
 
     @property
     def _masked(self) -> MaskedNetwork:
@@ -225,7 +225,7 @@ class ChainHead(HeadModel):
         """Returns the memory in which forwards of so many rows read features: it keeps its place."""
         fitting = [each for each in self._memories if num_rows <= len(each)]
         if not fitting:
-            size = max(_LEAST_MEMORY, 2 * num_rows), self._network.feature_size
+            size = max(self.max_catch_up_rows, 2 * num_rows), self._network.feature_size
             fitting = [torch.zeros(size, dtype=self._attention.needs.dtype, device=self._device)]
             self._memories += fitting
         return fitting[0][:num_rows]

@@ -45,6 +45,23 @@ class Scratch:
         return self._floats
 
 
+_NUMBERS_FOR_A_TEAM = 1 << 16
+"""Work on fewer numbers is over sooner than a team has begun."""
+
+
+class Threads(int):
+    """How many threads work on so many ``numbers`` is worth."""
+
+    numbers: int
+
+
+def threads_for(numbers: int) -> Threads:
+    """Returns how many threads so many numbers are worth."""
+    found = Threads(torch.get_num_threads() if numbers >= _NUMBERS_FOR_A_TEAM else 1)
+    found.numbers = numbers
+    return found
+
+
 @cache
 def find_kernel(name: str) -> Any:
     """Returns the module of this folder."""

@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import torch
-
 from compiled.cache import version_of
 from compiled.loops import Loop
 from engine.kernels import Renewal, watched
@@ -83,15 +81,6 @@ def _team() -> Any:
 def kernels_version() -> str:
     """Returns the name of this version of all kernels."""
     return version_of(Path(__file__).parent.glob("*.py"))
-
-
-_NUMBERS_FOR_A_TEAM = 1 << 16
-"""Work on fewer numbers is over sooner than a team has begun."""
-
-
-def threads_for(count: int) -> int:
-    """Returns how many threads so many numbers are worth."""
-    return torch.get_num_threads() if count >= _NUMBERS_FOR_A_TEAM else 1
 
 
 @cache

@@ -19,7 +19,8 @@ from compiled.noise import hash_of, noise_of
 from compiled.noise_numbers import GROUP_TOKENS
 from compiled.records import Counter, Float64s, Int64s
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels import threads_for
+from engine.kernels.compiled import Kernel
 from engine.kernels.records import NOWHERE, Float32s
 from engine.kernels.top_tokens import (
     NO_KEY,

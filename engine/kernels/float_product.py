@@ -19,9 +19,9 @@ import torch
 from numba import njit
 
 from compiled.records import Counter, Int64s
-from engine.kernels import KINDS, LANES
+from engine.kernels import KINDS, LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel
 from engine.kernels.float_dots import CHANNELS, add_dots, add_pairs, has_pair_products
 from engine.kernels.instructions import ROWS_AT_ONCE, has_wide_registers
 from engine.kernels.records import NOWHERE, Float32s, Floats

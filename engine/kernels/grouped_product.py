@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from numba import njit
 
 from compiled.records import Bytes, Counter, Int64s, Within
-from engine.kernels import LANES
+from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, releasing, threads_for
+from engine.kernels.compiled import Kernel, releasing
 from engine.kernels.formats import CHANNELS, GROUP, Format, Places
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.kernels.instructions import ROWS_AT_ONCE

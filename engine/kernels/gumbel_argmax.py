@@ -18,9 +18,9 @@ from numba import njit
 from compiled import noise_numbers as n
 from compiled.noise import exponential_of, hash_of, unit_of
 from compiled.records import Counter, Float64s, Int64s
-from engine.kernels import LANES
+from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel
 from engine.kernels.records import Float32s
 from engine.kernels.top_tokens import (
     LOWEST,

@@ -9,9 +9,9 @@ import torch
 from numba import njit
 
 from compiled.records import Bytes, Counter, Int64s, Within
-from engine.kernels import LANES
+from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel
 from engine.kernels.formats import CHANNELS, GROUP, Places
 from engine.kernels.integers import half_at, multiply_add
 from engine.kernels.packing import PackedGroups

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from numba import njit
 
 from compiled.records import Counter, record_of
-from engine.kernels import LANES, MOST_RANK
+from engine.kernels import LANES, MOST_RANK, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel
 from engine.kernels.records import Float32s, Floats, packed
 
 _AT_ONCE = 4

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from compiled.records import Counter
-from engine.kernels import LANES
+from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel
 from engine.kernels.records import Float32s, Floats
 
 

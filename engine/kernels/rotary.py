@@ -8,9 +8,9 @@ import torch
 from numba import njit
 
 from compiled.records import Counter
-from engine.kernels import KINDS, LANES
+from engine.kernels import KINDS, LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel
 from engine.kernels.records import Floats
 
 

@@ -14,9 +14,9 @@ import torch
 from numba import njit
 
 from compiled.records import Counter, Int64s
-from engine.kernels import LANES
+from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel
 from engine.kernels.records import Float32s, Floats
 
 SEGMENT_INTS = 3
@@ -121,7 +121,7 @@ class Routes(NamedTuple):
 def route(chosen: torch.Tensor, num_experts: int) -> Routes:
     """``chosen`` ``[num_rows, num_chosen]`` int64, a row's experts."""
     num_pairs = chosen.numel()
-    most = 1 + SEGMENT_INTS * (min(num_experts, num_pairs) + num_pairs // MOST_PAIRS)
+    most = 1 + SEGMENT_INTS * num_pairs
     sizes = [most, PLACE_INTS * num_pairs, num_pairs, num_pairs, num_experts]
     segments, places, order, rows, ends = torch.empty(sum(sizes), dtype=torch.int64).split(sizes)
     told = Arguments(

@@ -9,7 +9,8 @@ import torch
 
 from compiled.records import Counter, Int64s
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, TeamLoop, threads_for
+from engine.kernels import threads_for
+from engine.kernels.compiled import Kernel, TeamLoop
 from engine.kernels.records import NOWHERE
 
 _WORD = 8

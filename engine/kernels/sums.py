@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from compiled.records import Counter
-from engine.kernels import KINDS, LANES
+from engine.kernels import KINDS, LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, TeamLoop, threads_for
+from engine.kernels.compiled import Kernel, TeamLoop
 from engine.kernels.records import Floats
 
 
@@ -43,12 +43,14 @@ add_all = Kernel(_add)
 
 
 def can_add(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether ``add_all`` is for them: floats on a CPU, a multiple of 16, that lie together."""
+    """Whether ``add_all`` is for them: rows of a multiple of 16 floats on a CPU that lie together. It is
+    for any number of rows, or for none."""
     return (
         left.shape == right.shape
         and left.dtype == right.dtype
         and left.dtype in KINDS
-        and left.numel() % LANES == 0
+        and left.dim() > 0
+        and left.shape[-1] % LANES == 0
         and all(each.is_contiguous() and each.device.type == "cpu" for each in (left, right))
     )
 

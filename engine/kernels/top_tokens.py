@@ -14,9 +14,9 @@ from numba import njit
 
 from compiled.noise_numbers import GROUP_TOKENS, TILE_TOKENS
 from compiled.records import Counter, Int64s
-from engine.kernels import LANES
+from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, threads_for
+from engine.kernels.compiled import Kernel
 from engine.kernels.records import Float32s
 
 

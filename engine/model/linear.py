@@ -324,9 +324,11 @@ class WholeVectors(_Mode):
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _WITH_TAILS or not args:
             return func(*args, **kwargs)
-        flat = args[0].contiguous().view(-1)
-        padded = func(F.pad(flat, (0, -len(flat) % _VECTORS)), *args[1:], **kwargs)
-        return padded[: len(flat)].view(args[0].shape)
+        values = args[0]
+        width = values.shape[-1] if values.dim() else 1
+        rows = values.contiguous().view(values.numel() // max(width, 1), width)
+        padded = func(F.pad(rows, (0, -width % _VECTORS)), *args[1:], **kwargs)
+        return padded[:, :width].reshape(values.shape)
 
 
 class _Noting(_Mode):

@@ -78,7 +78,9 @@ class ModelRunner:
         self.device = model.device
         self._buffers = InputBuffers(self.device, max_num_rows)
         can_capture = can_capture and (states is None or states.can_capture)
-        self._replays = make_replays(attention, graphs, can_capture, states)
+        self._replays = make_replays(
+            self._planned, attention, graphs, max_num_rows, can_capture, states
+        )
         self._chooses = False
         self.adapted: AdaptedLayers | None = None
         """Gives rows their adapters; None: no batch may have any."""
@@ -94,10 +96,7 @@ class ModelRunner:
             batch.choices = Choices.of_none(len(batch.logits_indices))
         padded = self._replays.pad(batch)
         inputs, plan = self._plan(padded)
-        run = partial(self._run, inputs, plan, padded.hidden_layers)
-        if batch.is_adapted:
-            assert self.adapted is not None, "nothing gives rows their adapters"
-            run = partial(self.adapted.run, padded, inputs, run)
+        run = self._forward_of(padded, inputs, plan)
         output = self._replays.forward(padded, plan, run)
         num_logits = len(batch.logits_indices)
         places = map(padded.hidden_layers.index, batch.hidden_layers)
@@ -117,12 +116,22 @@ class ModelRunner:
         if hidden_layers:
             self._check_hidden(hidden_layers)
 
-        def planned(batch: InputBatch) -> Callable[[], ForwardOutput]:
-            if self._chooses:
-                batch.choices = Choices.of_none(batch.num_rows)
-            return partial(self._run, *self._plan(batch), batch.hidden_layers)
+        self._replays.prepare(hidden_layers)
 
-        self._replays.prepare(planned, hidden_layers)
+    def _planned(self, batch: InputBatch) -> Callable[[], ForwardOutput]:
+        """Plans a batch that is captured, and returns its forward."""
+        if self._chooses:
+            batch.choices = Choices.of_none(batch.num_rows)
+        return self._forward_of(batch, *self._plan(batch))
+
+    def _forward_of(
+        self, batch: InputBatch, inputs: InputTensors, plan: StepPlan
+    ) -> Callable[[], ForwardOutput]:
+        run = partial(self._run, inputs, plan, batch.hidden_layers)
+        if not batch.is_adapted:
+            return run
+        assert self.adapted is not None, "nothing gives rows their adapters"
+        return partial(self.adapted.run, batch, inputs, run)
 
     def _check_hidden(self, layers: tuple[int, ...]) -> None:
         """A step that asks for what there is not would fail, and so would every one after it."""

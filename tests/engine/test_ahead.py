@@ -336,7 +336,9 @@ def test_rows_get_the_bits_that_they_get_where_they_are_known_to_lie(
     target = TritonTarget()
     runners = [target._runner(AHEAD) for _ in range(2)]
     for each in runners if is_padded else ():
-        each._replays = DeviceGraphs(each.attention, ReplayingMaker(), GraphSizes(4, 1, 100, 4))
+        each._replays = DeviceGraphs(
+            each._planned, each.attention, ReplayingMaker(), GraphSizes(4, 1, 100, 4)
+        )
     with patching_once():
         for each in runners:
             each.prepare()

@@ -63,7 +63,9 @@ class GraphedTarget(TinyTarget):
         needs = AttentionNeeds.of(self._model, self._shapes, "fast", setup.block_size)
         store = KVStore(num_blocks=setup.num_blocks, device="cpu", **needs.store_sizes())
         runner = ModelRunner(self._model, StaticAttention(store, needs))
-        replays = DeviceGraphs(runner.attention, self.maker, GraphSizes(8, 4, 64, 8))
+        replays = DeviceGraphs(
+            runner._planned, runner.attention, self.maker, GraphSizes(8, 4, 64, 8)
+        )
         runner._replays = replays
         runner.prepare(chooses=self._chooses)
         for bucket, graph in replays._graphs.items():

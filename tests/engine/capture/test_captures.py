@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, count
 from typing import Any, cast
 
@@ -19,9 +20,11 @@ from transformers import PreTrainedModel
 
 from engine.attention import paged
 from engine.batch import NORMED, ForwardOutput, InputBatch, RequestRows, build_batch
-from engine.capture import captures
+from engine.capture import captures, recording
 from engine.capture.captures import Captures
-from engine.capture.recording import CapturedForward, KernelCall, Recorder, _Kernels
+from engine.capture.recorder import KernelCall, Recorder
+from engine.capture.recording import Recording, _Kernels
+from engine.capture.sample import Sample, Shape
 from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
 from engine.model.quantization import quantize_model
@@ -36,8 +39,9 @@ LAYERS = (NORMED, 0, 1, 2)
 
 @pytest.fixture(autouse=True)
 def recorded_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a shape comes for the second time."""
-    monkeypatch.setattr(captures, "_OFTEN", 2.0)
+    """When the second forward comes, and used when two shapes were compared."""
+    monkeypatch.setattr(captures, "_OFTEN", 2)
+    monkeypatch.setattr(captures, "_ENOUGH", 2)
 
 
 def runner_of(model: PreTrainedModel, is_open: bool = True) -> ModelRunner:
@@ -54,20 +58,20 @@ def steady_runner(is_open: bool = True) -> ModelRunner:
     return runner
 
 
-def trusted(runner: ModelRunner) -> int:
-    return sum(each.is_trusted for each in runner._replays._captures.values())
-
-
-def recorded(runner: ModelRunner) -> list[int]:
-    """Numbers of rows, those used last at the end."""
-    every = runner._replays._captures.items()
-    return [shape.num_rows for shape, each in every if each.graph is not None]
-
-
 def only(runner: ModelRunner) -> Any:
-    """Returns the capture of the only shape."""
+    """Returns the capture of the only kind of forwards."""
     (capture,) = runner._replays._captures.values()
     return capture
+
+
+def compared(runner: ModelRunner) -> set[tuple[int, int]]:
+    """Rows of the shapes that were compared, and those of them with logits."""
+    return {(*shape,) for each in runner._replays._captures.values() for shape in each.compared}
+
+
+def is_replay(output: ForwardOutput) -> bool:
+    """Others took longer than the next of their kind will."""
+    return output.num_rows is None
 
 
 def tables(index: int) -> list[int]:
@@ -120,11 +124,11 @@ def check_same(
 def same_when_recorded(model: PreTrainedModel, hidden_layers: tuple[int, ...]) -> None:
     recording = runner_of(model)
     check_same(recording, runner_of(model, is_open=False), hidden_layers)
-    assert trusted(recording) == 1
+    assert len(compared(recording)) > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "qwen3_moe", "phi3", "deepseek_v3"])
 @pytest.mark.parametrize("hidden_layers", [(), LAYERS], ids=["", "hidden"])
 def test_results_have_the_models_bits(
     name: str, dtype: torch.dtype, hidden_layers: tuple[int, ...]
@@ -142,7 +146,7 @@ def test_blocks_and_first_keys_are_those_of_the_step_that_is_run_again() -> None
         batch = build_batch(asked, SIZE)
         got, expected = (each.forward(batch).logits for each in (recording, plain))
         assert torch.equal(got, expected)
-    assert trusted(recording) == 1
+    assert len(compared(recording)) > 1
 
 
 @pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
@@ -162,37 +166,40 @@ def test_nothing_stands_between_a_models_kernels() -> None:
     fuse(model, 64)
     recording = runner_of(model)
     check_same(recording, runner_of(model, is_open=False), LAYERS)
-    graphs = [each.graph for each in recording._replays._captures.values() if each.graph]
-    assert graphs
-    for graph in graphs:
-        assert [type(part) for part in graph._parts] == [_Kernels]
+    recorded = [each.recording for each in recording._replays._captures.values()]
+    assert recorded
+    for each in recorded:
+        assert [type(group) for group in each._groups] == [_Kernels]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_that_are_chosen_or_joined_are_kernels_and_the_same(dim: int) -> None:
-    """As far as they lie together; elsewhere torch does it again."""
+    """As far as they lie together; elsewhere torch does it again. They are as many as there are."""
     table = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    numbers = torch.tensor([5, 0, 3])
+    memory, columns = torch.tensor([5, 0, 3, 1, 1, 4, 2, 0, 5]), torch.tensor([7, 0, 3])
 
-    def forward() -> ForwardOutput:
+    def forward(shape: Shape) -> ForwardOutput:
+        numbers = memory[: shape.num_rows]
         chosen = torch.nn.functional.embedding(numbers, table)
         joined = torch.cat([chosen, table.index_select(0, numbers)], dim)
-        return ForwardOutput(joined[None][:, numbers % 2].index_select(-1, numbers), (joined[1:],))
+        return ForwardOutput(joined[None][:, numbers % 2].index_select(-1, columns), (joined[1:],))
 
-    recorder = Recorder()
-    with recorder.watch():
-        expected = forward()
-    assert recorder.reason is None
-    graph = CapturedForward(recorder, expected)
-    num_kernels = sum(isinstance(each, KernelCall) for each in recorder.calls)
+    def sample(shape: Shape) -> Sample:
+        recorder = Recorder()
+        with recorder.watch():
+            output = forward(shape)
+        return Sample(recorder, output)
+
     # Two parts of a row are two kernels; what is joined below each other is one operation of torch's.
-    assert num_kernels == (5 if dim == 1 else 3)
-    numbers.copy_(torch.tensor([2, 2, 1]))
-    found = graph.replay(cast(Any, None), 1)
-    for got, wanted in zip(
-        (found.logits, *found.hidden), (forward().logits, *forward().hidden), strict=True
-    ):
-        assert torch.equal(got, wanted)
+    calls = sample(Shape(3, 1)).calls
+    assert sum(isinstance(each, KernelCall) for each in calls) == (5 if dim == 1 else 3)
+    recording = Recording(sample)
+    for num_rows in (9, 2, 5):
+        memory.copy_(memory.roll(num_rows))
+        found = recording.replay(Shape(num_rows, 1), cast(Any, None), 1)
+        expected = forward(Shape(num_rows, 1))
+        assert torch.equal(found.logits, expected.logits)
+        assert torch.equal(found.hidden[0], expected.hidden[0])
 
 
 PAIR = (steady_runner(), steady_runner(is_open=False))
@@ -210,119 +217,119 @@ def test_any_company_writes_and_reads_the_same(seed: int, counts: list[int]) -> 
         assert torch.equal(got, expected)
 
 
-# --- padding ---
+# --- any number of rows ---
 
 
-def padding_runner(
-    seconds: float, hidden_layers: tuple[int, ...] = (), num_rows: int = 8
-) -> ModelRunner:
-    """Has a recording of so many rows, replayed in that part of the time that a replay spares."""
-    runner = steady_runner()
-    runner.prepare(hidden_layers)
-    for base in (0, 20, 20, 20, 20):
-        runner.forward(rows_of(3, num_rows if base else 40, base))
-    assert recorded(runner) == [num_rows]
-    runner._replays._spared = [1.0]
-    for each in runner._replays._captures.values():
-        each.threads._seconds, each.threads.chosen = {1: [seconds]}, 1
+def warmed(runner: ModelRunner) -> ModelRunner:
+    """Has a recording that serves up to forty rows, two of them with logits."""
+    for batch in (rows_of(3, 40), rows_of(3, 1, 20), rows_of(3, 40, num_logits=2)):
+        runner.forward(batch)
+    assert {(1, 1), (40, 2)} & compared(runner)
     return runner
 
 
-def test_a_recording_of_more_rows_serves_until_padding_has_taken_what_recording_does() -> None:
-    padding, plain = padding_runner(1.6), steady_runner(is_open=False)
+def test_a_recording_serves_all_numbers_of_rows_between_those_that_were_compared() -> None:
+    """At once, without padding; what it has written to the store is what the model writes."""
+    runner, plain = warmed(steady_runner()), steady_runner(is_open=False)
     plain.forward(rows_of(3, 40))
-    found, timed = [], []
-    for num_rows in (6, 6, 6, 6, 6, 6, 5, 8):
-        before = [plane.clone() for plane in padding.store._stacks]
-        got, expected = (each.forward(rows_of(3, num_rows, 20)) for each in (padding, plain))
-        assert torch.equal(got.logits, expected.logits)
-        # What the same text has written before, and nothing of the padding.
-        assert all(map(torch.equal, before, padding.store._stacks))
-        found.append(sorted(recorded(padding)))
-        timed.append(got.num_rows)
-    # Two of eight rows lose 0.4 of what a replay spares: the fourth time it is recorded, then compared.
-    assert found == [[8]] * 3 + [[6, 8]] * 5
-    assert timed == [8, 8, 8, 0, 0, 6, 6, 8]
-
-
-def prompts(first: int, second: int) -> InputBatch:
-    """Returns a step of two requests that ask for their last row's logits."""
-    asked = [replace(each, num_logits=1) for each in texts(first, [first, second])]
-    return build_batch(asked, SIZE)
-
-
-def test_prompts_of_about_a_length_share_a_recording() -> None:
-    """States of padding are whatever lay in memory: they say nothing of a recording."""
-    runner, plain = steady_runner(), steady_runner(is_open=False)
-    runner.prepare(LAYERS)
-    for each in (runner, plain):
-        each.forward(prompts(30, 35))
-    timed = []
-    for first, second in ((20, 17), (18, 21), (19, 20), (22, 18), (17, 23), (30, 9), (30, 30)):
-        batch = prompts(first, second)
-        runner._replays._spared = [1.0] * len(runner._replays._spared)
+    for num_rows, num_logits in ((2, 2), (39, 1), (7, 2), (1, 1), (33, 2), (7, 1), (40, 1)):
+        batch = rows_of(5, num_rows, 20, num_logits)
         got, expected = (each.forward(batch) for each in (runner, plain))
+        assert is_replay(got)
         assert torch.equal(got.logits, expected.logits)
-        assert len(got.logits) == 2
         assert all(map(torch.equal, runner.store._stacks, plain.store._stacks))
-        timed.append(got.num_rows)
-    assert recorded(runner) == [40]
-    assert timed == [0, 0, 0, 40, 40, 40, 0]
 
 
-def test_padding_of_prompts_that_takes_longer_than_the_interpreter_is_not_done() -> None:
-    runner = steady_runner()
-    for lengths in ((30, 35), *[(20, 18)] * 4):
-        runner.forward(prompts(*lengths))
-    assert recorded(runner) == [40]
-    runner._replays._spared = [1e-9]
-    assert runner.forward(prompts(20, 18)).num_rows == 0
+def test_more_rows_than_ever_are_compared_before_they_are_served() -> None:
+    runner, plain = warmed(steady_runner()), steady_runner(is_open=False)
+    plain.forward(rows_of(3, 40))
+    for num_rows, num_logits, is_served in (
+        (60, 1, 0),
+        (60, 1, 1),
+        (50, 1, 1),
+        (9, 3, 0),
+        (9, 3, 1),
+    ):
+        batch = rows_of(5, num_rows, 20, num_logits)
+        got, expected = (each.forward(batch) for each in (runner, plain))
+        assert is_replay(got) == bool(is_served)
+        assert torch.equal(got.logits, expected.logits)
 
 
-def test_prompts_share_a_recording_beside_one_of_more_rows_whose_padding_takes_longer() -> None:
-    runner = padding_runner(1e9, num_rows=16)
-    for num_rows in (10, 11):
-        runner.forward(rows_of(3, num_rows, 20, num_logits=1))
-    assert recorded(runner) == [16, 12]
+class Branching(nn.Module):
+    """Does something else where ``is_other`` says so of a number of rows."""
+
+    def __init__(self, inner: nn.Module, is_other: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.inner, self._is_other = inner, is_other
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(hidden)
+        return output + output if self._is_other(hidden.shape[-2]) else output * 3.0
 
 
-@pytest.mark.parametrize(("seconds", "served"), [(7.9, 8), (8.1, 0)])
-def test_padding_that_takes_longer_than_the_interpreter_is_not_done(
-    seconds: float, served: int
+class InSixteens(Branching):
+    """Adds rows of zeros up to the next sixteen on the way."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        num_rows = hidden.shape[-2]
+        padded = torch.nn.functional.pad(hidden, (0, 0, 0, -num_rows % 16))
+        output: torch.Tensor = self.inner(padded * 2.0)
+        return output[..., :num_rows, :]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_other", "reason"),
+    [
+        (Branching, lambda count: count > 20, "other calls are made"),
+        (Branching, lambda count: count % 2 == 1, "other calls are made"),
+        (Branching, lambda count: count < 3, "other calls are made"),
+        (InSixteens, bool, "does not grow by equal steps"),
+    ],
+    ids=["many", "odd", "few", "sixteens"],
+)
+def test_a_model_that_does_something_else_for_other_numbers_of_rows_runs_as_it_is(
+    kind: type[Branching],
+    is_other: Callable[[int], bool],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert padding_runner(seconds).forward(rows_of(3, 7, 20)).num_rows == served
+    model = tiny_model("llama")
+    model.model.layers[0].mlp = kind(model.model.layers[0].mlp, is_other)
+    recording, plain = runner_of(model), runner_of(model, is_open=False)
+    caplog.set_level(logging.INFO)
+    for num_rows in (18, 18, 2, 18, 40, 7, 60):
+        got, expected = (each.forward(rows_of(3, num_rows)).logits for each in (recording, plain))
+        assert torch.equal(got, expected)
+    assert reason in caplog.text
+
+
+# --- hidden states ---
 
 
 def test_one_recording_serves_those_who_read_hidden_states_and_those_who_do_not() -> None:
-    runner, plain = padding_runner(1.0, LAYERS), steady_runner(is_open=False)
+    runner, plain = steady_runner(), steady_runner(is_open=False)
+    runner.prepare(LAYERS)
+    warmed(runner)
     plain.forward(rows_of(3, 40))
     for layers in ((), LAYERS, (1,), ()):
-        batch = rows_of(3, 8, 20)
+        batch = rows_of(3, 8, 20, num_logits=2)
         batch.hidden_layers = layers
         got, expected = (each.forward(batch) for each in (runner, plain))
-        assert got.num_rows == 8, "it was a replay"
+        assert is_replay(got)
         assert len(got.hidden) == len(layers)
         assert all(map(torch.equal, got.hidden, expected.hidden))
-    assert recorded(runner) == [8]
+    only(runner)
 
 
-def test_steps_that_want_other_hidden_states_are_not_served_by_it() -> None:
-    batch = rows_of(3, 7, 20)
+def test_steps_that_want_other_hidden_states_have_a_recording_of_their_own() -> None:
+    runner = warmed(steady_runner())
+    batch = rows_of(3, 8, 20, num_logits=2)
     batch.hidden_layers = LAYERS
-    found = padding_runner(1.0).forward(batch)
-    assert [len(each) for each in found.hidden] == [7] * len(LAYERS)
-    assert found.num_rows == 0
-
-
-def test_a_padded_step_has_its_own_rows_hidden_states() -> None:
-    padding, plain = steady_runner(), steady_runner(is_open=False)
-    padding._replays._clock = lambda: 0.0
-    for num_rows in (40, 8, 8, 8, 7):
-        batch = rows_of(3, num_rows, 0 if num_rows == 40 else 20)
-        batch.hidden_layers = LAYERS
-        got, expected = (each.forward(batch).hidden for each in (padding, plain))
-        assert all(map(torch.equal, got, expected))
-    assert recorded(padding) == [8]
+    found = runner.forward(batch)
+    assert [len(each) for each in found.hidden] == [8] * len(LAYERS)
+    assert not is_replay(found)
+    assert is_replay(runner.forward(rows_of(3, 8, 20, num_logits=2)))
 
 
 def test_hidden_states_of_a_replay_keep_their_place_until_the_next() -> None:
@@ -333,7 +340,6 @@ def test_hidden_states_of_a_replay_keep_their_place_until_the_next() -> None:
         batch = rows_of(seed, 8)
         batch.hidden_layers = LAYERS
         places.append([each.data_ptr() for each in runner.forward(batch).hidden])
-    assert trusted(runner) == 1
     assert places[-1] == places[-2]
     assert len({*places[-1]}) == len(LAYERS)
 
@@ -346,23 +352,29 @@ class Peeking(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.calls = inner, 0
+        self.inner = inner
 
     def forward(self, hidden: torch.Tensor) -> Any:
         return self.inner(hidden) if hidden.max().item() > 0 else -self.inner(hidden)
 
 
-class Counting(Peeking):
-    """Another result at every call."""
+class Elsewhere(Peeking):
+    """Computes on the way what no recording sees."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.memory = torch.zeros(100_000)
 
     def forward(self, hidden: torch.Tensor) -> Any:
-        self.calls += 1
-        return self.inner(hidden) * (1.0 + self.calls)
+        output = self.inner(hidden)
+        found = self.memory[: output.numel()].view(output.shape)
+        found.numpy()[:] = 2.0 * output.numpy()
+        return found + output
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Peeking, "reads what tensors hold"), (Counting, "computes something else")],
+    [(Peeking, "reads what tensors hold"), (Elsewhere, "computes something else")],
 )
 def test_a_model_that_cannot_be_recorded_runs_as_it_is(
     kind: type[Peeking], reason: str, caplog: pytest.LogCaptureFixture
@@ -373,29 +385,30 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(
     caplog.set_level(logging.INFO)
     check_same(recording, runner_of(model, is_open=False))
     assert reason in caplog.text
-    assert trusted(recording) == 0
+    assert not compared(recording)
 
 
 def test_neither_are_forwards_of_many_rows_nor_what_a_backend_cannot_capture() -> None:
+    """Inputs of more rows than there is room for lie elsewhere."""
     runner = runner_of(tiny_model("llama"))
-    for seed in range(4):
-        runner.forward(rows_of(seed, captures._MOST_ROWS + 1))
-    assert not recorded(runner)
+    runner._replays._captures.default_factory = partial(captures._Capture, 64)
+    for num_rows in (60, 65, 60, 65, 65):
+        runner.forward(rows_of(num_rows, num_rows))
+    assert compared(runner) == {(60, 60)}
+    assert is_replay(runner.forward(rows_of(9, 60)))
     gathering = make_runner(tiny_model("llama"), False, block_size=SIZE, attention="sdpa")
     assert not isinstance(gathering._replays, Captures)
 
 
-@pytest.mark.parametrize("num_logits", [8, 1], ids=["", "prompt"])
-def test_a_shape_is_recorded_when_it_has_come_often(
-    num_logits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forwards_are_recorded_when_they_have_come_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "_OFTEN", 4)
     runner = runner_of(tiny_model("llama"))
     found = []
-    for _ in range(5):
-        runner.forward(rows_of(7, 8, num_logits=num_logits))
-        found.append(recorded(runner))
-    assert found == [[], [], [], [8], [8]]
+    for num_rows in (8, 3, 8, 5, 8):
+        found.append(is_replay(runner.forward(rows_of(7, num_rows))))
+        found.append(only(runner).recording is not None)
+    assert found == [False, False] * 3 + [False, True] * 2
+    assert is_replay(runner.forward(rows_of(7, 5)))
 
 
 # --- memory ---
@@ -404,28 +417,35 @@ def test_a_shape_is_recorded_when_it_has_come_often(
 def test_results_hold_until_the_next_forward_and_nothing_of_them_is_copied() -> None:
     runner = runner_of(tiny_model("llama"))
     expected = [runner.forward(rows_of(seed, 8)).logits.clone() for seed in range(5)]
-    assert trusted(runner) == 1
     found = [runner.forward(rows_of(seed, 8)).logits for seed in (0, 3)]
     assert torch.equal(found[1], expected[3])
     assert found[0].data_ptr() == found[1].data_ptr()
 
 
-def test_the_least_used_recordings_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_that_would_take_too_much_memory_run_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runner = runner_of(tiny_model("llama"))
+    for _ in range(3):
+        runner.forward(rows_of(1, 8))
+    most = only(runner).recording.num_bytes(Shape(20, 20))
+    monkeypatch.setattr(captures, "_MOST_BYTES", most)
+    for num_rows, num_forwards in ((21, 3), (20, 3)):
+        for _ in range(num_forwards):
+            assert not (found := runner.forward(rows_of(2, num_rows))).num_rows
+    assert compared(runner) == {(8, 8), (20, 20)}
+    assert is_replay(found)
+    assert only(runner).recording.num_bytes(Shape(3, 1)) == most
 
-    def run(*counts: int) -> list[int]:
-        for num_rows in counts:
-            for seed in range(3):
-                runner.forward(rows_of(seed, num_rows))
-        return recorded(runner)
 
-    assert run(3) == [3]
-    # A row takes the same memory in each: room for eleven, and a little more.
-    monkeypatch.setattr(captures, "_MOST_BYTES", 23 * only(runner).graph.num_bytes // 6)
-    assert run(4, 3, 5, 6) == [5, 6]
-    runner.forward(rows_of(9, 3))
-    assert recorded(runner) == [5, 6], "it has to come as often as at first"
-    assert run(3) == [6, 3]
+def test_arguments_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, plain = warmed(steady_runner()), steady_runner(is_open=False)
+    plain.forward(rows_of(3, 40))
+    monkeypatch.setattr(recording, "_MOST_KEPT", 3)
+    for num_rows in (*range(2, 12), 3, 11):
+        batch = rows_of(5, num_rows, 20, num_logits=2)
+        assert torch.equal(*(each.forward(batch).logits for each in (runner, plain)))
+    assert len(only(runner).recording._forwards) == 3
 
 
 def test_memory_within_a_recording_is_used_again() -> None:
@@ -434,7 +454,7 @@ def test_memory_within_a_recording_is_used_again() -> None:
         runner = runner_of(tiny_model("llama", num_hidden_layers=num_layers))
         for seed in range(3):
             runner.forward(rows_of(seed, 8))
-        sizes.append(only(runner).graph.num_bytes)
+        sizes.append(only(runner).recording.num_bytes(Shape(8, 8)))
     assert sizes[0] == sizes[1] > 0
 
 
@@ -443,7 +463,7 @@ def test_a_recording_holds_what_its_kernels_point_to() -> None:
     runner = runner_of(tiny_model("llama"))
     for seed in range(3):
         runner.forward(rows_of(seed, 8))
-    assert trusted(runner) == 1
+    assert compared(runner) == {(8, 8)}
     backend: Any = runner.attention
     held = [weakref.ref(each) for each in backend._layers.values()]
     backend._layers.clear()
@@ -458,14 +478,6 @@ def test_a_recording_holds_what_its_kernels_point_to() -> None:
 
 
 def test_timing_waits_until_a_shape_is_settled() -> None:
-    runner = runner_of(tiny_model("llama"))
-    assert runner.time_step(4, 20) > 0
-    assert trusted(runner) == 1
-    runner.time_step(captures._MOST_ROWS + 1, 0)
-    assert trusted(runner) == 1
-
-
-def test_timing_settles_where_a_shape_is_padded() -> None:
     """Short forwards, whose number of threads takes some replays to choose."""
     runner = runner_of(tiny_model("llama"))
     times = accumulate(count())
@@ -473,14 +485,16 @@ def test_timing_settles_where_a_shape_is_padded() -> None:
     forward, seen = runner.forward, []
 
     def counted(batch: InputBatch) -> ForwardOutput:
-        seen.append(batch)
+        seen.append(forward(batch))
         assert len(seen) < 100
-        return forward(batch)
+        return seen[-1]
 
     with threads(2), pytest.MonkeyPatch.context() as patches:
         patches.setattr(runner, "forward", counted)
-        runner.time_step(90, 0)
-    assert recorded(runner) == [96]
+        for shape in ((4, 20), (90, 0)):
+            assert runner.time_step(*shape) > 0
+            assert is_replay(seen[-1])
+    assert compared(runner) == {(4, 4), (90, 64)}
 
 
 def test_results_that_are_no_numbers_are_the_same_results() -> None:
@@ -492,10 +506,9 @@ def test_results_that_are_no_numbers_are_the_same_results() -> None:
 def tried(alone: float, team: float, num_rows: int, base: int) -> ModelRunner:
     """A runner that has tried its only shape in one thread and in a team, which took so many seconds."""
     runner = runner_of(tiny_model("llama"))
-    compared = [0.0, 0.0, 0.0]
-    times = iter(compared + [0.0, team, 0.0, alone] * captures._TRIALS)
+    times = iter([0.0, team, 0.0, alone] * captures._TRIALS)
     runner._replays._clock = lambda: next(times)
-    for _ in range(3 + 2 * captures._TRIALS):
+    for _ in range(2 + 2 * captures._TRIALS):
         runner.forward(rows_of(7, num_rows, base))
     return runner
 
@@ -510,23 +523,23 @@ def test_a_short_forward_leaves_cores_to_others_unless_a_team_is_much_faster(
         runner = tried(alone, team, 6, 0)
         expected = runner_of(tiny_model("llama"), is_open=False).forward(rows_of(7, 6))
         assert torch.equal(runner.forward(rows_of(7, 6)).logits, expected.logits)
-    assert only(runner).threads.chosen == chosen
+    assert only(runner).threads[6].chosen == chosen
 
 
 def test_rows_of_long_texts_have_a_team_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "_WORTH_A_TEAM", 4 * 20 * 4 * 32)
     with threads(2):
         runner = tried(1e-3, 1e-3, 4, 2)
-        assert only(runner).threads.chosen == 1
+        assert only(runner).threads[4].chosen == 1
         seen: list[int] = []
-        graph = only(runner).graph
-        replay = graph.replay
+        recorded = only(runner).recording
+        replay = recorded.replay
 
-        def watched(plan: Any, num_threads: int) -> ForwardOutput:
+        def watched(shape: Shape, plan: Any, num_threads: int) -> ForwardOutput:
             seen.append(num_threads)
-            return replay(plan, num_threads)
+            return replay(shape, plan, num_threads)
 
-        monkeypatch.setattr(graph, "replay", watched)
+        monkeypatch.setattr(recorded, "replay", watched)
         for base in (2, 30):
             batch = rows_of(7, 4, base)
             with torch.inference_mode():

@@ -82,7 +82,7 @@ def graph_runner(
         states = PlainStates(stored) if maker is None else TritonStates(stored)
     runner = ModelRunner(model, attention, states=states)
     if maker is not None:
-        runner._replays = DeviceGraphs(runner.attention, maker, sizes, states)
+        runner._replays = DeviceGraphs(runner._planned, runner.attention, maker, sizes, states)
         runner.prepare(hidden_layers, chooses)
     return runner
 
@@ -223,8 +223,9 @@ def prepared(
     maker: ReplayingMaker,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> DeviceGraphs:
-    graphs = DeviceGraphs(graph_runner("llama", None).attention, maker, SIZES, clock=clock)
-    graphs.prepare(planned)
+    attention = graph_runner("llama", None).attention
+    graphs = DeviceGraphs(planned, attention, maker, SIZES, clock=clock)
+    graphs.prepare()
     return graphs
 
 

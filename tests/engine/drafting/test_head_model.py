@@ -12,7 +12,7 @@ from drafters.model.heads import Eagle3Drafter
 from drafters.registry import build_drafters
 from engine.attention.backend import AttentionBackend, build_attention
 from engine.capture import captures
-from engine.capture.captures import Captures
+from engine.capture.captures import Captures, Planned
 from engine.capture.replays import DeviceGraphs, GraphSizes
 from engine.drafting import head_model
 from engine.drafting.head_model import ChainHead
@@ -38,10 +38,12 @@ def head_in_graphs(
     network = eagle_network(EAGLE3_FORMS[form])
     needs = chain_needs(network, SETUP)
 
-    def replays(attention: AttentionBackend, sizes: GraphSizes | None) -> object:
+    def replays(
+        planned: Planned, attention: AttentionBackend, sizes: GraphSizes | None, _: int
+    ) -> object:
         assert maker is not None
         assert sizes is not None
-        return DeviceGraphs(attention, maker, sizes)
+        return DeviceGraphs(planned, attention, maker, sizes)
 
     store = KVStore(num_blocks=97, device="cpu", **needs.store_sizes())
     with monkeypatch.context() as patch:
@@ -132,4 +134,4 @@ def test_forwards_of_a_head_are_recorded(form: str, monkeypatch: pytest.MonkeyPa
     assert isinstance(recorded._replays, Captures)
     usual._replays._close("the test compares with it")  # type: ignore[attr-defined]
     assert_equal_drafts(run(recorded, setup, *requests), run(usual, setup, *requests))
-    assert sum(each.is_trusted for each in recorded._replays._captures.values()) > 0
+    assert any(each.compared for each in recorded._replays._captures.values())

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import ForwardOutput
-from engine.capture.recording import CapturedForward, KernelCall, Recorder
+from engine.capture.recorder import KernelCall, Recorder
+from engine.capture.recording import Recording
+from engine.capture.sample import Sample, Shape
 from engine.states.compiled import CompiledPlan, CompiledStates
 from engine.states.plan import StatePlan
 from engine.states.work import StateWork, state_work
@@ -73,19 +75,21 @@ def test_what_was_recorded_serves_steps_of_other_requests(num_threads: int) -> N
         mixed, moved = (run(plan, ask, op) for op, ask in enumerate(asks))
         return ForwardOutput(mixed, (moved,))
 
-    recorder = Recorder()
+    def sample(_: Shape) -> Sample:
+        recorder = Recorder()
+        plan = backends[1].plan(works[0])
+        with recorder.watch():
+            recorded = forward(plan)
+        assert torch.equal(recorded.logits, again.logits)
+        assert all(isinstance(each, KernelCall) for each in recorder.calls)
+        return Sample(recorder, recorded)
+
     with threads(num_threads):
         forward(backends[0].plan(works[0]))
         again = forward(backends[0].plan(works[0]))
         expected = forward(backends[0].plan(works[1]))
         forward(backends[1].plan(works[0]))  # which keeps weights
-        with recorder.watch():
-            recorded = forward(backends[1].plan(works[0]))
-        assert torch.equal(recorded.logits, again.logits)
-        assert recorder.reason is None
-        assert all(isinstance(each, KernelCall) for each in recorder.calls)
-        graph = CapturedForward(recorder, recorded)
-        got = graph.replay(backends[1].plan(works[1]), num_threads)
+        got = Recording(sample).replay(Shape(1, 1), backends[1].plan(works[1]), num_threads)
     results = zip((got.logits, *got.hidden), (expected.logits, *expected.hidden), strict=True)
     left = zip(*(each.states + each.rows for each in stores), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in (*results, *left))
