@@ -58,19 +58,18 @@ class Accounts:
         Returns the step's own figures, as ``gauges`` takes them."""
         num_rows, num_kv_tokens = batch.num_rows, batch.num_kv_tokens
         num_requests, has_drafts = len(plan.scheduled), num_rows > plan.num_rows
-        num_timed = num_rows if clock.num_rows is None else clock.num_rows
-        if num_timed:
-            self._cost.observe(num_timed, num_kv_tokens, num_requests, clock.target, has_drafts)
+        if not clock.took_longer:
+            self._cost.observe(num_rows, num_kv_tokens, num_requests, clock.target, has_drafts)
         self._cost.observe_overhead(clock.other, batch.chosen is not None)
         seconds = clock.step - clock.draft
-        if has_drafts and not num_timed:
+        if has_drafts and clock.took_longer:
             # Without drafts it would have been one of those that do not take longer than usual.
             usual = self._cost.step_seconds(num_rows, num_kv_tokens, num_requests, has_drafts)
             seconds = min(seconds, usual)
         baseline = estimate_baseline(
             self._cost,
             seconds,
-            num_rows=max(num_rows, num_timed) if has_drafts else num_rows,
+            num_rows=num_rows,
             num_base_rows=plan.num_rows,
             num_sampling=plan.num_sampling,
             num_kv_tokens=num_kv_tokens,

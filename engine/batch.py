@@ -303,15 +303,14 @@ class ForwardOutput(NamedTuple):
     ``hidden``: ``[num_rows, hidden_size]`` for each of the batch's ``hidden_layers``, in their order.
     Both are valid until the next forward, which may overwrite them. ``seconds``: device time, once it
     is done; None: it was done when the forward returned. ``tokens``: the results of ``choices``,
-    ``[num_logits]`` int64, in separate memory; None: the forward chose none. ``num_rows``: the rows that
-    took the time, padding among them; 0: it took longer than the next of its kind will; None: those of
-    the batch."""
+    ``[num_logits]`` int64, in separate memory; None: the forward chose none. ``took_longer``: than the
+    next of its kind will."""
 
     logits: torch.Tensor
     hidden: tuple[torch.Tensor, ...] = ()
     seconds: Callable[[], float] | None = None
     tokens: torch.Tensor | None = None
-    num_rows: int | None = None
+    took_longer: bool = False
 
     def with_own_logits(self) -> ForwardOutput:
         """Returns it with logits in separate memory. Readers of hidden states copy the rows they keep."""

@@ -338,7 +338,7 @@ class EngineCore:
         """Read a step, and take in what it says."""
         plan, batch, output, _, clock, _ = launched
         clock.start = max(clock.start, self._ended)  # ahead: it began when the one before was over
-        clock.num_rows = output.num_rows
+        clock.took_longer = output.took_longer
         if output.seconds is not None:
             with clock.measure("verify"):
                 device_seconds = output.seconds()

@@ -77,11 +77,6 @@ def build_core(
     )
 
 
-_ROWS_BETWEEN = (10, 14)
-"""Forwards of so many rows are recorded at start besides those that are measured: drafts make any number
-of rows, and each runs padded until it has come often."""
-
-
 def _measured_cost(runner: ModelRunner, config: EngineConfig, limits: ModelLimits) -> CostModel:
     """Returns what steps cost, measured over a few sizes. What the steps stored is cleared."""
     most = min(config.max_num_batched_tokens, limits.max_model_len, runner.store.num_slots)
@@ -97,9 +92,7 @@ def _measured_cost(runner: ModelRunner, config: EngineConfig, limits: ModelLimit
             block_size=config.block_size,
         )
     )
-    for num_rows in _ROWS_BETWEEN:
-        if num_rows <= most:
-            runner.time_step(num_rows, 0)
+    runner.expect(most)
     runner.store.clear()
     if runner.states is not None:
         runner.states.store.clear()

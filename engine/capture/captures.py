@@ -25,7 +25,7 @@ _MOST_BYTES = 256 << 20
 _OFTEN = 8
 """Forwards are recorded when so many have come: recording takes about what it spares so many."""
 _ENOUGH = 4
-"""Shapes compared before a recording serves those between them, too."""
+"""Shapes compared before a recording serves others, too."""
 _SHORT_SECONDS = 6e-3
 """Forwards that take a team longer always run in a team; shorter ones may run in one thread."""
 _TRIALS = 5
@@ -74,14 +74,15 @@ class _Kind(NamedTuple):
 
 
 class _Capture:
-    """A kind's recording, or None, which serves up to ``most_rows``. ``compared``: shapes whose replays
-    were bit-identical to the model's own forward; ``threads``: by number of rows."""
+    """A kind's recording, or None, which serves up to ``most_rows``. ``known``: shapes whose replays were
+    bit-identical to the model's own forward, and, once these are enough, others that were checked;
+    ``threads``: by number of rows."""
 
     def __init__(self, most_rows: int) -> None:
         self.most_rows = most_rows
         self.num_seen = 0
         self.recording: Recording | None = None
-        self.compared: set[Shape] = set()
+        self.known: set[Shape] = set()
         self.threads: defaultdict[int, _Threads] = defaultdict(_Threads)
 
     def is_too_large(self, shape: Shape) -> bool:
@@ -90,11 +91,11 @@ class _Capture:
         return self.recording is not None and self.recording.num_bytes(shape) > _MOST_BYTES
 
     def serves(self, shape: Shape) -> bool:
-        """Whether this shape was compared or lies between shapes that were. A model that begins to do
-        something else at some number of rows would do so at the larger of them, too."""
-        if shape in self.compared or len(self.compared) < _ENOUGH:
-            return shape in self.compared
-        ranges = zip(*self.compared, strict=True)
+        """Whether this shape is known or lies between known ones. A model that begins to do something
+        else at some number of rows would do so at the larger of them, too."""
+        if shape in self.known or len(self.known) < _ENOUGH:
+            return shape in self.known
+        ranges = zip(*self.known, strict=True)
         return all(min(each) <= own <= max(each) for own, each in zip(shape, ranges, strict=True))
 
 
@@ -126,8 +127,9 @@ class Captures(Replays):
     """One recording for all forwards of a kind, of any number of rows.
 
     It is made once such forwards have come often enough to recur. Its results are compared with the
-    model's, shape by shape, until it has served enough of them; then it serves all between these. A model
-    whose recording computes something else, or cannot be made, runs as it is.
+    model's, shape by shape, until these are enough; then it serves all shapes that lie between those that
+    it has served, and others once it is checked that the model's calls are told the same. A model whose
+    recording computes something else, or cannot be made, runs as it is.
     """
 
     def __init__(
@@ -169,21 +171,24 @@ class Captures(Replays):
                 recording = capture.recording = Recording(partial(self._sample, kind))
             if not capture.serves(shape) and not capture.is_too_large(shape):
                 several = Shape(*(max(2, each) for each in shape))
-                recording.check(several, self._sample(kind, several))
+                runs = not recording.has_kernels_alone
+                recording.check(several, self._sample(kind, several, runs))
+                if len(capture.known) >= _ENOUGH:
+                    capture.known.add(shape)
         except NotRecordedError as error:
-            if not capture.compared:
+            if not capture.known:
                 self._close(str(error))
             else:
                 logger.info("forwards of %d rows are not captured: %s", shape.num_rows, error)
                 capture.most_rows = shape.num_rows - 1
 
-    def _sample(self, kind: _Kind, shape: Shape) -> Sample:
-        """Records a forward of padding alone: nothing is stored."""
+    def _sample(self, kind: _Kind, shape: Shape, runs: bool = True) -> Sample:
+        """Records a forward of padding alone: nothing is stored. ``runs``: its kernels run, too."""
         batch = InputBatch([], kind.hidden_layers)
         batch = pad_batch(batch, Bucket(shape.num_rows, 0), shape.num_logits)
         batch.adapters = [0] * shape.num_rows if kind.is_adapted else []
         run = self._planned(batch)
-        recorder = Recorder()
+        recorder = Recorder(runs)
         with recorder.watch():
             output = run()
         return Sample(recorder, output)
@@ -196,10 +201,10 @@ class Captures(Replays):
         if capture.is_too_large(shape):
             return run()
         if recording is None:
-            return run()._replace(num_rows=0)
+            return run()._replace(took_longer=True)
         renewing = cast(Renews, plan)
         if not capture.serves(shape):
-            return self._compare(capture, shape, renewing, run)._replace(num_rows=0)
+            return self._compare(capture, shape, renewing, run)._replace(took_longer=True)
         return self._replay(capture.threads[shape.num_rows], recording, shape, renewing)
 
     def _replay(
@@ -236,7 +241,7 @@ class Captures(Replays):
         expected = run()
         pairs = zip((got.logits, *got.hidden), (expected.logits, *expected.hidden), strict=True)
         if all(_same_bits(*pair) for pair in pairs):
-            capture.compared.add(shape)
+            capture.known.add(shape)
         else:
             self._close("a recorded one computes something else")
         return expected

@@ -74,8 +74,10 @@ class Recorder(TorchDispatchMode):
     rows that are chosen or put side by side. They are written down as kernels, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runs: bool = True) -> None:
+        """``runs``: kernels run, too. Without them results hold whatever lay in memory."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._runs = runs
         self.calls: list[KernelCall | TensorCall] = []
         self.reason: str | None = None
         self.blocks: list[tuple[int, int]] = []
@@ -109,8 +111,9 @@ class Recorder(TorchDispatchMode):
 
     def note_kernel(
         self, address: int, arguments: array[int], num_threads: int, renewal: Renewal | None
-    ) -> None:
+    ) -> bool:
         self.calls.append(KernelCall(address, arguments, num_threads, renewal))
+        return self._runs
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

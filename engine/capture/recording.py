@@ -84,6 +84,10 @@ class Recording:
         if not self._sample.is_like(sample):
             raise NotRecordedError("other calls are made for other numbers of rows")
 
+    @property
+    def has_kernels_alone(self) -> bool:
+        return all(isinstance(group, _Kernels) for group in self._groups)
+
     def num_bytes(self, shape: Shape) -> int:
         """Returns the memory that forwards up to a shape take, with those that there were."""
         room = Shape(*map(max, shape, self._room))

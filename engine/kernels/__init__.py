@@ -104,8 +104,9 @@ class Renews(Protocol):
 class Watcher(Protocol):
     def note_kernel(
         self, address: int, arguments: array[int], num_threads: int, renewal: Renewal | None
-    ) -> None:
-        """Is called before each run, with where the machine code is and a copy of what it is told."""
+    ) -> bool:
+        """Is called before each run, with where the machine code is and a copy of what it is told.
+        Returns whether it is to run."""
 
 
 class _Watched(threading.local):

@@ -35,8 +35,9 @@ class TeamLoop(Loop):
         """Runs it. What ``told`` points to has to outlive the call. ``renewal``: for those who watch, and
         run it again; None: nothing changes then."""
         call = self._call or self.compile()
-        if watched.watcher is not None:
-            watched.watcher.note_kernel(self.address, told[:], num_threads, renewal)
+        watcher = watched.watcher
+        if watcher and not watcher.note_kernel(self.address, told[:], num_threads, renewal):
+            return
         team = _team() if num_threads > 1 else None
         if team is None:
             call(told.buffer_info()[0])

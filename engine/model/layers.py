@@ -130,6 +130,14 @@ class GroupedLinear(nn.Module):
         self.product = product
         self.scheme, self.method = scheme, method
         self.first = first
+        self._weight: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Made of its codes for the few models that read it, mostly of routers, and kept for them."""
+        if self._weight is None:
+            self._weight = self.product.weight(self.first, self.out_features)
+        return self._weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``inputs`` ``[.., in_features]``; returns ``[.., out_features]``."""

@@ -101,6 +101,14 @@ class GroupedProduct:
             rows = rows.index_select(1, self.order)
         return self._multiply(rows, self.packed, self.dtype, gate, self.keeps_inputs, routes)
 
+    def weight(self, first: int, count: int) -> torch.Tensor:
+        """Returns the weights of ``count`` outputs from ``first`` on, ``[count, in_features]``."""
+        outputs = torch.arange(first, first + count, device=self.packed.blocks.device)
+        columns = kernels_of(self.packed).look_up(self.packed, outputs, self.dtype)
+        if self.order is None:
+            return columns
+        return torch.empty_like(columns).index_copy_(1, self.order, columns)
+
     def shared(self, inputs: torch.Tensor) -> torch.Tensor:
         """Takes the ``inputs`` ``[.., in_features]`` of one of the layers; returns ``[.., out_features]``
         of all of them, computed when the first one asks and kept until all have. A layer that has

@@ -52,6 +52,8 @@ class StepPlan(NamedTuple):
         return (lambda: None) if self.states is None else self.states.keep()
 
 
+_EXPECTED_LOGITS = 128
+"""Rows of most steps that sample."""
 _PROBED_ROWS = 13
 """Experts are not layers for all rows: of so many, no expert is chosen by all and by all again."""
 
@@ -218,6 +220,11 @@ class ModelRunner:
         self.synchronize()
         return time.perf_counter() - start
 
+    def expect(self, num_rows: int) -> None:
+        """Lets forwards of up to so many rows be run again without the interpreter from the first. Only
+        while the store is unused."""
+        self._replays.pad(self._sample_batch((num_rows, 0, 1), 0, _EXPECTED_LOGITS))
+
     def _settle(self, shape: tuple[int, int, int]) -> None:
         """Runs forwards of that shape until they take as long as they will."""
         for seed in count():
@@ -226,7 +233,9 @@ class ModelRunner:
                 return
             self.forward(batch)
 
-    def _sample_batch(self, shape: tuple[int, int, int], seed: int) -> InputBatch:
+    def _sample_batch(
+        self, shape: tuple[int, int, int], seed: int, most_logits: int = 64
+    ) -> InputBatch:
         """Rows of any tokens, which reach experts as those of texts do, and keys and values of whatever
         lies in the store."""
         num_rows, num_kv_tokens, num_requests = shape
@@ -246,7 +255,7 @@ class ModelRunner:
                 base=base,
                 parents=(),
                 block_table=range(first, first + num_blocks),
-                num_logits=min(rows, 64),
+                num_logits=min(rows, most_logits),
                 states=self._sample_states(first // num_blocks),
             )
             for first, token_ids in zip(

@@ -201,7 +201,7 @@ class StepClock:
     verify: float = 0.0
     step: float = 0.0
     """All of it, once ``stop`` has been called."""
-    num_rows: int | None = None
+    took_longer: bool = False
     """As ``ForwardOutput`` has it."""
     start: float = field(default_factory=time.perf_counter)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from engine.batch import ForwardOutput, InputBatch
 from engine.request.params import SamplingParams
@@ -31,15 +28,14 @@ class NotedCost(DictatedCost):
         return 1e-9 * super().step_seconds(*sizes)
 
 
-def steps(took: Callable[[int], int | None]) -> tuple[NotedCost, list[StepStats]]:
-    """Returns the steps of a request whose drafts are always of three tokens. ``took``: the rows whose
-    time a forward's is, by the batch's."""
+def steps(took_longer: bool) -> tuple[NotedCost, list[StepStats]]:
+    """Returns the steps of a request whose drafts are always of three tokens."""
     cost = NotedCost()
     core = TARGET.core(Setup(cost=cost))
     forward = core.runner.forward
 
     def timed(batch: InputBatch) -> ForwardOutput:
-        return forward(batch)._replace(num_rows=took(batch.num_rows))
+        return forward(batch)._replace(took_longer=took_longer)
 
     core.runner.forward = timed  # type: ignore[method-assign]
     wanted = drafting("nasd", num_tokens=3)
@@ -53,23 +49,17 @@ def steps(took: Callable[[int], int | None]) -> tuple[NotedCost, list[StepStats]
     return cost, found
 
 
-@pytest.mark.parametrize("padding", [0, 2])
-def test_the_rows_that_a_step_took_are_learnt_with_their_padding(padding: int) -> None:
-    cost, found = steps(lambda num_rows: num_rows + padding)
-    assert cost.taught == [each.num_rows + padding for each in found]
-    assert len({*cost.taught}) > 1
-
-
-def test_a_forward_of_which_nothing_is_said_took_the_batchs_rows() -> None:
-    cost, found = steps(lambda _: None)
+def test_the_rows_that_a_step_took_are_learnt() -> None:
+    cost, found = steps(took_longer=False)
     assert cost.taught == [each.num_rows for each in found]
+    assert len({*cost.taught}) > 1
 
 
 def test_a_step_that_took_longer_than_the_next_will_is_neither_learnt_nor_a_gain() -> None:
     """Drafts whose rows were not recorded yet cost their request that time: without them nothing would
     have been recorded."""
-    for rows, is_longer in ((0, True), (None, False)):
-        cost, found = steps(lambda _, rows=rows: rows)  # type: ignore[misc]
+    for is_longer in (True, False):
+        cost, found = steps(is_longer)
         drafted = [each for each in found[1:] if each.num_rows > 1]
         assert drafted
         for each in drafted:

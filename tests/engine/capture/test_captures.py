@@ -64,14 +64,14 @@ def only(runner: ModelRunner) -> Any:
     return capture
 
 
-def compared(runner: ModelRunner) -> set[tuple[int, int]]:
+def known(runner: ModelRunner) -> set[tuple[int, int]]:
     """Rows of the shapes that were compared, and those of them with logits."""
-    return {(*shape,) for each in runner._replays._captures.values() for shape in each.compared}
+    return {(*shape,) for each in runner._replays._captures.values() for shape in each.known}
 
 
 def is_replay(output: ForwardOutput) -> bool:
     """Others took longer than the next of their kind will."""
-    return output.num_rows is None
+    return not output.took_longer
 
 
 def tables(index: int) -> list[int]:
@@ -124,7 +124,7 @@ def check_same(
 def same_when_recorded(model: PreTrainedModel, hidden_layers: tuple[int, ...]) -> None:
     recording = runner_of(model)
     check_same(recording, runner_of(model, is_open=False), hidden_layers)
-    assert len(compared(recording)) > 1
+    assert len(known(recording)) > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,7 +146,7 @@ def test_blocks_and_first_keys_are_those_of_the_step_that_is_run_again() -> None
         batch = build_batch(asked, SIZE)
         got, expected = (each.forward(batch).logits for each in (recording, plain))
         assert torch.equal(got, expected)
-    assert len(compared(recording)) > 1
+    assert len(known(recording)) > 1
 
 
 @pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
@@ -224,11 +224,11 @@ def warmed(runner: ModelRunner) -> ModelRunner:
     """Has a recording that serves up to forty rows, two of them with logits."""
     for batch in (rows_of(3, 40), rows_of(3, 1, 20), rows_of(3, 40, num_logits=2)):
         runner.forward(batch)
-    assert {(1, 1), (40, 2)} & compared(runner)
+    assert {(1, 1), (40, 2)} & known(runner)
     return runner
 
 
-def test_a_recording_serves_all_numbers_of_rows_between_those_that_were_compared() -> None:
+def test_a_recording_serves_all_numbers_of_rows_between_those_that_were_known() -> None:
     """At once, without padding; what it has written to the store is what the model writes."""
     runner, plain = warmed(steady_runner()), steady_runner(is_open=False)
     plain.forward(rows_of(3, 40))
@@ -240,20 +240,23 @@ def test_a_recording_serves_all_numbers_of_rows_between_those_that_were_compared
         assert all(map(torch.equal, runner.store._stacks, plain.store._stacks))
 
 
-def test_more_rows_than_ever_are_compared_before_they_are_served() -> None:
+def test_more_rows_than_ever_are_checked_before_they_are_served() -> None:
     runner, plain = warmed(steady_runner()), steady_runner(is_open=False)
     plain.forward(rows_of(3, 40))
-    for num_rows, num_logits, is_served in (
-        (60, 1, 0),
-        (60, 1, 1),
-        (50, 1, 1),
-        (9, 3, 0),
-        (9, 3, 1),
-    ):
+    checked = []
+    check = only(runner).recording.check
+
+    def noted(shape: Shape, sample: Sample) -> None:
+        checked.append((*shape,))
+        check(shape, sample)
+
+    only(runner).recording.check = noted
+    for num_rows, num_logits in ((60, 1), (60, 1), (50, 40), (9, 3), (60, 60), (59, 58)):
         batch = rows_of(5, num_rows, 20, num_logits)
         got, expected = (each.forward(batch) for each in (runner, plain))
-        assert is_replay(got) == bool(is_served)
+        assert is_replay(got)
         assert torch.equal(got.logits, expected.logits)
+    assert checked == [(60, 2), (50, 40), (60, 60)]
 
 
 class Branching(nn.Module):
@@ -385,7 +388,7 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(
     caplog.set_level(logging.INFO)
     check_same(recording, runner_of(model, is_open=False))
     assert reason in caplog.text
-    assert not compared(recording)
+    assert not known(recording)
 
 
 def test_neither_are_forwards_of_many_rows_nor_what_a_backend_cannot_capture() -> None:
@@ -394,7 +397,7 @@ def test_neither_are_forwards_of_many_rows_nor_what_a_backend_cannot_capture() -
     runner._replays._captures.default_factory = partial(captures._Capture, 64)
     for num_rows in (60, 65, 60, 65, 65):
         runner.forward(rows_of(num_rows, num_rows))
-    assert compared(runner) == {(60, 60)}
+    assert known(runner) == {(60, 60)}
     assert is_replay(runner.forward(rows_of(9, 60)))
     gathering = make_runner(tiny_model("llama"), False, block_size=SIZE, attention="sdpa")
     assert not isinstance(gathering._replays, Captures)
@@ -432,8 +435,8 @@ def test_forwards_that_would_take_too_much_memory_run_as_they_are(
     monkeypatch.setattr(captures, "_MOST_BYTES", most)
     for num_rows, num_forwards in ((21, 3), (20, 3)):
         for _ in range(num_forwards):
-            assert not (found := runner.forward(rows_of(2, num_rows))).num_rows
-    assert compared(runner) == {(8, 8), (20, 20)}
+            found = runner.forward(rows_of(2, num_rows))
+    assert known(runner) == {(8, 8), (20, 20)}
     assert is_replay(found)
     assert only(runner).recording.num_bytes(Shape(3, 1)) == most
 
@@ -463,7 +466,7 @@ def test_a_recording_holds_what_its_kernels_point_to() -> None:
     runner = runner_of(tiny_model("llama"))
     for seed in range(3):
         runner.forward(rows_of(seed, 8))
-    assert compared(runner) == {(8, 8)}
+    assert known(runner) == {(8, 8)}
     backend: Any = runner.attention
     held = [weakref.ref(each) for each in backend._layers.values()]
     backend._layers.clear()
@@ -494,7 +497,7 @@ def test_timing_waits_until_a_shape_is_settled() -> None:
         for shape in ((4, 20), (90, 0)):
             assert runner.time_step(*shape) > 0
             assert is_replay(seen[-1])
-    assert compared(runner) == {(4, 4), (90, 64)}
+    assert known(runner) == {(4, 4), (90, 64)}
 
 
 def test_results_that_are_no_numbers_are_the_same_results() -> None:

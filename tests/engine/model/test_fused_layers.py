@@ -211,7 +211,7 @@ def test_graphs_repeat_steps_in_few_launches() -> None:
     wanted = written(plain(model))
     runner = served(model)
     sizes = GraphSizes(8, 2, 64, 4)
-    runner._replays = DeviceGraphs(runner.attention, maker, sizes, None)
+    runner._replays = DeviceGraphs(runner._planned, runner.attention, maker, sizes, None)
     runner.prepare()
     torch.testing.assert_close(written(runner), wanted, rtol=1e-4, atol=1e-4)
     assert maker.num_replays == 2

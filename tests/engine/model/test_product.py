@@ -63,3 +63,17 @@ def test_columns_may_be_for_features_in_another_order(gate: Gate | None) -> None
     assert can_join([ordered, product_of(drawn(8, 64), order=order.clone())])
     twice = join_products([ordered, product_of(drawn(8, 64), order=order.clone())])
     assert torch.equal(twice(rows, gate)[:, :32], ordered(rows, gate))
+
+
+def test_models_may_read_the_weights_of_their_layers() -> None:
+    """As routers are read, and the type of a head."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(3))
+    weights = [drawn(size, 64, seed=size) for size in (64, 32)]
+    product = join_products([product_of(weight[:, order], order=order) for weight in weights])
+    for first, weight in zip((0, 64), weights, strict=True):
+        layer = GroupedLinear(product, len(weight), "", "", first)
+        # Codes are made group by group, of features in the order in which they are multiplied.
+        columns = quantize_weight(weight[:, order]).dequantized()
+        assert torch.equal(layer.weight[:, order], columns)
+        assert layer.weight is layer.weight
+        assert layer.weight.dtype == torch.float32

@@ -107,6 +107,13 @@ def test_routers_keep_their_type(kind: str, router: str, bits: int) -> None:
     assert not rounded & routers
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "longcat_flash"])
+def test_models_that_read_a_layers_weight_are_served_in_8_bits(kind: str) -> None:
+    model = census_model(kind)
+    quantized(model)
+    assert float(reference_logits(model).isfinite().float().mean()) == 1.0
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"])
 def test_what_stays_in_its_type_does_so_in_written_8_bits(kind: str) -> None:
     """Gates of states and routers."""
