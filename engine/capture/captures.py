@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -15,7 +16,7 @@ import torch
 from engine.batch import Bucket, ForwardOutput, InputBatch, pad_batch
 from engine.capture.recorder import Recorder
 from engine.capture.recording import Recording
-from engine.capture.sample import NotRecordedError, Sample, Shape
+from engine.capture.sample import Sample, Shape
 from engine.kernels import Renews
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class _Capture:
         self.num_seen = 0
         self.recording: Recording | None = None
         self.known: set[Shape] = set()
+        self._least = self._most = Shape(0, 0)
         self.threads: defaultdict[int, _Threads] = defaultdict(_Threads)
 
     def is_too_large(self, shape: Shape) -> bool:
@@ -93,10 +95,18 @@ class _Capture:
     def serves(self, shape: Shape) -> bool:
         """Whether this shape is known or lies between known ones. A model that begins to do something
         else at some number of rows would do so at the larger of them, too."""
-        if shape in self.known or len(self.known) < _ENOUGH:
+        if len(self.known) < _ENOUGH:
             return shape in self.known
-        ranges = zip(*self.known, strict=True)
-        return all(min(each) <= own <= max(each) for own, each in zip(shape, ranges, strict=True))
+        least, most = self._least, self._most
+        return (
+            least.num_rows <= shape.num_rows <= most.num_rows
+            and least.num_logits <= shape.num_logits <= most.num_logits
+        )
+
+    def know(self, shape: Shape) -> None:
+        self.known.add(shape)
+        ranges = [*zip(*self.known, strict=True)]
+        self._least, self._most = (Shape(*map(end, ranges)) for end in (min, max))
 
 
 class _Threads:
@@ -171,16 +181,21 @@ class Captures(Replays):
                 recording = capture.recording = Recording(partial(self._sample, kind))
             if not capture.serves(shape) and not capture.is_too_large(shape):
                 several = Shape(*(max(2, each) for each in shape))
-                runs = not recording.has_kernels_alone
-                recording.check(several, self._sample(kind, several, runs))
+                recording.check(several, self._checked_sample(kind, several, recording))
                 if len(capture.known) >= _ENOUGH:
-                    capture.known.add(shape)
-        except NotRecordedError as error:
+                    capture.know(shape)
+        except Exception as error:  # requests need no recording; a model may not take padding alone
             if not capture.known:
                 self._close(str(error))
             else:
                 logger.info("forwards of %d rows are not captured: %s", shape.num_rows, error)
                 capture.most_rows = shape.num_rows - 1
+
+    def _checked_sample(self, kind: _Kind, shape: Shape, recording: Recording) -> Sample:
+        if recording.has_kernels_alone:
+            with suppress(IndexError):  # rows chosen by what no kernel has written
+                return self._sample(kind, shape, runs=False)
+        return self._sample(kind, shape)
 
     def _sample(self, kind: _Kind, shape: Shape, runs: bool = True) -> Sample:
         """Records a forward of padding alone: nothing is stored. ``runs``: its kernels run, too."""
@@ -198,14 +213,13 @@ class Captures(Replays):
             return run()
         capture, shape = self._captures[_kind_of(batch)], _shape_of(batch)
         recording = capture.recording
+        renewing = cast(Renews, plan)
+        if recording is not None and capture.serves(shape):
+            return self._replay(capture.threads[shape.num_rows], recording, shape, renewing)
         if capture.is_too_large(shape):
             return run()
-        if recording is None:
-            return run()._replace(took_longer=True)
-        renewing = cast(Renews, plan)
-        if not capture.serves(shape):
-            return self._compare(capture, shape, renewing, run)._replace(took_longer=True)
-        return self._replay(capture.threads[shape.num_rows], recording, shape, renewing)
+        output = run() if recording is None else self._compare(capture, shape, renewing, run)
+        return output._replace(took_longer=True)
 
     def _replay(
         self, threads: _Threads, recording: Recording, shape: Shape, plan: Renews
@@ -241,7 +255,7 @@ class Captures(Replays):
         expected = run()
         pairs = zip((got.logits, *got.hidden), (expected.logits, *expected.hidden), strict=True)
         if all(_same_bits(*pair) for pair in pairs):
-            capture.known.add(shape)
+            capture.know(shape)
         else:
             self._close("a recorded one computes something else")
         return expected

@@ -281,15 +281,26 @@ class InSixteens(Branching):
         return output[..., :num_rows, :]
 
 
+class Failing(Branching):
+    """Cannot run so many rows."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._is_other(hidden.shape[-2]):
+            raise RuntimeError("so many rows are too many")
+        output: torch.Tensor = self.inner(hidden)
+        return output
+
+
 @pytest.mark.parametrize(
     ("kind", "is_other", "reason"),
     [
+        (Failing, lambda count: count == 4, "so many rows are too many"),
         (Branching, lambda count: count > 20, "other calls are made"),
         (Branching, lambda count: count % 2 == 1, "other calls are made"),
         (Branching, lambda count: count < 3, "other calls are made"),
         (InSixteens, bool, "does not grow by equal steps"),
     ],
-    ids=["many", "odd", "few", "sixteens"],
+    ids=["failing", "many", "odd", "few", "sixteens"],
 )
 def test_a_model_that_does_something_else_for_other_numbers_of_rows_runs_as_it_is(
     kind: type[Branching],
