@@ -103,7 +103,8 @@ def application(
         # first request to each application.
         routes=[route for router in routers() for route in router.routes],
     )
-    install_error_handlers(app, partial(models.metrics.count, "rejections"))
+    count_rejection = partial(models.metrics.count, "rejections")
+    install_error_handlers(app, count_rejection)
     describe_as_it_is(app, drafters)
     app.state.models = models
     # The last one added is the outermost.
@@ -118,6 +119,7 @@ def application(
         find=keys_of(settings.api_key, settings.api_keys_file, drafters),
         is_draining=lambda: models.state == "draining",
         hosts=None if settings.has_key else hosts,
+        count=count_rejection,
     )
     if telemetry is not None:
         # Imported late: what it builds on is an extra.

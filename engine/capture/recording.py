@@ -35,7 +35,7 @@ _MOST_KEPT = 32
 
 
 _SAMPLED = (Shape(4, 2), Shape(7, 2), Shape(7, 5))
-"""What is recorded. A single row's strides may be any."""
+"""Shapes that are recorded. A single row's strides may be any."""
 _UNEVEN = "what calls are told does not grow by equal steps with the rows"
 
 

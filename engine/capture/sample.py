@@ -1,4 +1,4 @@
-"""What one forward did, as numbers that can be compared with those of others."""
+"""The calls of one forward as numbers, which can be compared with those of others."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class NotRecordedError(ValueError):
 
 
 class Sample:
-    """What a forward did that ``recorder`` has watched, and that returned ``output``: all numbers in one
-    row, and what has to be equal in each recording. Made while the output lives."""
+    """The calls of a forward that ``recorder`` has watched, and that returned ``output``: all numbers in
+    one row, and what has to be equal in each recording. Made while the output lives."""
 
     def __init__(self, recorder: Recorder, output: ForwardOutput) -> None:
         if recorder.reason is not None:

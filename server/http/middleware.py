@@ -122,8 +122,10 @@ class GuardMiddleware:
         find: Callable[[bytes], object | None] | None,
         is_draining: Callable[[], bool],
         hosts: Hosts | None = None,
+        count: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._app = app
+        """``count``: is told the code of each refusal, as errors further in are counted."""
+        self._app, self._count = app, count
         self._hosts = hosts
         self._admin_key = None if admin_key is None else admin_key.encode("ascii")
         self._find = find
@@ -131,8 +133,12 @@ class GuardMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
-        answer = self._app if refusal is None else refusal.response(scope)
-        await answer(scope, receive, send)
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        if refusal.status != 404:
+            self._count(refusal.code or str(refusal.status))
+        await refusal.response(scope)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

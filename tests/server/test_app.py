@@ -260,6 +260,11 @@ async def test_an_api_key_guards_v1_only() -> None:
             assert (await client.get("/models", headers=headers)).status_code == status
         for path in ("health", "ready", "version", "metrics"):
             assert (await client.get(f"http://test/{path}")).status_code == 200
+        told = (await client.get("http://test/metrics")).text
+        # Each that was refused above, and a page that is not there is no refusal.
+        assert (await client.get("http://test/admin/models")).status_code == 404
+        assert f'slipstream_rejections_total{{reason="invalid_api_key"}} {len(wrong) + 3}.0' in told
+        assert 'reason="not_found"' not in told
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/admin/speculative", "/health"])

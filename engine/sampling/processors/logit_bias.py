@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +59,9 @@ class LogitBias(LogitsProcessor):
                 f"logit_bias: keys are token ids, which {shown}{more} are not",
             )
         biases = {int(key): bias for key, bias in given.items()}
+        if len(biases) < len(given):
+            token_id, count = Counter(map(int, given)).most_common(1)[0]
+            raise RequestError("logit_bias", f"logit_bias: token {token_id} is there {count} times")
         check_token_ids("logit_bias", list(biases), vocabulary.size)
         return {"logit_bias": biases}
 

@@ -37,7 +37,7 @@ MALFORMED: dict[str, list[Any]] = {
     "max_tokens": [0, -2, 10**40],
     "stop": [5, [""], ["a"] * 17, ["a" * 513]],
     "stop_token_ids": [[270], ["a"]],
-    "logit_bias": [{"x": 1}, {"270": 1}],
+    "logit_bias": [{"x": 1}, {"270": 1}, {"5": 1, "05": 2}],
     "bad_words": [[""]],
     "ignore_eos": [1],
     "priority": [2**31],
