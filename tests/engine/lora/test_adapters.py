@@ -141,7 +141,7 @@ def test_a_hundred_loads_and_unloads_leave_nothing(
         alive.append(weakref.ref(packed))
         adapters.unload(name)
         del packed
-        recorded = sum(each.graph is not None for each in runner._replays._captures.values())
+        recorded = sum(each.recording is not None for each in runner._replays._captures.values())
         if turn == 50:
             num_recordings = recorded
     gc.collect()
