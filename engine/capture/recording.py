@@ -2,8 +2,8 @@
 
 All that a forward's calls are told, sizes, strides, addresses of inputs and of what it makes, grows by
 equal steps with its rows and with its rows that have logits: a number is ``a + b * rows + c * logits``.
-Three recordings determine a, b and c of each; a model that does other calls for other numbers of rows has
-no recording, or one whose results differ from its own, as those who compare them will find.
+Three samples determine a, b and c of each. Whether a model does the same for other numbers of rows,
+``check`` tells from a sample of them, before they are replayed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from engine.kernels import Renews, find_kernel, threads_for
 
 _MOST_KEPT = 32
 """Shapes whose arguments are kept as they were last; those of another are made anew."""
-
-
 _SAMPLED = (Shape(4, 2), Shape(7, 2), Shape(7, 5))
 """Shapes that are recorded. A single row's strides may be any."""
 _UNEVEN = "what calls are told does not grow by equal steps with the rows"
@@ -49,12 +47,10 @@ class Recording:
         self._sample = first
         self._check_calls(more_rows)
         self._check_calls(more_logits)
-        step_rows, step_logits = (
-            _SAMPLED[1].num_rows - _SAMPLED[0].num_rows,
-            _SAMPLED[2].num_logits - _SAMPLED[1].num_logits,
-        )
-        self._by_rows = _slope(first.numbers, more_rows.numbers, step_rows)
-        self._by_logits = _slope(more_rows.numbers, more_logits.numbers, step_logits)
+        one, two, three = _SAMPLED
+        rows, logits = two.num_rows - one.num_rows, three.num_logits - two.num_logits
+        self._by_rows = _slope(first.numbers, more_rows.numbers, rows)
+        self._by_logits = _slope(more_rows.numbers, more_logits.numbers, logits)
         self._base = first.numbers - self._at(_SAMPLED[0], 0)
         self._room = Shape(0, 0)
         self._memory = _Memory([], [])

@@ -221,8 +221,8 @@ class ModelRunner:
         return time.perf_counter() - start
 
     def expect(self, num_rows: int) -> None:
-        """Lets forwards of up to so many rows be run again without the interpreter from the first. Only
-        while the store is unused."""
+        """Lets forwards of up to so many rows be run again without the interpreter from the first, where
+        fewer rows were timed before. Stores nothing."""
         self._replays.pad(self._sample_batch((num_rows, 0, 1), 0, _EXPECTED_LOGITS))
 
     def _settle(self, shape: tuple[int, int, int]) -> None:

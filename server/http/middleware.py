@@ -121,8 +121,8 @@ class GuardMiddleware:
         admin_key: str | None,
         find: Callable[[bytes], object | None] | None,
         is_draining: Callable[[], bool],
+        count: Callable[[str], None],
         hosts: Hosts | None = None,
-        count: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``count``: is told the code of each refusal, as errors further in are counted."""
         self._app, self._count = app, count
