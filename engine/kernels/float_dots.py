@@ -78,9 +78,8 @@ def _dots_of(numbers: asm.Numbers) -> asm.Emit:
     ) -> None:  # fmt: skip
         steps = builder.udiv(features, features.type(numbers.features))
         stride = asm.times(builder, stride, numbers.bytes // numbers.features)
-        asm.by_rows(
-            partial(_dots, numbers), builder, num_rows, rows, stride, weights, steps, target, ahead
-        )
+        told = rows, stride, weights, steps, target, ahead
+        asm.by_rows(partial(_dots, numbers), asm.ROWS_AT_ONCE, builder, num_rows, *told)
 
     return emit
 

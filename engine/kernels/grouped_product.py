@@ -36,6 +36,7 @@ from engine.kernels.integers import (
     larger_bits,
     largest_bits_of,
     multiply_tile,
+    rows_of_a_tile,
     store_int8,
 )
 from engine.kernels.packing import PackedGroups, Weights
@@ -280,9 +281,10 @@ class Arguments(NamedTuple):
 
 
 @njit
-def _tiles(num_rows: int) -> int:
+def _tiles(a: Arguments, num_rows: int) -> int:
     """Returns in how many tiles rows are divided."""
-    return (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE
+    most = rows_of_a_tile(a.weights.blocks)
+    return (num_rows + most - 1) // most
 
 
 @njit
@@ -296,8 +298,8 @@ def _place(a: Arguments, copy: int) -> tuple[Any, int]:
     if first == end:
         return a.records, 0
     num_rows, unit = end - first, a.form.size // a.form.num_units
-    tile = ((at - first + 1) * _tiles(num_rows) - 1) // num_rows
-    begin, last = v.share_of(num_rows, _tiles(num_rows), tile)
+    tile = ((at - first + 1) * _tiles(a, num_rows) - 1) // num_rows
+    begin, last = v.share_of(num_rows, _tiles(a, num_rows), tile)
     here = (first + begin) * a.form.size + (at - first - begin) * unit
     return a.records + here, (last - begin) * unit
 
@@ -375,7 +377,7 @@ def _num_parts(a: Arguments) -> int:
         return 1
     num_blocks = a.weights.num_blocks
     wanted = (_ITEMS_PER_THREAD * a.num_threads + num_blocks - 1) // num_blocks
-    return max(1, min(wanted, _tiles(a.pairs.total)))
+    return max(1, min(wanted, _tiles(a, a.pairs.total)))
 
 
 @njit
@@ -398,7 +400,7 @@ def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, tota
     next_begin = _segment(a, next_item // num_blocks // num_parts)[0]
     block, next_block = begin + column, next_begin + next_item % num_blocks
     num_rows = last_row - first_row
-    num_tiles = _tiles(num_rows)
+    num_tiles = _tiles(a, num_rows)
     tiles = v.share_of(num_tiles, num_parts, which % num_parts)
     halving = 1 if tiles[1] - tiles[0] > 1 else 0
     for tile in range(tiles[0], tiles[1]):
@@ -410,7 +412,7 @@ def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, tota
         _write(a, block, column, first, end, totals)
 
 
-_room_for_totals = v.room_for(ROWS_AT_ONCE * CHANNELS)
+_room_for_totals = v.room_for(2 * ROWS_AT_ONCE * CHANNELS)
 
 
 def _multiply(a: Arguments) -> None:

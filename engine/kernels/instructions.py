@@ -389,11 +389,13 @@ class Tile:
                 write(self._builder, place, self._builder.load(total), 4)
 
 
-def by_rows(emit_for: Callable[[int], Emit], builder: Any, num_rows: Any, *values: Any) -> None:
-    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` that ``num_rows`` may be."""
+def by_rows(
+    emit_for: Callable[[int], Emit], most: int, builder: Any, num_rows: Any, *values: Any
+) -> None:
+    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` up to ``most`` that ``num_rows`` may be."""
     done = builder.append_basic_block("rows_done")
     switch = builder.switch(num_rows, done)
-    for count in range(1, ROWS_AT_ONCE + 1):
+    for count in range(1, most + 1):
         block = builder.append_basic_block(f"rows_{count}")
         switch.add_case(count, block)
         with builder.goto_block(block):

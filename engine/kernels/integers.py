@@ -45,6 +45,16 @@ def is_wide() -> bool:
     return asm.has_feature("avx512vnni")
 
 
+_MOST_ROWS = 2 * asm.ROWS_AT_ONCE
+
+
+def most_rows(kind: Format) -> int:
+    """Returns how many rows a tile has at most. Codes are unpacked once for all of them; those that need
+    it least, of 8 bits, are too large to be read twice, for either half of a block's channels."""
+    is_narrow = kind.bits == 8 and kind.has_scales and kind.inputs == "int8"
+    return asm.ROWS_AT_ONCE if is_narrow or not is_wide() else _MOST_ROWS
+
+
 # --- bytes from floats ---
 
 
@@ -91,6 +101,10 @@ features_of_a_scale = asm.operation(
 )
 """``features_of_a_scale(weights, num_features)``: of a row, whose features are so many; where it does not
 depend on the row, that is known when code is compiled."""
+rows_of_a_tile = asm.operation(
+    "int -> int", asm.ByFormat(lambda kind: lambda _b, at: at.type(most_rows(kind)))
+)
+"""``rows_of_a_tile(weights)``: at most."""
 half_at = asm.operation(
     "int -> float", lambda b, at: b.fpext(asm.read(b, at, ir.HalfType(), 2), asm.FLOAT)
 )
@@ -175,9 +189,11 @@ Halves = tuple[int, ...]
 
 
 def _passes(kind: Format, num_rows: int) -> list[Halves]:
-    """Returns which halves are multiplied at once: so many sums there are registers for. Where pairs are
-    made of a row's bytes, that is dearer than to keep sums in memory."""
-    fits = is_wide() or num_rows <= asm.WAITING_ROWS
+    """Returns which halves are multiplied at once: so many sums, and totals beside them, there are
+    registers for. Where pairs are made of a row's bytes, that is dearer than to keep sums in memory."""
+    fits = num_rows <= (asm.ROWS_AT_ONCE if is_wide() else asm.WAITING_ROWS)
+    if is_wide() and not kind.has_scales:
+        fits = True  # totals come after all sums
     makes_pairs = not has_integer_products() and not _are_small(kind)
     return [(0, 1)] if fits or makes_pairs else [(0,), (1,)]
 
@@ -271,14 +287,17 @@ class Walk:
         outer = builder.add(self._first_outer, builder.mul(which, self._outer_stride))
         return here, GroupReader(builder, self._kind, here, builder.add(self._weights, outer))
 
-    def fetch(self, here: Any, fours: range) -> None:
-        """Fetches as much as some fours of features take here."""
+    def fetch(self, here: Any, fours: range, halves: Halves) -> None:
+        """Fetches as much as some fours of features take here: every other line where this is the walk of
+        one half of the channels."""
         builder = self._builder
         per_four = self._kind.code_bytes // FOURS
         starts = list(range(fours.start * per_four, fours.stop * per_four, _LINE))
         if fours.stop == FOURS:
             starts.append(self._kind.code_bytes)
         for start in starts:
+            if start // _LINE % 2 not in halves:
+                continue
             at = asm.plus(builder, here, start)
             distance = builder.lshr(builder.sub(at, self._weights), self._halving)
             asm.fetch(builder, builder.add(self._ahead, distance))
@@ -329,8 +348,7 @@ def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
                     if kind.has_scales:
                         tile.begin(headers, part, halves)
                     for fours in _steps(kind, part):
-                        if halves[0] == 0:
-                            walk.fetch(here, fours)
+                        walk.fetch(here, fours, halves)
                         codes = [reader.codes(four) for four in fours]
                         tile.add_fours(inputs, codes, 4 * fours.start, halves)
                     if kind.has_scales:
@@ -386,7 +404,7 @@ def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
             inputs = tile.group(rows, loop.index, 4 * GROUP)
             weighing = reader.weighing() if kind.has_scales else Weighing(none, None, None)
             for four in range(FOURS):
-                walk.fetch(here, range(four, four + 1))
+                walk.fetch(here, range(four, four + 1), (0, 1))
                 columns = reader.codes(four)
                 scales = weighing.scales[four * len(weighing.scales) // FOURS]
                 for which in range(4):
@@ -407,7 +425,8 @@ def _multiplying_of(kind: Format) -> asm.Emit:
     emit_for = _multiply_integers if kind.inputs == "int8" else _multiply_floats
 
     def emit(builder: Any, weights: Any, places: Any, num_rows: Any, *values: Any) -> None:
-        asm.by_rows(lambda each: emit_for(kind, each), builder, num_rows, weights, places, *values)
+        told = num_rows, weights, places, *values
+        asm.by_rows(lambda each: emit_for(kind, each), most_rows(kind), builder, *told)
 
     return emit
 
