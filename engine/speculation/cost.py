@@ -26,26 +26,12 @@ from typing import NamedTuple
 import numpy as np
 
 from drafters.batch_times import BatchTimes
+from engine.speculation.correction import Correction
 
 _EMA_RATE = 0.1
 _LARGEST_ERROR = 0.15
 """Relative error of an overhead beyond which it counts no more (Huber)."""
 _SMALLEST_SECONDS = 1e-9
-_NOISE = 0.07**2
-"""Variance of a step's seconds about their mean, relative."""
-_MACHINE_DOUBT = 0.3**2
-"""The machine may have been as much slower or faster when it was measured: what the first steps take is
-its doing, before it is a knot's."""
-_MACHINE_DRIFT = 0.04**2
-"""Per step: neighbours slow a shared machine down within a few, and by more than any knot is wrong."""
-_KNOT_DOUBT = 0.05**2
-_DRAFTS_DOUBT = 0.05**2
-_KNOT_MEMORY = 1.0 - 1.0 / 400
-"""Share of a knot's factor that a step keeps: without forgetting, a few slow steps at high row counts
-would be believed for ever, since gamma then never goes there again."""
-_LARGEST_SURPRISE = 0.1
-"""Relative error of a step beyond which it counts no more (Huber): one that a neighbour made three times
-slower moves the model by less than that, what stays half as slow again is learnt in ten or twenty."""
 _MOST_CHOSEN_ROWS = 64
 _FAR_REQUESTS = 8
 _FAR_ROWS = 4
@@ -205,56 +191,6 @@ class CostModel:
         # Rows without end at no cost are not believed: then in proportion.
         slopes.append(steepest or values[-1] / self._rows[-1])
         self._values, self._slopes = values, slopes
-
-
-class Correction:
-    """Corrects the curve by the steps that run: a Kalman filter over the logarithms of factors of all
-    steps, of those with drafts, and of ``num_knots`` knots; they are 1 at first.
-
-    One factor holds for all steps and follows the machine (clocks, neighbours), one for those where
-    several requests' drafts are verified; one per knot of the cost curve follows what start-up got wrong
-    about the curve's shape, and drifts back to 1 while its rows are not met. The filter knows how sure it
-    is of each, so the first steps of a kind count most, and it knows that a machine that slowed down as a
-    whole slowed down at the row counts, too, that are not visited meanwhile.
-    """
-
-    def __init__(self, num_knots: int) -> None:
-        self._logs = np.zeros(2 + num_knots)
-        doubts = np.array([_MACHINE_DOUBT, _DRAFTS_DOUBT, *[_KNOT_DOUBT] * num_knots])
-        self._covariance = np.diag(doubts)
-        # What every step forgets: products with these, and what it adds to the variances.
-        self._memory = np.array([1.0, *[_KNOT_MEMORY] * (1 + num_knots)])
-        self._memories = np.outer(self._memory, self._memory)
-        self._drift = np.diag(doubts * (1.0 - self._memory**2))
-        self._drift[0, 0] = _MACHINE_DRIFT
-        self._design = np.zeros(2 + num_knots)
-
-    def factors(self) -> tuple[float, float, list[float]]:
-        """Returns the factors of all steps, of those with drafts, and of each knot."""
-        machine, drafts = math.exp(self._logs[0]), math.exp(self._logs[1])
-        return machine, drafts, np.exp(self._logs[2:]).tolist()
-
-    def observe(
-        self, knots: Sequence[tuple[int, float]], surprise: float, has_drafts: bool = False
-    ) -> None:
-        """The filter learns that a step among ``knots``, with weights, took ``exp(surprise)`` times as
-        long as predicted."""
-        covariance, design = self._covariance, self._design
-        self._logs *= self._memory
-        covariance *= self._memories
-        covariance += self._drift
-        design.fill(0.0)
-        design[0], design[1] = 1.0, float(has_drafts)
-        for knot, weight in knots:
-            design[2 + knot] = weight
-        spread = covariance @ design
-        variance = float(spread @ design) + _NOISE
-        # What is not believed does not make anything surer either.
-        weight = _LARGEST_SURPRISE / max(_LARGEST_SURPRISE, abs(surprise))
-        gain = spread * (weight / variance)
-        covariance -= spread[:, None] * gain
-        gain *= surprise
-        self._logs += gain
 
 
 def _moved(known: float, seen: float) -> float:

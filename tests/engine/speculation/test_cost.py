@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.speculation.cost import Correction, CostModel, bucket_row_counts, measure
+from engine.speculation.cost import CostModel, bucket_row_counts, measure
 from worlds.lanes import examples
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -283,27 +282,6 @@ def test_large_row_counts_run_twice_and_the_better_run_counts() -> None:
 # --- what steps teach ---
 
 
-def product(correction: Correction) -> float:
-    machine, _, knots = correction.factors()
-    return machine * knots[0]
-
-
-def test_the_first_steps_of_a_kind_count_most_and_outliers_little() -> None:
-    fresh, seen = Correction(1), Correction(1)
-    for _ in range(200):
-        seen.observe([(0, 1.0)], 0.0)
-    for correction in (fresh, seen):
-        correction.observe([(0, 1.0)], 0.08)
-    assert product(fresh) > 1.05 > product(seen) > 1.0
-    still = Correction(3)
-    for _ in range(5):
-        assert still.factors() == (1.0, 1.0, [1.0, 1.0, 1.0])
-        still.observe([(1, 1.0)], 0.0)
-    wild = Correction(1)
-    wild.observe([(0, 1.0)], math.log(30.0))
-    assert product(wild) < 1.1
-
-
 @pytest.mark.parametrize("speed", [0.75, 1.3])
 def test_a_machine_of_another_speed_than_at_start_up_does_not_change_what_rows_cost(
     speed: float,
@@ -316,13 +294,6 @@ def test_a_machine_of_another_speed_than_at_start_up_does_not_change_what_rows_c
     after = model.step_seconds(12, 0, 8, has_drafts=True)
     assert after == pytest.approx(speed * seconds, rel=0.02)
     assert after / model.step_seconds(8, 0, 8) == pytest.approx(before, rel=0.02)
-
-
-def test_a_step_between_two_knots_teaches_both_by_their_weight() -> None:
-    correction = Correction(3)
-    correction.observe([(0, 0.75), (1, 0.25)], 0.05)
-    _, _, (near, far, neither) = correction.factors()
-    assert near > far > neither == 1.0
 
 
 def test_a_device_that_goes_on_by_itself_waits_where_drafts_are_asked_for() -> None:
