@@ -230,12 +230,22 @@ def begin_top_rows(
     rows = [row for each in asking for row in rows_of(each)]
     most = max((each.num_top_tokens for each in asking), default=0)
     with_probs = any(each.wants_top_probs for each in asking)
+    is_host = host_kernel("top_tokens", logits.device) is not None
+    # Greedy rows are looked at in any case.
+    if (
+        is_host
+        and 2 * len(rows) > len(logits)
+        and all(each.sampling.is_greedy for each in sampling)
+    ):
+        rows = [*range(len(logits))]
     found, tokens = begin_top_tokens(logits, rows, most, readback, with_probs)
 
     def finish() -> None:
         token_ids, values, probs = found()
         first = 0
         for each in asking:
+            if len(rows) == len(logits):
+                first = each.anchor_logit
             own, k = slice(first, first + 1 + len(each.draft)), each.num_top_tokens
             each.top_token_ids, each.top_logits = token_ids[own], values[own]
             if probs is not None and each.wants_top_probs:
@@ -244,7 +254,7 @@ def begin_top_rows(
                 each.leave_top_tokens(k)
             first = own.stop
 
-    if tokens is None or host_kernel("top_tokens", logits.device) is None:
+    if tokens is None or not is_host:
         return finish, None
     return finish, tokens[:, 0] if len(rows) == len(logits) else None
 

@@ -16,7 +16,7 @@ from engine.request.params import GenerationRequest, SamplingParams
 from engine.request.stats import StepClock
 from engine.sampling.state import SamplingState, rows_of
 from engine.schedule.request import Request, ScheduledRequest
-from engine.transfer import read_now
+from engine.transfer import Readback, read_now
 from engine.verification.verify import begin_logprobs, begin_top_rows, read_step
 from worlds.device_world import no_host
 from worlds.sampled_rows import emitted_logprobs, top_probs, top_tokens, verify_step
@@ -44,7 +44,11 @@ def scheduled(
 
 @pytest.fixture
 def parts() -> list[ScheduledRequest]:
-    plain = SamplingParams()
+    return several_parts(temperature=1.0)
+
+
+def several_parts(temperature: float) -> list[ScheduledRequest]:
+    plain = SamplingParams(temperature=temperature)
     asked = replace(plain, logprobs=2)
     probs = {"wants_top_probs": True}
     found = [
@@ -71,9 +75,23 @@ def parts() -> list[ScheduledRequest]:
     return found
 
 
-def test_top_rows_are_those_of_each_request_alone(parts: list[ScheduledRequest]) -> None:
-    logits = torch.randn(20, VOCAB)
-    read_now(lambda readback: begin_top_rows(parts, logits, readback)[0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_rows", [13, 20])
+def test_top_rows_are_those_of_each_request_alone(num_rows: int, temperature: float) -> None:
+    """Where most of the rows are greedy and asked for, the likeliest of all come with them."""
+    parts, logits = several_parts(temperature), torch.randn(num_rows, VOCAB)
+    likeliest = []
+
+    def begin(readback: Readback) -> Callable[[], None]:
+        finish, tokens = begin_top_rows(parts, logits, readback)
+        likeliest.append(tokens)
+        return finish
+
+    read_now(begin)
+    if temperature == 0.0 and num_rows == 13:
+        assert likeliest[0].tolist() == logits.argmax(-1).tolist()
+    else:
+        assert likeliest == [None]
     assert parts[0].top_token_ids == top_tokens(logits, rows_of(parts[0]), 3)
     assert parts[0].top_probs is None
     assert (parts[1].top_token_ids, parts[1].top_probs) == (None, None)
