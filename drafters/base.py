@@ -192,7 +192,9 @@ class DraftRequest:
     their keys and values in the target's store. ``block_table`` is live, too; for drafters that need
     ``draft_slots`` it covers ``max_nodes`` slots after the known tokens. ``tokens_per_second`` is what
     the engine would write in this step without drafts, all requests together, so that a drafter can
-    weigh its time; 0 where the request's policy weighs none.
+    weigh its time; 0 where the request's policy weighs none. Nodes that are less likely to be accepted
+    than ``least_survival`` will not be verified: a drafter that knows its survivals may leave out all of
+    them but the likeliest.
     """
 
     request_id: str
@@ -203,6 +205,7 @@ class DraftRequest:
     num_computed_tokens: int = 0
     block_table: Sequence[int] = ()
     tokens_per_second: float = 0.0
+    least_survival: float = 0.0
 
     @property
     def depth(self) -> int:

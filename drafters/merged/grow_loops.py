@@ -246,7 +246,8 @@ def _more_copies(
 
 
 def _grow(s: State, desk: Desk, m: Merged, max_nodes: int, width: int, max_depth: int) -> int:
-    """Writes a draft's nodes, and their survivals; returns how many."""
+    """Writes a draft's nodes, and their survivals; returns how many. Of those that are of no use the
+    likeliest is the last one: whoever grants sees that there is more."""
     m.num_expanded = 0
     listed = _begin(s, desk, width == 1, max_nodes, max_depth)
     desk.heap[0], desk.num_branches = 0, 0
@@ -266,6 +267,8 @@ def _grow(s: State, desk: Desk, m: Merged, max_nodes: int, width: int, max_depth
         n = desk.nodes[num_nodes]
         n.token, n.parent, n.feature, n.place = b.token, b.parent, b.feature, 0
         num_nodes += 1
+        if b.weight < m.least:
+            break
         depth = b.depth + 1
         if depth == max_depth or num_nodes == max_nodes:
             continue

@@ -34,7 +34,7 @@ _USUAL_LOGITS = (-0.4, -2.7, -3.5, -3.9, -4.3, -4.7, -5.1, -5.3)
 """Replace the logits of top tokens if none are given."""
 _LONGEST = 4
 """Tokens of the longest context of a row."""
-_DOUBLE = struct.Struct("d")
+_DOUBLE, _BITS = struct.Struct("d"), struct.Struct("q")
 
 
 class Table:
@@ -126,8 +126,8 @@ class MergedText(ReadingState):
 
     def _sample(self, sampling: DraftSampling) -> None:
         self._sampling = sampling
-        (bits,) = struct.unpack("q", _DOUBLE.pack(sampling.temperature))
-        self._told["temperature"], self._told["key"] = bits, sampling.key
+        (self._told["temperature"],) = _BITS.unpack(_DOUBLE.pack(sampling.temperature))
+        self._told["key"] = sampling.key
         shared = self._merging.shared[sampling.temperature > 0]
         self._told["shared"] = address_of(shared)
 
@@ -142,6 +142,7 @@ class MergedText(ReadingState):
         merging.desk.make_room(num_nodes, MOST_GUESSES)
         told["rows"] = self._table.told.address
         self._drafted_at = len(text)
+        (told["least"],) = _BITS.unpack(_DOUBLE.pack(request.least_survival))
         count = merging.grow(
             self._alignment.told().address,
             merging.desk.told.address,

@@ -39,7 +39,7 @@ class Merged(Protocol):
 
     Expansion e has ``counts[e]`` guesses from ``e * MOST_GUESSES`` on. ``nearly``: tokens that the
     target nearly said of late, and how likely they were, the longer ago the less.
-    ``key``: of the request's noise.
+    ``key``: of the request's noise. Nodes less likely than ``least`` are of no use.
     """
 
     rows: Rows
@@ -52,6 +52,7 @@ class Merged(Protocol):
     num_nearly: int
     num_expanded: int
     temperature: float
+    least: float
     key: int
 
 

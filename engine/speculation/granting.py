@@ -8,6 +8,7 @@ lease takes none but free ones, and gives them back before the next request is p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,11 @@ from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.cost import CostModel
 from engine.speculation.drafting import drafting_of, worth_of
 from engine.speculation.gamma.policy import DraftCandidate, GammaPolicy, Grant, Load, grant_all
+from engine.speculation.parts import Ask
 from kvpool.block_pool import BlockPool
+
+_CAUTION = 0.7
+"""Of what a node has to bring before drafts are made: what is granted besides may change that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +56,27 @@ class Granting:
     ) -> None:
         """Sets ``draft`` and ``reason`` of the requests. ``prompt_seconds``: what the step's prompts
         take."""
-        load = Load(
-            plan.num_rows,
-            plan.spare_rows,
-            plan.num_sampling,
-            float(plan.num_sampling),
-            plan.num_context_tokens,
-            len(plan.scheduled),
-            prompt_seconds=prompt_seconds,
-        )
+        load = _load(plan, prompt_seconds)
         candidates = [self._candidate(each, plan.num_waiting) for each in drafting]
         grants = grant_all(self._policies, self._cost, candidates, load)
         for each, grant in zip(drafting, grants, strict=True):
             self._take(each, grant)
+
+    def say_least(self, asked: Sequence[Ask], plan: Plan, prompt_seconds: float) -> None:
+        """Says of requests whose drafters are asked how likely a node has to be, as far as their policy
+        knows."""
+        numbers: Counter[str] = Counter(part.name for _, part in asked)
+        spent = sum(self._cost.draft_seconds(*each) for each in numbers.items())
+        load = _load(plan, prompt_seconds)._replace(draft_seconds=spent)
+        num_nodes = sum(each.num_asked for each, _ in asked)
+        least = {
+            policy: _CAUTION * policy.least_survival(load, num_nodes)
+            for policy in {drafting_of(each).policy for each, _ in asked}
+        }
+        for each, _ in asked:
+            wanted = each.request.params.speculative
+            is_bound = wanted.min_speculative_tokens or wanted.target_acceptance_rate is not None
+            each.least_survival = 0.0 if is_bound else least[drafting_of(each).policy]
 
     def _candidate(self, each: ScheduledRequest, num_waiting: int) -> DraftCandidate:
         request, drafting = each.request, drafting_of(each)
@@ -97,6 +110,18 @@ class Granting:
         if room < len(nodes):
             nodes, each.reason = nodes[:room], "no_kv"
         each.draft = each.proposal.subtree(nodes)
+
+
+def _load(plan: Plan, prompt_seconds: float) -> Load:
+    return Load(
+        plan.num_rows,
+        plan.spare_rows,
+        plan.num_sampling,
+        float(plan.num_sampling),
+        plan.num_context_tokens,
+        len(plan.scheduled),
+        prompt_seconds=prompt_seconds,
+    )
 
 
 def lease(pool: BlockPool, request: Request, num_nodes: int) -> int:

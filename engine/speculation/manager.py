@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 from drafters.base import Drafter, HiddenRows, Observation, Options, hidden_layers_of
@@ -237,7 +238,11 @@ class Speculation:
             drafting = [each for each in self._awake(plan) if self._bound(each, plan.num_waiting)]
             if drafting:
                 rate = self._ledgers.begin_step(plan)
-                self._propose(self._chosen(drafting, plan), plan, readback, rate)
+                asked = self._chosen(drafting, plan)
+                self._granting.say_least(
+                    [*chain.from_iterable(asked.values())], plan, self._ledgers.prompt_seconds
+                )
+                self._propose(asked, plan, readback, rate)
                 drafting = [each for each in drafting if each.max_nodes > 0]
                 constrain(drafting)
                 self._grant(drafting, plan)

@@ -84,11 +84,17 @@ class GoodputPolicy(GammaPolicy):
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:  # noqa: ARG002
         return params.max_speculative_tokens
 
+    def least_survival(self, load: Load, num_nodes: int) -> float:
+        return _least_survival(load, self._table(load, min(num_nodes, load.num_spare_rows)))
+
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         offers: list[_Offer] = []
         limit = min(sum(len(each.survivals) for each in candidates), load.num_spare_rows)
         table = self._table(load, limit)
-        least = self._least_survival(candidates, load, table)
+        least = 0.0
+        # What is granted whatever it costs would change the rate.
+        if not any(each.params.min_speculative_tokens for each in candidates):
+            least = _least_survival(load, table)
         num_certain, gain = 0, 0.0
         for candidate in candidates:
             offer = self._offered(candidate, load.num_spare_rows - num_certain, least)
@@ -122,19 +128,6 @@ class GoodputPolicy(GammaPolicy):
         return self.cost.step_seconds_table(
             load.num_rows, num_nodes, load.num_kv_tokens, load.num_requests
         )
-
-    @staticmethod
-    def _least_survival(
-        candidates: Sequence[DraftCandidate], load: Load, table: Sequence[float]
-    ) -> float:
-        """Returns a survival up to which no node pays, whatever else is granted: the batch writes at
-        least as fast without drafts as a step gets longer by, where its rows are cheapest. What is
-        granted whatever it costs would change that rate."""
-        if any(each.params.min_speculative_tokens for each in candidates):
-            return 0.0
-        rows = enumerate(islice(table, 1, None), start=1)
-        row_seconds = min(((seconds - table[0]) / number for number, seconds in rows), default=0.0)
-        return row_seconds * load.expected_tokens / (load.other_seconds + table[0])
 
     @staticmethod
     def _offered(candidate: DraftCandidate, num_spare: int, least: float) -> _Offer:
@@ -221,6 +214,14 @@ class GoodputPolicy(GammaPolicy):
         hesitation = 1.0 if count else 1.0 + self._hysteresis
         without = hesitation * (1.0 + gain) / alone[count]
         return (1.0 + gain + more) / alone[count + 1] > without
+
+
+def _least_survival(load: Load, table: Sequence[float]) -> float:
+    """Returns a survival up to which no node pays, whatever else is granted: the batch writes at least as
+    fast without drafts as a step gets longer by, where its rows are cheapest."""
+    rows = enumerate(islice(table, 1, None), start=1)
+    row_seconds = min(((seconds - table[0]) / number for number, seconds in rows), default=0.0)
+    return row_seconds * load.expected_tokens / (load.other_seconds + table[0])
 
 
 def _grant_whole(candidate: DraftCandidate, load: Load) -> tuple[Grant, Load]:

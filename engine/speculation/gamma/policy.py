@@ -122,6 +122,11 @@ class GammaPolicy(ABC):
             num_spare -= grants[-1].gamma
         return grants
 
+    def least_survival(self, load: Load, num_nodes: int) -> float:  # noqa: ARG002
+        """Returns a survival up to which it grants no node, of up to ``num_nodes`` that it is offered
+        under such a load, but for requests that bound it otherwise; 0: it grants any."""
+        return 0.0
+
     # A policy that learns nothing keeps nothing.
 
     def observe(self, request_id: str, num_granted: int, num_accepted: int) -> None:  # noqa: B027

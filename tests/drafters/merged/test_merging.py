@@ -39,6 +39,21 @@ def test_rows_are_found_by_their_last_tokens_and_moved_as_the_table_grows() -> N
         assert drafted(core, number) == {number + 1, 500_000 + number, 600_000 + number}
 
 
+def test_of_what_is_less_likely_than_asked_for_only_the_likeliest_is_drafted() -> None:
+    core = Merging()
+    text = [1_000_000]
+    writer = core.open(text, "salt")
+    for number in range(40):
+        say(writer, text, number % 4, [number % 4, 500_000 + number, 600_000 + number])
+    whole = writer.propose(DraftRequest("r", text, 16, TREE))
+    for least in (0.01, 0.1, 0.3, 1.0):
+        asked = DraftRequest("r", text, 16, TREE, least_survival=least)
+        survivals = sorted(writer.propose(asked).survivals, reverse=True)
+        likely = [each for each in whole.survivals if each >= least]
+        assert survivals == sorted(whole.survivals, reverse=True)[: len(survivals)]
+        assert len(survivals) == min(len(likely) + 1, len(whole))
+
+
 def test_a_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "MAX_ROWS", 2_048)
     core = Merging()

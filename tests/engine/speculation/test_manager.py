@@ -222,6 +222,30 @@ def test_rows_that_teach_are_verified_where_they_cost_less_than_that(
         assert len(scheduled.draft) == (2 if pays else 0)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "is_told"),
+    [
+        ({}, True),
+        ({"min_speculative_tokens": 1}, False),
+        ({"target_acceptance_rate": 0.5}, False),
+        ({"adaptive_depth": "fixed"}, False),
+    ],
+)
+def test_drafters_are_told_how_likely_a_node_has_to_be(
+    bounds: dict[str, Any], is_told: bool
+) -> None:
+    """But for what its row teaches, and where nothing else bounds what is granted."""
+    told = []
+    for worth in (0.0, 0.05):
+        drafter = fake(propose=lambda each: told.append(each.least_survival) or zeros(each))
+        drafter.row_worth = worth
+        world = World(drafter, cost=TimedCost(row_seconds=0.5))
+        world.draft(world.open("r", replace(FIXED, **{"adaptive_depth": "goodput"} | bounds)))
+    dear, less = told
+    assert (dear > 0.2) == is_told
+    assert less == pytest.approx(max(0.0, dear - 0.05))
+
+
 def test_closing_forgets_and_tells_the_failures() -> None:
     drafter = FakeDrafter(propose=zeros, fails="propose")
     world = World(drafter)

@@ -59,6 +59,18 @@ def test_what_is_granted_is_the_best_within_every_bound(
         assert achieved == pytest.approx(best_goodput(candidates, load, cost), rel=1e-12)
 
 
+@settings(max_examples=examples(200))
+@given(candidates=random_candidates(with_floors=False), cost=random_costs())
+def test_no_node_is_granted_that_is_less_likely_than_what_it_says_before(
+    candidates: list[DraftCandidate], cost: DictatedCost
+) -> None:
+    load = load_of(len(candidates), len(candidates) + 1, 20)
+    policy = GoodputPolicy(cost)
+    least = policy.least_survival(load, sum(each.max_nodes for each in candidates))
+    for candidate, grant in zip(candidates, policy.grant(candidates, load), strict=True):
+        assert all(candidate.survivals[node] > least for node in grant.nodes)
+
+
 @settings(max_examples=examples(100))
 @given(
     steps=st.lists(
