@@ -280,10 +280,16 @@ class Arguments(NamedTuple):
     next_run: Counter = 0
 
 
+_ITEMS_PER_THREAD = 4
+"""At least, if there are as many: layers with few blocks are shared out by rows, too."""
+
+
 @njit
 def _tiles(a: Arguments, num_rows: int) -> int:
-    """Returns in how many tiles rows are divided."""
+    """Returns in how many tiles rows are divided; in more where there are few blocks for the threads."""
     most = rows_of_a_tile(a.weights.blocks)
+    if a.weights.num_blocks < _ITEMS_PER_THREAD * a.num_threads:
+        most = min(most, ROWS_AT_ONCE)
     return (num_rows + most - 1) // most
 
 
@@ -304,12 +310,17 @@ def _place(a: Arguments, copy: int) -> tuple[Any, int]:
     return a.records + here, (last - begin) * unit
 
 
+_ROWS_OF_A_RUN = 8
+
+
 @njit
 def _write_records(a: Arguments) -> None:
     """All threads share the rows; none goes on before the last is done."""
     num_units, num_copies = a.form.num_units, a.pairs.num_copies
     unit = a.form.size // num_units
-    for row in v.shared(a.next_row, a.rows.num_rows):
+    # Records of rows side by side share lines of the cache: threads would take these from each other.
+    run = min((a.rows.num_rows + a.num_threads - 1) // a.num_threads, _ROWS_OF_A_RUN)
+    for row in v.shared_by(a.next_row, a.rows.num_rows, run):
         source = _gated_or_plain(a.rows, row)
         done, done_step = a.records, 0
         for copy in range(row * num_copies, (row + 1) * num_copies):
@@ -366,10 +377,6 @@ def _write(a: Arguments, block: int, column: int, first: int, end: int, totals: 
         totals = totals + CHANNELS
 
 
-_ITEMS_PER_THREAD = 4
-"""At least, if there are as many: layers with few blocks are shared out by rows, too."""
-
-
 @njit
 def _num_parts(a: Arguments) -> int:
     """Returns into how many parts the tiles of a segment are divided."""
@@ -412,17 +419,35 @@ def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, tota
         _write(a, block, column, first, end, totals)
 
 
+@njit
+def _fetch_first(a: Arguments, item: int, num_parts: int) -> None:
+    """Fetches what is multiplied first, while rows are written."""
+    block = _segment(a, item // a.weights.num_blocks // num_parts)[0] + item % a.weights.num_blocks
+    start, size = a.weights.blocks + block * a.weights.block_bytes, a.weights.block_bytes
+    for at in range(0, min(size, _FETCHED_FIRST), _LINE):
+        v.fetch_line(start + at)
+
+
+_LINE, _FETCHED_FIRST = 64, 1 << 13
+"""Bytes of a line of a cache; and how many are fetched at first: more would be waited for."""
 _room_for_totals = v.room_for(2 * ROWS_AT_ONCE * CHANNELS)
 
 
 def _multiply(a: Arguments) -> None:
-    totals = _room_for_totals()
-    _write_records(a)
-    num_parts = _num_parts(a)
+    totals, num_parts = _room_for_totals(), _num_parts(a)
     num_items = _num_segments(a) * num_parts * a.weights.num_blocks
-    for first, end in v.shared_runs(a.next_run, num_items, a.num_threads):
-        for item in range(first, end):
-            _multiply_item(a, item, min(item + 1, end - 1), num_parts, totals)
+    item, end = v.take_run(a.next_run, num_items, a.num_threads)
+    if item < end:
+        _fetch_first(a, item, num_parts)
+    _write_records(a)
+    while item < end:
+        following, next_end = item + 1, end
+        if (
+            following == end
+        ):  # before the last block of a run is multiplied it is known what comes next
+            following, next_end = v.take_run(a.next_run, num_items, a.num_threads)
+        _multiply_item(a, item, following if following < next_end else item, num_parts, totals)
+        item, end = following, next_end
 
 
 multiply = Kernel(_multiply, is_long=True)

@@ -97,7 +97,8 @@ line_length = operation(
     {each: lambda _b, _at, each=each: _INT64(_LINE // each.itemsize) for each in asm.LOADS},
 )
 """How many numbers of a pointer's a line of the cache has."""
-_fetch_line = operation("int -> none", asm.fetch)
+fetch_line = operation("int -> none", asm.fetch)
+"""Fetches the line in which a number lies, which is wanted soon."""
 _widen_some = operation("int int -> none", asm.WIDENINGS)
 
 
@@ -105,7 +106,7 @@ _widen_some = operation("int int -> none", asm.WIDENINGS)
 def fetch(floats: Any, count: int) -> None:
     """Fetches every line of so many numbers, which are wanted soon."""
     for at in range(0, count, line_length(floats)):
-        _fetch_line(floats + at)
+        fetch_line(floats + at)
 
 
 @njit
@@ -153,22 +154,42 @@ def shared(counter: Any, count: int) -> Any:
 
 
 @njit
-def shared_runs(counter: Any, count: int, num_threads: int) -> Any:
-    """Yields the beginnings and ends of runs of numbers below ``count`` that no other thread takes, long
-    ones first and short ones last; ``counter`` begins at 0. Memory is read faster in long runs, and
-    short ones end at one time (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
-    taken, first, num_before = fetch_add(counter, 1), 0, 0
-    size = max(count * 3 // (4 * num_threads), 1)
+def shared_by(counter: Any, count: int, size: int) -> Any:
+    """Yields the same, ``size`` of them together."""
+    item = fetch_add(counter, size)
+    end = item + size
+    while item < count:
+        yield item
+        item += 1
+        if item == end:
+            item = fetch_add(counter, size)
+            end = item + size
+
+
+@njit
+def take_run(counter: Any, count: int, num_threads: int) -> tuple[int, int]:
+    """Returns the beginning and end of a run of numbers below ``count`` that no other thread takes: long
+    ones come first and short ones last; both are ``count`` where none is left. ``counter`` begins at 0.
+    Memory is read faster in long runs, and short ones end at one time (guided self-scheduling,
+    Polychronopoulos and Kuck 1987)."""
+    taken, first = fetch_add(counter, 1), 0
     while first < count:
-        while taken >= num_before + num_threads:
-            num_before += num_threads
-            first += num_threads * size
-            size = max((count - first) * 3 // (4 * num_threads), 1)
-        begin = first + (taken - num_before) * size
-        if begin >= count:
-            break
-        yield begin, min(begin + size, count)
-        taken = fetch_add(counter, 1)
+        size = max((count - first) * 3 // (4 * num_threads), 1)
+        if taken < num_threads:
+            begin = min(first + taken * size, count)
+            return begin, min(begin + size, count)
+        taken -= num_threads
+        first += num_threads * size
+    return count, count
+
+
+@njit
+def shared_runs(counter: Any, count: int, num_threads: int) -> Any:
+    """Yields such runs until none is left."""
+    begin, end = take_run(counter, count, num_threads)
+    while begin < end:
+        yield begin, end
+        begin, end = take_run(counter, count, num_threads)
 
 
 def _call(builder: Any, function: Any, value: Any) -> None:

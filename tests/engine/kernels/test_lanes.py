@@ -237,6 +237,22 @@ def test_runs_hold_each_number_once_whoever_comes(
     assert times.tolist() == [1] * count + [0]
 
 
+def take_by_threes(a: Runs) -> None:
+    for number in v.shared_by(a.next_run, a.count, 3):
+        v.fetch_add(a.times + number, 1)
+
+
+take_all_by_threes = Kernel(take_by_threes)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("count", [0, 1, 3, 100])
+def test_several_together_are_taken_once(count: int, num_workers: int) -> None:
+    times = torch.zeros(count + 1, dtype=torch.int64)
+    take_all_by_threes.run(Runs(times, count, 1), num_workers)
+    assert times.tolist() == [1] * count + [0]
+
+
 def first_run(a: Runs) -> None:
     for first, end in v.shared_runs(a.next_run, a.count, a.num_threads):
         a.times[0] = end - first
