@@ -21,7 +21,7 @@ from engine.speculation.parts import Ask
 from kvpool.block_pool import BlockPool
 
 _CAUTION = 0.7
-"""Of what a node has to bring before drafts are made: what is granted besides may change that."""
+"""Of what a node has to bring before drafts are made: what drafting takes may change that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +63,21 @@ class Granting:
             self._take(each, grant)
 
     def say_least(self, asked: Sequence[Ask], plan: Plan, prompt_seconds: float) -> None:
-        """Says of requests whose drafters are asked how likely a node has to be, as far as their policy
-        knows."""
+        """Says of requests whose drafters are asked how likely a node has to be: where one policy grants
+        by nothing but survivals and costs, and survivals are those of the drafters."""
+        policies = {drafting_of(each).policy for each, _ in asked}
+        floors = any(each.request.params.speculative.min_speculative_tokens for each, _ in asked)
+        if len(policies) != 1 or floors:
+            return
         numbers: Counter[str] = Counter(part.name for _, part in asked)
         spent = sum(self._cost.draft_seconds(*each) for each in numbers.items())
         load = _load(plan, prompt_seconds)._replace(draft_seconds=spent)
         num_nodes = sum(each.num_asked for each, _ in asked)
-        least = {
-            policy: _CAUTION * policy.least_survival(load, num_nodes)
-            for policy in {drafting_of(each).policy for each, _ in asked}
-        }
+        least = _CAUTION * policies.pop().least_survival(load, num_nodes)
         for each, _ in asked:
-            wanted = each.request.params.speculative
-            is_bound = wanted.min_speculative_tokens or wanted.target_acceptance_rate is not None
-            each.least_survival = 0.0 if is_bound else least[drafting_of(each).policy]
+            bound = each.request.params.speculative.target_acceptance_rate
+            if bound is None and each.sampling.verification == "match":
+                each.least_survival = least
 
     def _candidate(self, each: ScheduledRequest, num_waiting: int) -> DraftCandidate:
         request, drafting = each.request, drafting_of(each)

@@ -72,7 +72,7 @@ class Proposing:
             request.num_computed_tokens,
             self._pool.block_table(request.request_id),
             plain_rate if drafting.policy.weighs_cost else 0.0,
-            max(0.0, each.least_survival - drafter.row_worth),
+            max(0.0, each.least_survival - drafting.drafter.row_worth),
         )
 
     def _finish(

@@ -234,6 +234,7 @@ def begin_top_rows(
     # Greedy rows are looked at in any case.
     if (
         is_host
+        and not with_probs
         and 2 * len(rows) > len(logits)
         and all(each.sampling.is_greedy for each in sampling)
     ):

@@ -229,6 +229,7 @@ def test_rows_that_teach_are_verified_where_they_cost_less_than_that(
         ({"min_speculative_tokens": 1}, False),
         ({"target_acceptance_rate": 0.5}, False),
         ({"adaptive_depth": "fixed"}, False),
+        ({"verification": "rejection"}, False),
     ],
 )
 def test_drafters_are_told_how_likely_a_node_has_to_be(
@@ -244,6 +245,16 @@ def test_drafters_are_told_how_likely_a_node_has_to_be(
     dear, less = told
     assert (dear > 0.2) == is_told
     assert less == pytest.approx(max(0.0, dear - 0.05))
+
+
+@pytest.mark.parametrize("bounds", [{"min_speculative_tokens": 1}, {"adaptive_depth": "fixed"}])
+def test_nobody_is_told_beside_those_whose_rows_are_not_weighed(bounds: dict[str, Any]) -> None:
+    told = []
+    drafter = fake(propose=lambda each: told.append(each.least_survival) or zeros(each))
+    world = World(drafter, cost=TimedCost(row_seconds=0.5))
+    wanted = replace(FIXED, adaptive_depth="goodput")
+    world.draft(world.open("one", wanted), world.open("other", replace(wanted, **bounds)))
+    assert told == [0.0, 0.0]
 
 
 def test_closing_forgets_and_tells_the_failures() -> None:

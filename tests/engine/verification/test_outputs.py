@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -47,10 +48,10 @@ def parts() -> list[ScheduledRequest]:
     return several_parts(temperature=1.0)
 
 
-def several_parts(temperature: float) -> list[ScheduledRequest]:
+def several_parts(temperature: float, with_probs: bool = True) -> list[ScheduledRequest]:
     plain = SamplingParams(temperature=temperature)
     asked = replace(plain, logprobs=2)
-    probs = {"wants_top_probs": True}
+    probs = {"wants_top_probs": with_probs}
     found = [
         scheduled("tokens", 2, asked, num_top_tokens=3),
         scheduled("nothing", 1, plain),
@@ -79,8 +80,8 @@ def several_parts(temperature: float) -> list[ScheduledRequest]:
 @pytest.mark.parametrize("num_rows", [13, 20])
 def test_top_rows_are_those_of_each_request_alone(num_rows: int, temperature: float) -> None:
     """Where most of the rows are greedy and asked for, the likeliest of all come with them."""
-    parts, logits = several_parts(temperature), torch.randn(num_rows, VOCAB)
-    likeliest = []
+    parts, logits = several_parts(temperature, with_probs=False), torch.randn(num_rows, VOCAB)
+    likeliest: list[Any] = []
 
     def begin(readback: Readback) -> Callable[[], None]:
         finish, tokens = begin_top_rows(parts, logits, readback)
@@ -92,6 +93,15 @@ def test_top_rows_are_those_of_each_request_alone(num_rows: int, temperature: fl
         assert likeliest[0].tolist() == logits.argmax(-1).tolist()
     else:
         assert likeliest == [None]
+    for each, k in ((parts[0], 3), (parts[2], 5), (parts[3], 9)):
+        assert each.top_token_ids == top_tokens(logits, rows_of(each), k)
+
+
+def test_top_rows_with_probabilities_are_those_of_each_request_alone(
+    parts: list[ScheduledRequest],
+) -> None:
+    logits = torch.randn(13, VOCAB)
+    read_now(lambda readback: begin_top_rows(parts, logits, readback)[0])
     assert parts[0].top_token_ids == top_tokens(logits, rows_of(parts[0]), 3)
     assert parts[0].top_probs is None
     assert (parts[1].top_token_ids, parts[1].top_probs) == (None, None)
