@@ -226,7 +226,8 @@ class ModelDrafter(Drafter):
             depth = min(depth, self._model.most_depth)
         if self._model.num_parallel > 1:
             depth = min(depth, 1)  # there is one level, which is all of the draft
-        return DraftGrowth(ask, turn.state.min_confidence, depth, self._calibration.acceptance)
+        least = max(turn.state.min_confidence, ask.least_survival)
+        return DraftGrowth(ask, least, depth, self._calibration.acceptance)
 
     def _chains_ahead(self, growths: Iterable[DraftGrowth]) -> list[list[DraftRows]]:
         """Returns later rounds of chains, where to read a round means to wait for a device: they are run

@@ -141,6 +141,14 @@ def test_min_confidence_ends_a_chain_where_its_survival_falls_below() -> None:
     assert len(other.trees[0]) == 9
 
 
+def test_what_cannot_be_verified_is_not_run_on() -> None:
+    world = World(FakeDraftModel(confidences=(0.7,)))
+    request = world.add("r", PROMPT, max_nodes=9, options={"min_confidence": 0.0})
+    world.least_survival = 0.3
+    world.step()
+    assert len(request.trees[0]) == 4
+
+
 def test_a_round_has_to_bring_more_than_the_engine_writes_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
