@@ -32,6 +32,7 @@ from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
     HEADER_BYTES,
     LIFT,
+    MOST_ROWS,
     features_of_a_scale,
     larger_bits,
     largest_bits_of,
@@ -311,6 +312,7 @@ def _place(a: Arguments, copy: int) -> tuple[Any, int]:
 
 
 _ROWS_OF_A_RUN = 8
+"""At most. Records of rows side by side share lines of the cache: one thread writes several."""
 
 
 @njit
@@ -318,9 +320,8 @@ def _write_records(a: Arguments) -> None:
     """All threads share the rows; none goes on before the last is done."""
     num_units, num_copies = a.form.num_units, a.pairs.num_copies
     unit = a.form.size // num_units
-    # Records of rows side by side share lines of the cache: threads would take these from each other.
     run = min((a.rows.num_rows + a.num_threads - 1) // a.num_threads, _ROWS_OF_A_RUN)
-    for row in v.shared_by(a.next_row, a.rows.num_rows, run):
+    for row in v.shared(a.next_row, a.rows.num_rows, run):
         source = _gated_or_plain(a.rows, row)
         done, done_step = a.records, 0
         for copy in range(row * num_copies, (row + 1) * num_copies):
@@ -398,14 +399,20 @@ def _ahead(weights: Weights, block: int, next_block: int, left: int, halving: in
 
 
 @njit
+def _block(a: Arguments, item: int, num_parts: int) -> int:
+    """Returns an item's block among those of all experts."""
+    num_blocks = a.weights.num_blocks
+    return _segment(a, item // num_blocks // num_parts)[0] + item % num_blocks
+
+
+@njit
 def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, totals: Any) -> None:
     """A part of a segment's tiles, of about as many rows each, with a block of channels. Items are the
     blocks of one part after another."""
     weights, num_blocks = a.weights, a.weights.num_blocks
     column, which = item % num_blocks, item // num_blocks
-    begin, first_row, last_row = _segment(a, which // num_parts)
-    next_begin = _segment(a, next_item // num_blocks // num_parts)[0]
-    block, next_block = begin + column, next_begin + next_item % num_blocks
+    _, first_row, last_row = _segment(a, which // num_parts)
+    block, next_block = _block(a, item, num_parts), _block(a, next_item, num_parts)
     num_rows = last_row - first_row
     num_tiles = _tiles(a, num_rows)
     tiles = v.share_of(num_tiles, num_parts, which % num_parts)
@@ -419,18 +426,9 @@ def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, tota
         _write(a, block, column, first, end, totals)
 
 
-@njit
-def _fetch_first(a: Arguments, item: int, num_parts: int) -> None:
-    """Fetches what is multiplied first, while rows are written."""
-    block = _segment(a, item // a.weights.num_blocks // num_parts)[0] + item % a.weights.num_blocks
-    start, size = a.weights.blocks + block * a.weights.block_bytes, a.weights.block_bytes
-    for at in range(0, min(size, _FETCHED_FIRST), _LINE):
-        v.fetch_line(start + at)
-
-
-_LINE, _FETCHED_FIRST = 64, 1 << 13
-"""Bytes of a line of a cache; and how many are fetched at first: more would be waited for."""
-_room_for_totals = v.room_for(2 * ROWS_AT_ONCE * CHANNELS)
+_FETCHED_FIRST = 1 << 13
+"""Bytes of a thread's first block that are fetched while rows are written: more would be waited for."""
+_room_for_totals = v.room_for(MOST_ROWS * CHANNELS)
 
 
 def _multiply(a: Arguments) -> None:
@@ -438,13 +436,13 @@ def _multiply(a: Arguments) -> None:
     num_items = _num_segments(a) * num_parts * a.weights.num_blocks
     item, end = v.take_run(a.next_run, num_items, a.num_threads)
     if item < end:
-        _fetch_first(a, item, num_parts)
+        size = a.weights.block_bytes
+        first = a.weights.blocks + _block(a, item, num_parts) * size
+        v.fetch(v.float32s(first), min(size, _FETCHED_FIRST) // 4)
     _write_records(a)
     while item < end:
         following, next_end = item + 1, end
-        if (
-            following == end
-        ):  # before the last block of a run is multiplied it is known what comes next
+        if following == end:  # what comes after a run is known before its last block is multiplied
             following, next_end = v.take_run(a.next_run, num_items, a.num_threads)
         _multiply_item(a, item, following if following < next_end else item, num_parts, totals)
         item, end = following, next_end

@@ -45,14 +45,15 @@ def is_wide() -> bool:
     return asm.has_feature("avx512vnni")
 
 
-_MOST_ROWS = 2 * asm.ROWS_AT_ONCE
+MOST_ROWS = 2 * asm.ROWS_AT_ONCE
+"""Rows of a tile, of any format."""
 
 
 def most_rows(kind: Format) -> int:
     """Returns how many rows a tile has at most. Codes are unpacked once for all of them; those that need
     it least, of 8 bits, are too large to be read twice, for either half of a block's channels."""
     is_narrow = kind.bits == 8 and kind.has_scales and kind.inputs == "int8"
-    return asm.ROWS_AT_ONCE if is_narrow or not is_wide() else _MOST_ROWS
+    return asm.ROWS_AT_ONCE if is_narrow or not is_wide() else MOST_ROWS
 
 
 # --- bytes from floats ---

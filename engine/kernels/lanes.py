@@ -97,8 +97,7 @@ line_length = operation(
     {each: lambda _b, _at, each=each: _INT64(_LINE // each.itemsize) for each in asm.LOADS},
 )
 """How many numbers of a pointer's a line of the cache has."""
-fetch_line = operation("int -> none", asm.fetch)
-"""Fetches the line in which a number lies, which is wanted soon."""
+_fetch_line = operation("int -> none", asm.fetch)
 _widen_some = operation("int int -> none", asm.WIDENINGS)
 
 
@@ -106,7 +105,7 @@ _widen_some = operation("int int -> none", asm.WIDENINGS)
 def fetch(floats: Any, count: int) -> None:
     """Fetches every line of so many numbers, which are wanted soon."""
     for at in range(0, count, line_length(floats)):
-        fetch_line(floats + at)
+        _fetch_line(floats + at)
 
 
 @njit
@@ -145,17 +144,9 @@ read_shared = operation(
 
 
 @njit
-def shared(counter: Any, count: int) -> Any:
-    """Yields the numbers below ``count`` that no other thread takes; ``counter`` begins at 0."""
-    item = fetch_add(counter, 1)
-    while item < count:
-        yield item
-        item = fetch_add(counter, 1)
-
-
-@njit
-def shared_by(counter: Any, count: int, size: int) -> Any:
-    """Yields the same, ``size`` of them together."""
+def shared(counter: Any, count: int, size: int = 1) -> Any:
+    """Yields the numbers below ``count`` that no other thread takes, ``size`` of them at a time.
+    ``counter`` begins at 0."""
     item = fetch_add(counter, size)
     end = item + size
     while item < count:

@@ -238,7 +238,7 @@ def test_runs_hold_each_number_once_whoever_comes(
 
 
 def take_by_threes(a: Runs) -> None:
-    for number in v.shared_by(a.next_run, a.count, 3):
+    for number in v.shared(a.next_run, a.count, 3):
         v.fetch_add(a.times + number, 1)
 
 
