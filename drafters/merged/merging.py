@@ -126,7 +126,7 @@ class MergedText(ReadingState):
 
     def _sample(self, sampling: DraftSampling) -> None:
         self._sampling = sampling
-        (self._told["temperature"],) = _BITS.unpack(_DOUBLE.pack(sampling.temperature))
+        self._told["temperature"] = _bits(sampling.temperature)
         self._told["key"] = sampling.key
         shared = self._merging.shared[sampling.temperature > 0]
         self._told["shared"] = address_of(shared)
@@ -142,7 +142,7 @@ class MergedText(ReadingState):
         merging.desk.make_room(num_nodes, MOST_GUESSES)
         told["rows"] = self._table.told.address
         self._drafted_at = len(text)
-        (told["least"],) = _BITS.unpack(_DOUBLE.pack(request.least_survival))
+        told["least"] = _bits(request.least_survival)
         count = merging.grow(
             self._alignment.told().address,
             merging.desk.told.address,
@@ -181,6 +181,13 @@ class MergedText(ReadingState):
             self._told.address, told.address, address_of(tail), start - first, self._merging.context
         )
         self._alignment.extend(text)
+
+
+def _bits(value: float) -> int:
+    """Returns a number as a record's field holds it."""
+    bits: int
+    (bits,) = _BITS.unpack(_DOUBLE.pack(value))
+    return bits
 
 
 def _flat(seen: Observation) -> tuple[array[int], array[float], int]:

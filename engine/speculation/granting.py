@@ -8,7 +8,6 @@ lease takes none but free ones, and gives them back before the next request is p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,11 +16,12 @@ from engine.schedule.request import Plan, Request, ScheduledRequest
 from engine.speculation.cost import CostModel
 from engine.speculation.drafting import drafting_of, worth_of
 from engine.speculation.gamma.policy import DraftCandidate, GammaPolicy, Grant, Load, grant_all
-from engine.speculation.parts import Ask
+from engine.speculation.parts import Asked
 from kvpool.block_pool import BlockPool
 
 _CAUTION = 0.7
-"""Of what a node has to bring before drafts are made: what drafting takes may change that."""
+"""Share of the least survival that pays, as far as is known before drafts are made, below which a node
+is of no use: what drafting takes, and who drafts besides, may still change what pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,19 @@ class Granting:
         for each, grant in zip(drafting, grants, strict=True):
             self._take(each, grant)
 
-    def say_least(self, asked: Sequence[Ask], plan: Plan, prompt_seconds: float) -> None:
+    def say_least(self, asked: Asked, plan: Plan, prompt_seconds: float) -> None:
         """Says of requests whose drafters are asked how likely a node has to be: where one policy grants
         by nothing but survivals and costs, and survivals are those of the drafters."""
-        policies = {drafting_of(each).policy for each, _ in asked}
-        floors = any(each.request.params.speculative.min_speculative_tokens for each, _ in asked)
+        requests = [each for group in asked.values() for each, _ in group]
+        policies = {drafting_of(each).policy for each in requests}
+        floors = any(each.request.params.speculative.min_speculative_tokens for each in requests)
         if len(policies) != 1 or floors:
             return
-        numbers: Counter[str] = Counter(part.name for _, part in asked)
-        spent = sum(self._cost.draft_seconds(*each) for each in numbers.items())
+        spent = sum(self._cost.draft_seconds(name, len(group)) for name, group in asked.items())
         load = _load(plan, prompt_seconds)._replace(draft_seconds=spent)
-        num_nodes = sum(each.num_asked for each, _ in asked)
+        num_nodes = sum(each.num_asked for each in requests)
         least = _CAUTION * policies.pop().least_survival(load, num_nodes)
-        for each, _ in asked:
+        for each in requests:
             bound = each.request.params.speculative.target_acceptance_rate
             if bound is None and each.sampling.verification == "match":
                 each.least_survival = least

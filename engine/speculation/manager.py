@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 from drafters.base import Drafter, HiddenRows, Observation, Options, hidden_layers_of
@@ -239,9 +238,7 @@ class Speculation:
             if drafting:
                 rate = self._ledgers.begin_step(plan)
                 asked = self._chosen(drafting, plan)
-                self._granting.say_least(
-                    [*chain.from_iterable(asked.values())], plan, self._ledgers.prompt_seconds
-                )
+                self._granting.say_least(asked, plan, self._ledgers.prompt_seconds)
                 self._propose(asked, plan, readback, rate)
                 drafting = [each for each in drafting if each.max_nodes > 0]
                 constrain(drafting)

@@ -7,7 +7,7 @@ that was verified.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -73,6 +73,8 @@ class Part:
 
 Ask: TypeAlias = tuple[ScheduledRequest, Part]
 """A drafter is asked for these: its part in a request, and the request's in the step."""
+Asked: TypeAlias = Mapping[str, Sequence[Ask]]
+"""The requests that each drafter is asked for, by its name."""
 
 
 class Guest(Part):

@@ -7,7 +7,7 @@ drafter cannot handle costs no other its draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,14 +17,11 @@ from drafters.tree import DraftTree
 from engine.schedule.request import Plan, ScheduledRequest
 from engine.speculation.drafting import check_trees, drafting_of, is_of_core, timed
 from engine.speculation.granting import lease
-from engine.speculation.parts import Ask, Part
+from engine.speculation.parts import Ask, Asked, Part
 from kvpool.block_pool import BlockPool
 
 if TYPE_CHECKING:
     from engine.transfer import Readback
-
-Asked = Mapping[str, Sequence[Ask]]
-"""The requests that each drafter is asked for, by its name."""
 
 
 class Proposing:
