@@ -28,7 +28,7 @@ from engine.capture.sample import (
     fixed_threads,
     numbers_in,
 )
-from engine.kernels import Renews, find_kernel, threads_for
+from engine.kernels import NUMBERS_FOR_A_TEAM, Renews, find_kernel
 
 _MOST_KEPT = 32
 """Shapes whose arguments are kept as they were last; those of another are made anew."""
@@ -53,7 +53,7 @@ class Recording:
         self._by_logits = _slope(more_rows.numbers, more_logits.numbers, logits)
         self._base = first.numbers - self._at(_SAMPLED[0], 0)
         self._room = Shape(0, 0)
-        self._memory = _Memory([], [])
+        self._memory, self._placed = _Memory([], []), self._base
         self._forwards: OrderedDict[Shape, _Forward] = OrderedDict()
         renewals = (call.renewal for call in first.kernels())
         self._renewed = {each.key for each in renewals if each is not None}
@@ -112,14 +112,15 @@ class Recording:
 
     def _made(self, shape: Shape) -> _Forward:
         room = Shape(*map(max, shape, self._room))
+        sample = self._sample
         if room != self._room:
             self._forwards.clear()
             self._room, self._memory = room, self._planned(room)
             self._memory.allocate()
-        sample, memory = self._sample, self._memory
-        numbers = self._at(shape, self._base)
-        inside = sample.owners >= 0
-        numbers[inside] += memory.addresses[sample.owners[inside]]
+            inside = sample.owners >= 0
+            self._placed = self._base.copy()
+            self._placed[inside] += self._memory.addresses[sample.owners[inside]]
+        memory, numbers = self._memory, self._at(shape, self._placed)
         rest = iter(numbers[len(sample.blocks) : sample.num_told].tolist())
         made = {id(told): _values(told, rest, memory) for told in sample.every_told()}
         of_kernels = numbers[sample.num_told :].reshape(len(sample.kernels()), -1)
@@ -218,7 +219,7 @@ class _Kernels:
         arguments = np.ascontiguousarray(numbers[:, 1:])
         told = arguments.copy()
         nodes = np.zeros((len(arguments), sequence.NODE_INTS), dtype=np.int64)
-        worth = [threads_for(count) for count in numbers[:, 0].tolist()]
+        worth = np.where(numbers[:, 0] >= NUMBERS_FOR_A_TEAM, torch.get_num_threads(), 1)
         nodes[:, 0] = self.codes
         nodes[:, 1] = told.ctypes.data + np.arange(len(told)) * told.strides[0]
         nodes[:, 2] = np.where(self._threads > 0, self._threads, worth)

@@ -45,7 +45,7 @@ class Scratch:
         return self._floats
 
 
-_NUMBERS_FOR_A_TEAM = 1 << 16
+NUMBERS_FOR_A_TEAM = 1 << 16
 """Work on fewer numbers is over sooner than a team has begun."""
 
 
@@ -57,7 +57,7 @@ class Threads(int):
 
 def threads_for(numbers: int) -> Threads:
     """Returns how many threads so many numbers are worth."""
-    found = Threads(torch.get_num_threads() if numbers >= _NUMBERS_FOR_A_TEAM else 1)
+    found = Threads(torch.get_num_threads() if numbers >= NUMBERS_FOR_A_TEAM else 1)
     found.numbers = numbers
     return found
 
