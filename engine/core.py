@@ -409,9 +409,11 @@ class EngineCore:
         """All requests are read at once; where that goes wrong, again one by one, if the logits are still
         there. Returns those for which it was done."""
         alive, logits, clock = self._alive(launched.plan), launched.output.logits, launched.clock
+        before = clock.draft
         try:
             if launched.reading is not None:
                 launched.reading.finish()
+                launched.plan.speculation_seconds += clock.draft - before
                 return alive
         except BaseException as error:
             if is_interrupt(error) or self._launched is not None or launched.copied is not None:

@@ -6,6 +6,7 @@ member, so that the largest logits of 32 groups are maxima over whole vectors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from compiled.records import Counter, Int64s
 from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Kernel
-from engine.kernels.records import Float32s
+from engine.kernels.records import NOWHERE, Float32s
 
 
 def reference(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,10 +142,11 @@ def token_of(key: int) -> int:
 
 
 class Arguments(NamedTuple):
-    """``logits`` ``[num_rows, vocab_size]``; ``tokens`` and ``values`` ``[num_rows, num_top]``, the
-    results; of each worker ``heap`` ``[num_top]`` and ``maxima`` of its row's groups."""
+    """``logits`` ``[.., vocab_size]``, of which ``rows`` are looked at (NOWHERE: all of them), so many
+    as ``num_rows``; ``tokens`` and ``values`` ``[num_rows, num_top]``, the results; of each worker ``heap`` ``[num_top]`` and ``maxima`` of its row's groups."""
 
     logits: Float32s
+    rows: Int64s
     tokens: Int64s
     values: Float32s
     heap: Int64s
@@ -161,7 +163,8 @@ def _find(a: Arguments) -> None:
     heap, maxima = a.heap + worker * a.num_top, a.maxima + worker * num_groups
     padded = room_for_tile()
     for row in v.shared(a.next_row, a.num_rows):
-        logits = a.logits + row * a.vocab_size
+        which = row if v.is_none(a.rows) else a.rows[row]
+        logits = a.logits + which * a.vocab_size
         pad(logits, a.vocab_size, padded)
         for tile in range(count_tiles(a.vocab_size)):
             find_maxima(tile_at(logits, a.vocab_size, tile, padded), maxima + tile * GROUP_TOKENS)
@@ -220,18 +223,23 @@ sum_all = Kernel(_sum)
 of a tile, then the tiles, then the lanes."""
 
 
-def top_rows(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_rows(
+    logits: torch.Tensor, num_top: int, rows: Sequence[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens and values of the ``num_top`` largest ``logits``, at least one, ``[num_rows,
-    num_top]``. ``logits``: ``[num_rows, vocab_size]``, float32, contiguous. Minus infinity, token 0,
-    where a row has fewer numbers."""
-    num_rows, vocab_size = logits.shape
+    num_top]``, of ``rows``, or of all. ``logits``: ``[.., vocab_size]``, float32, contiguous. Minus
+    infinity, token 0, where a row has fewer numbers."""
+    num_rows, vocab_size = len(logits) if rows is None else len(rows), logits.shape[1]
     tokens = torch.empty(num_rows, num_top, dtype=torch.int64)
     values = torch.empty(num_rows, num_top)
-    num_threads = min(num_rows, threads_for(logits.numel()))
+    num_threads = min(num_rows, threads_for(num_rows * vocab_size))
     heap = torch.empty(num_threads * num_top, dtype=torch.int64)
     maxima = torch.empty(num_threads * num_tiles(vocab_size) * GROUP_TOKENS)
-    arguments = Arguments(logits, tokens, values, heap, maxima, num_rows, vocab_size, num_top)
-    find.run(arguments, num_threads)
+    told = NOWHERE if rows is None else torch.tensor(rows, dtype=torch.int64)
+    find.run(
+        Arguments(logits, told, tokens, values, heap, maxima, num_rows, vocab_size, num_top),
+        num_threads,
+    )
     return tokens, values
 
 

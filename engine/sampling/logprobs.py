@@ -103,8 +103,12 @@ def begin_top_tokens(
         found = _top(rows, k)
         return (*found, _log_sums(rows)) if with_probs else found
 
-    is_once = logits.dtype == torch.float32 and host_kernel(_KERNEL, logits.device) is not None
-    found = _by_parts(logits, row_indices, read, readback, is_once and not with_probs)
+    is_host = host_kernel(_KERNEL, logits.device) is not None
+    if not is_host or with_probs or logits.dtype != torch.float32:
+        found = _by_parts(logits, row_indices, read, readback)
+    else:  # which reads rows once, where they are
+        rows = None if [*row_indices] == [*range(len(logits))] else row_indices
+        found = tuple(map(readback.add, _top(logits.contiguous(), k, rows)))
 
     def finish() -> TopTokens:
         token_ids, values, *sums = (each.tolist() for each in found)
@@ -126,12 +130,11 @@ def _by_parts(
     row_indices: Sequence[int],
     read: Callable[[Tensor, slice], tuple[Tensor, ...]],
     readback: Readback,
-    is_once: bool = False,
 ) -> tuple[Arrival, ...]:
     """Numbers of some kinds, so many of each per row, that ``read`` finds in the rows as float32; it is
-    also told which of them it is given. ``is_once``: it reads rows once, in no need of a cache."""
+    also told which of them it is given."""
     numel = _PIECE_NUMEL if host_kernel(_KERNEL, logits.device) is None else _CACHED_NUMEL
-    num_rows = len(row_indices) if is_once else max(1, numel // logits.shape[1])
+    num_rows = max(1, numel // logits.shape[1])
     with torch.inference_mode():
         chosen = _chooser(logits, row_indices)
         parts = [slice(first, first + num_rows) for first in range(0, len(row_indices), num_rows)]
@@ -159,16 +162,16 @@ def _log_sums(rows: Tensor) -> Tensor:
     return sums
 
 
-def _top(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _top(rows: Tensor, k: int, which: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """Ids and values of the k largest logits of each row, ``[num_rows, k]``, by (logit descending, id
-    ascending). A compiled kernel finds them on a CPU."""
+    ascending). A compiled kernel finds them on a CPU, of all rows or of ``which``."""
     k = min(k, rows.shape[1])
     if k == 0:
-        nothing = rows.new_empty(len(rows), 0)
+        nothing = rows.new_empty(len(rows if which is None else which), 0)
         return nothing.long(), nothing
     kernel = host_kernel(_KERNEL, rows.device)
     if kernel is not None:
-        return kernel.top_rows(rows, k)  # type: ignore[no-any-return]
+        return kernel.top_rows(rows, k, which)  # type: ignore[no-any-return]
     token_ids = _ordered(rows).topk(k).indices
     return token_ids, rows.gather(1, token_ids).nan_to_num_(-math.inf, math.inf, -math.inf)
 

@@ -84,3 +84,10 @@ def test_top_tokens_are_the_same_without_the_kernel() -> None:
     bound = log_sum_bound(rows) + float(exact.abs().max()) * 2.0**-24
     for found in (probs, expected):
         assert (torch.tensor(found).double().log() - exact).abs().max() <= bound
+
+
+def test_rows_that_are_named_are_looked_at_where_they_lie() -> None:
+    logits = torch.randn(9, 3000, generator=torch.Generator().manual_seed(3))
+    rows = [7, 0, 7, 4]
+    for got, expected in zip(top_rows(logits, 5, rows), top_rows(logits[rows], 5), strict=True):
+        assert torch.equal(got, expected)
