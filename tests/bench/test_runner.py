@@ -12,11 +12,13 @@ from bench.contenders import (
     Run,
     SteppedContender,
     Steps,
+    _more_prompts_seconds,
     parse_drafter,
 )
 from bench.runner import Cell, make_jobs, measure_cell, measure_rounds
 from bench.workloads import Prompt
 from engine.request.params import PLAIN
+from engine.request.stats import StepStats
 
 PROMPTS = [Prompt((token,), (token, token)) for token in range(1, 6)]
 
@@ -195,3 +197,12 @@ def test_accounts_of_two_turns_add_up() -> None:
         for count in (3, 4)
     )
     assert first.then(second).account == Account(num_draft_tokens=7, draft_seconds=1.0)
+
+
+def test_prompts_that_happen_to_be_read_meanwhile_count_as_many_as_usual() -> None:
+    plain, reading = StepStats(step_seconds=1.0), StepStats(step_seconds=3.0, num_prompt_tokens=10)
+    steps = [plain, reading, plain, reading]
+    assert _more_prompts_seconds(steps, 20.0) == 0.0
+    assert _more_prompts_seconds(steps, 15.0) == -1.0
+    assert _more_prompts_seconds(steps, 40.0) == 4.0
+    assert _more_prompts_seconds([plain], 5.0) == _more_prompts_seconds([reading], 5.0) == 0.0
