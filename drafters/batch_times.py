@@ -7,11 +7,13 @@ _EMA = 0.1
 
 class BatchTimes:
     """Seconds of a batch by its number of rows or requests, rounded up to a power of two. The first one
-    of a size may have warmed something up: it only bounds what the second is believed to have taken."""
+    of a size may have warmed something up: it only bounds what the second is believed to have taken,
+    which may have been a lucky one: the next ones count more than those that come later."""
 
     def __init__(self) -> None:
         self._first: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
 
     def observe(self, size: int, seconds: float) -> None:
         key = size.bit_length()
@@ -19,7 +21,9 @@ class BatchTimes:
             self._first[key] = seconds
             return
         known = self._seconds.get(key, min(seconds, self._first[key]))
-        self._seconds[key] = known + _EMA * (min(seconds, 4 * known) - known)
+        number = self._counts[key] = self._counts.get(key, 0) + 1
+        rate = max(_EMA, 1 / number) if number > 1 else _EMA
+        self._seconds[key] = known + rate * (min(seconds, 4 * known) - known)
 
     def expect(self, size: int) -> float:
         """Returns a lower bound for a size that was not timed yet: the time of a smaller one, or a part

@@ -14,6 +14,7 @@ take in their texts at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,9 +30,7 @@ _HOPED = 1.0
 _STRENGTH = 4.0
 _OWN_STRENGTH = 16.0
 """A request's own drafts are few: a run of luck says little of the next steps."""
-MARGIN = 1.25
-"""Times its price that a draft has to be expected to bring: who is chosen for the largest of several
-estimates brings less than that on average."""
+_MARGIN, _MORE_MARGIN, _MOST_DOUBLINGS = 1.25, 0.25, 3
 _DECAY = 0.95
 _SHARED_DECAY = 0.99
 _TRIAL_SHARE = 0.01
@@ -48,6 +47,13 @@ _CHEAP = 1.0
 """Tokens' time that requests which join in one step may take besides."""
 _MOST_QUIET = 32
 """Steps in which no request is asked before the ledger looks again."""
+
+
+def margin_of(num_requests: int) -> float:
+    """Returns how many times its price a draft has to be expected to bring, for one of so many requests:
+    who is chosen for the largest of several estimates brings less than that on average (with SmolLM2 and
+    8 or 32 requests half of it)."""
+    return _MARGIN + _MORE_MARGIN * min(num_requests.bit_length() - 1, _MOST_DOUBLINGS)
 
 
 def expected_tokens(tree: DraftTree, survivals: Sequence[float]) -> float:
@@ -124,6 +130,8 @@ class Ledger:
         others."""
         self._trier, self._num_left = "", 0
         """Whose trial lasts, and in how many steps more it is asked."""
+        self._least = 0.0
+        """The tokens from which on one request more would have been asked when they were last chosen."""
         self._num_joined = 0
         """Requests that were asked in the last step for what they are expected to gain."""
         self.pays = True
@@ -131,42 +139,48 @@ class Ledger:
 
     def gain(self, kind: Hashable = None) -> Gain:
         """Returns the estimate of a new request."""
-        self._num_quiet = 0
         shared = self._gains[kind] = self._gains.pop(kind, {})
         if len(self._gains) > MAX_NUM_KINDS:
             del self._gains[next(iter(self._gains))]
-        return Gain(shared)
+        gain = Gain(shared)
+        if not shared or gain.expect() > self._least:
+            self._num_quiet = 0
+        return gain
 
     def choose(self, hopes: Sequence[Hope]) -> list[int]:
         """Returns the indices of the requests to ask in one batch: those that do not weigh cost, and of
         the others, the most promising first, the number with the largest gain for the batch as a whole.
         """
-        hopes = self._with_joining(hopes)
-        order = sorted(range(len(hopes)), key=lambda at: self._place(hopes[at]))
         first = sum(not each.tokens_per_second for each in hopes)
         rate = max((each.tokens_per_second for each in hopes), default=0.0)
-        price = [rate * self._seconds(size) if size else 0.0 for size in range(len(hopes) + 1)]
+        gains = self._gains_of(hopes)
+        order = sorted(range(len(hopes)), key=gains.__getitem__, reverse=True)
+        num_gaining = sum(gain > 0 for gain in gains)  # more of the others never pay
+        base = rate * self._seconds(first) if first else 0.0
+        margin = margin_of(max(1, len(hopes) - first))
         best, most, gain = first, 0.0, 0.0
-        for size in range(first + 1, len(hopes) + 1):
-            gain += hopes[order[size - 1]].gain
-            if gain - MARGIN * (price[size] - price[first]) > most:
-                best, most = size, gain - MARGIN * (price[size] - price[first])
-        chosen, left = self._join(hopes, order[:best], first), order[best:]
-        if left:
-            chosen += self._tried(hopes, left, price[best + 1] / (best + 1))
+        for size in range(first + 1, num_gaining + 1):
+            gain += gains[order[size - 1]]
+            left = gain - margin * (rate * self._seconds(size) - base)
+            if left > most:
+                best, most = size, left
+        chosen, resting = self._join(hopes, order[:best], first), order[best:]
+        price = rate * self._seconds(best + 1) / (best + 1)
+        self._least = margin * price
+        if resting:
+            chosen += self._tried(hopes, resting, price)
         if hopes and not chosen:
             self._rest(len(hopes))
         return sorted(chosen)
 
-    def _with_joining(self, hopes: Sequence[Hope]) -> Sequence[Hope]:
-        """Returns ``hopes`` less a part of what it takes to join, for requests that have rested."""
-        trial = self._one_trial
-        if not trial or not any(each.has_rested for each in hopes):
-            return hopes
+    def _gains_of(self, hopes: Sequence[Hope]) -> list[float]:
+        """Returns what is gained by each: of those that do not weigh cost without end; of those that have
+        rested less a part of what it takes to join."""
+        share = self._one_trial / _STAY
         return [
-            each._replace(gain=each.gain - each.tokens_per_second * trial / _STAY)
-            if each.has_rested
-            else each
+            each.gain - each.has_rested * share * each.tokens_per_second
+            if each.tokens_per_second
+            else math.inf
             for each in hopes
         ]
 
@@ -205,10 +219,6 @@ class Ledger:
             return False
         self._num_quiet -= 1
         return True
-
-    @staticmethod
-    def _place(hope: Hope) -> tuple[bool, float]:
-        return hope.tokens_per_second > 0, -hope.gain
 
     def _tried(self, hopes: Sequence[Hope], left: Sequence[int], price: float) -> list[int]:
         """Returns who of those ``left`` out is tried, if anybody; ``price``: the tokens not written while

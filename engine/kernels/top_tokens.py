@@ -143,7 +143,8 @@ def token_of(key: int) -> int:
 
 class Arguments(NamedTuple):
     """``logits`` ``[.., vocab_size]``, of which ``rows`` are looked at (NOWHERE: all of them), so many
-    as ``num_rows``; ``tokens`` and ``values`` ``[num_rows, num_top]``, the results; of each worker ``heap`` ``[num_top]`` and ``maxima`` of its row's groups."""
+    as ``num_rows``; ``tokens`` and ``values`` ``[num_rows, num_top]``, the results; of each worker
+    ``heap`` ``[num_top]`` and ``maxima`` of its row's groups."""
 
     logits: Float32s
     rows: Int64s

@@ -29,6 +29,8 @@ class Drafting(Part):
     """The last proposal of a greedy request, which has no distributions; its tokens may be stand-ins."""
     has_verified: bool = False
     """A draft of the request was verified."""
+    sees_all: bool = False
+    """One of its drafters sees every step, asked or not."""
 
     @property
     def parts(self) -> tuple[Drafting | Guest, ...]:

@@ -8,6 +8,7 @@ lease takes none but free ones, and gives them back before the next request is p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -56,10 +57,16 @@ class Granting:
     ) -> None:
         """Sets ``draft`` and ``reason`` of the requests. ``prompt_seconds``: what the step's prompts
         take."""
-        load = _load(plan, prompt_seconds)
-        candidates = [self._candidate(each, plan.num_waiting) for each in drafting]
-        grants = grant_all(self._policies, self._cost, candidates, load)
-        for each, grant in zip(drafting, grants, strict=True):
+        asked = Counter(drafting_of(each).name for each in drafting if each.num_asked > 0)
+        offered = []
+        for each in drafting:
+            if each.proposal.token_ids or each.num_asked <= 0:
+                offered.append(each)
+            else:
+                each.reason = "no_match"
+        candidates = [self._candidate(each, plan.num_waiting) for each in offered]
+        grants = grant_all(self._policies, candidates, self._load(plan, prompt_seconds, asked))
+        for each, grant in zip(offered, grants, strict=True):
             self._take(each, grant)
 
     def say_least(self, asked: Asked, plan: Plan, prompt_seconds: float) -> None:
@@ -70,14 +77,27 @@ class Granting:
         floors = any(each.request.params.speculative.min_speculative_tokens for each in requests)
         if len(policies) != 1 or floors:
             return
-        spent = sum(self._cost.draft_seconds(name, len(group)) for name, group in asked.items())
-        load = _load(plan, prompt_seconds)._replace(draft_seconds=spent)
+        load = self._load(plan, prompt_seconds, {name: len(asked[name]) for name in asked})
         num_nodes = sum(each.num_asked for each in requests)
         least = _CAUTION * policies.pop().least_survival(load, num_nodes)
         for each in requests:
             bound = each.request.params.speculative.target_acceptance_rate
             if bound is None and each.sampling.verification == "match":
                 each.least_survival = least
+
+    def _load(self, plan: Plan, prompt_seconds: float, asked: Mapping[str, int]) -> Load:
+        """``asked``: for how many requests each drafter is asked, the time of whose call is spent."""
+        seconds = self._cost.draft_seconds
+        return Load(
+            plan.num_rows,
+            plan.spare_rows,
+            plan.num_sampling,
+            float(plan.num_sampling),
+            plan.num_context_tokens,
+            len(plan.scheduled),
+            draft_seconds=sum(seconds(drafter, number) for drafter, number in asked.items()),
+            prompt_seconds=prompt_seconds,
+        )
 
     def _candidate(self, each: ScheduledRequest, num_waiting: int) -> DraftCandidate:
         request, drafting = each.request, drafting_of(each)
@@ -88,14 +108,12 @@ class Granting:
         tree = drafting.acceptance.granted_from(each.proposal, num_nodes)
         return DraftCandidate(
             request.request_id,
-            drafting.name,
             wanted,
             tree,
             worth_of(drafting, tree, wanted) if tree.token_ids else (),
             each.max_nodes,
             all_or_nothing=drafting.is_whole,
             gain=drafting.gain.expect() if drafting.is_whole else 0.0,
-            is_asked=each.num_asked > 0,
             is_first=not drafting.has_verified,
         )
 
@@ -111,18 +129,6 @@ class Granting:
         if room < len(nodes):
             nodes, each.reason = nodes[:room], "no_kv"
         each.draft = each.proposal.subtree(nodes)
-
-
-def _load(plan: Plan, prompt_seconds: float) -> Load:
-    return Load(
-        plan.num_rows,
-        plan.spare_rows,
-        plan.num_sampling,
-        float(plan.num_sampling),
-        plan.num_context_tokens,
-        len(plan.scheduled),
-        prompt_seconds=prompt_seconds,
-    )
 
 
 def lease(pool: BlockPool, request: Request, num_nodes: int) -> int:

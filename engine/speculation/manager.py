@@ -107,6 +107,8 @@ class Speculation:
             guest = Guest(*self._known(each, request, name), weighs_cost)
             drafting.guests.append(guest)
             self._start(guest, request, each.info.defaults())
+        needs = [part.drafter.info.needs for part in drafting.parts]
+        drafting.sees_all = any(each.hidden_rows or each.all_or_nothing for each in needs)
 
     def _known(
         self, drafter: Drafter, request: Request, host: str = ""
@@ -333,7 +335,8 @@ class Speculation:
         """Say what drafters want to see of the step: states in any case, the rest if they are told of it
         at once."""
         drafting = drafting_if_any(each.request)
-        if drafting is None or not drafting.is_asked:
+        rests = drafting is not None and each.num_asked <= 0 and not drafting.sees_all
+        if drafting is None or rests or not drafting.is_asked:
             return
         for part in drafting.parts:
             needs = part.drafter.info.needs
@@ -414,11 +417,13 @@ class Speculation:
         it at once, if anything."""
         request, outcome = each.request, each.outcome
         assert outcome is not None
-        drafting.see(each)
-        num_verified, num_accepted = counts(each)
+        num_verified, num_accepted = 0, 0
+        if each.draft.token_ids or each.num_asked > 0:
+            drafting.see(each)
+            num_verified, num_accepted = counts(each)
+            drafting.has_verified |= num_verified > 0
         drafting.policy.observe(request.request_id, num_verified, num_accepted)
         self._ledgers.learn(each, drafting, plan, num_verified, num_accepted)
-        drafting.has_verified |= num_verified > 0
         drafting.has_rested |= each.num_asked <= 0 and not plan.is_plain
         # Who reads the prompt reads what is written meanwhile, too.
         is_told = drafting.is_told(each) or drafting in self._unread

@@ -28,3 +28,10 @@ def test_a_lasting_change_is_followed_and_one_outlier_is_not() -> None:
     for _ in range(60):
         times.observe(1, 3.0)
     assert abs(times.expect(1) - 3.0) < 0.1
+
+
+def test_a_lucky_second_one_is_soon_made_up_for() -> None:
+    times = BatchTimes()
+    for seconds in (1.0, 1.0, *[3.0] * 4):
+        times.observe(1, seconds)
+    assert times.expect(1) > 2.4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 
 from hypothesis import strategies as st
@@ -22,10 +22,9 @@ from engine.speculation.gamma.policy import (
 
 @dataclass
 class DictatedCost:
-    """A step cost that the test writes down; drafting is free unless told otherwise."""
+    """A step cost that the test writes down."""
 
     seconds: Callable[[int], float]
-    drafting: dict[str, float] = field(default_factory=dict)
 
     def step_seconds_table(
         self, num_rows: int, num_extra: int, num_kv_tokens: int, num_requests: int
@@ -34,14 +33,11 @@ class DictatedCost:
         assert num_requests > 0
         return [self.seconds(num_rows + k) for k in range(num_extra + 1)]
 
-    def draft_seconds(self, drafter: str, num_asked: int) -> float:
-        return num_asked * self.drafting.get(drafter, 0.0)
-
 
 def grants_of(cost: StepCost, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
     """A first step under new policies."""
     policies = {kind.name: kind(cost) for kind in registered_policies()}
-    return grant_all(policies, cost, candidates, load)
+    return grant_all(policies, candidates, load)
 
 
 def chain_candidate(
@@ -49,11 +45,10 @@ def chain_candidate(
     survivals: Sequence[float],
     params: SpeculativeParams | None = None,
     max_nodes: int = 64,
-    drafter: str = "ngram",
 ) -> DraftCandidate:
     tree = chain(list(range(len(survivals))))
     return DraftCandidate(
-        request_id, drafter, params or SpeculativeParams(), tree, list(survivals), max_nodes
+        request_id, params or SpeculativeParams(), tree, list(survivals), max_nodes
     )
 
 
@@ -158,7 +153,6 @@ def random_candidates(draw: st.DrawFn, with_floors: bool = True) -> list[DraftCa
         candidates.append(
             DraftCandidate(
                 f"r{rank}",
-                "ngram",
                 SpeculativeParams(min_speculative_tokens=floor, max_speculative_tokens=max_tokens),
                 DraftTree(list(range(num_nodes)), parents, [0] * num_nodes),
                 survivals,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
@@ -20,19 +19,16 @@ class DraftCandidate:
     ``survivals[i]``: estimated probability that node i and all its ancestors are accepted.
     ``max_nodes``: what tokens left and model length allow. ``all_or_nothing``: the drafter's rows are
     of use only together (``DrafterNeeds``), and ``gain`` is what such drafts have brought, in tokens.
-    ``is_asked``: the drafter was; else there is no more in the tree than a grammar forces.
     ``is_first``: no draft of the request was verified yet.
     """
 
     request_id: str
-    drafter: str
     params: SpeculativeParams
     tree: DraftTree
     survivals: Sequence[float]
     max_nodes: int
     all_or_nothing: bool = False
     gain: float = 0.0
-    is_asked: bool = True
     is_first: bool = False
 
 
@@ -85,7 +81,6 @@ class StepCost(Protocol):
     def step_seconds_table(
         self, num_rows: int, num_extra: int, num_kv_tokens: int, num_requests: int
     ) -> Sequence[float]: ...
-    def draft_seconds(self, drafter: str, num_asked: int) -> float: ...
 
 
 class GammaPolicy(ABC):
@@ -171,20 +166,13 @@ def registered_policies() -> list[type[GammaPolicy]]:
 
 
 def grant_all(
-    policies: Mapping[str, GammaPolicy],
-    cost: StepCost,
-    candidates: Sequence[DraftCandidate],
-    load: Load,
+    policies: Mapping[str, GammaPolicy], candidates: Sequence[DraftCandidate], load: Load
 ) -> list[Grant]:
     """A grant for every candidate, in order; give them oldest first: the older wins a tie.
 
     Each of ``policies``, by name, has its turn, and what it grants is base load for the next: those that
-    weigh cost are the last, since to them the others' rows are facts. The time that the candidates'
-    drafters took is added to the load, once for each call.
+    weigh cost are the last, since to them the others' rows are facts.
     """
-    asked = Counter(each.drafter for each in candidates if each.is_asked and each.max_nodes > 0)
-    spent = sum(cost.draft_seconds(drafter, number) for drafter, number in asked.items())
-    load = load._replace(draft_seconds=load.draft_seconds + spent)
     granted: dict[int, Grant] = {}
     for name, policy in policies.items():
         places = [i for i, each in enumerate(candidates) if each.params.adaptive_depth == name]

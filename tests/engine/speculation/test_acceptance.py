@@ -69,9 +69,7 @@ def test_grants_do_not_depend_on_the_tokens_and_keep_the_first_that_were_drawn(
     acceptance, tree = trained(rng), random_tree(rng, 6, 12)
     grants = []
     for shown in (tree, disguised(rng, tree)):
-        candidate = DraftCandidate(
-            "r", "fake", params, shown, acceptance.survivals(shown), max_nodes=12
-        )
+        candidate = DraftCandidate("r", params, shown, acceptance.survivals(shown), max_nodes=12)
         (granted,) = grants_of(DictatedCost(row_seconds=0.2), [candidate], load_of(1, None, 9))
         grants.append(list(granted.nodes))
     assert grants[0] == grants[1]

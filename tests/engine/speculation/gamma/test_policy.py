@@ -56,9 +56,9 @@ def test_policies_that_weigh_cost_come_after_those_that_do_not(half: type[GammaP
 def test_fixed_grants_the_first_nodes_in_the_drafters_order_and_names_what_left_it_empty() -> None:
     tree = DraftTree([1, 2, 3, 4, 5], [-1, 0, -1, 2, 3], [0] * 5)
     candidates = [
-        DraftCandidate("r", "ngram", FIXED, tree, [0.1] * 5, 64),
+        DraftCandidate("r", FIXED, tree, [0.1] * 5, 64),
         chain_candidate("silent", [], FIXED),
-        DraftCandidate("full", "ngram", FIXED, DraftTree(), [], 0),
+        DraftCandidate("full", FIXED, DraftTree(), [], 0),
         chain_candidate("off", [], replace(FIXED, num_speculative_tokens=0)),
         chain_candidate("short", [0.5], FIXED),
     ]
@@ -99,8 +99,8 @@ def test_all_grants_together_stay_within_the_spare_rows() -> None:
 
 def test_time_spent_drafting_is_spent_whatever_is_granted() -> None:
     """A longer fixed part of a step makes more rows per step worth while."""
-    gammas = []
-    for seconds in (0.0, 10.0):
-        cost = DictatedCost(lambda num_rows: 1.0 + 0.5 * num_rows, {"ngram": seconds})
-        gammas += [grants_of(cost, [chain_candidate("r", [0.3], GOODPUT)], load_of(1))[0].gamma]
+    cost = DictatedCost(lambda num_rows: 1.0 + 0.5 * num_rows)
+    loads = (load_of(1)._replace(draft_seconds=seconds) for seconds in (0.0, 10.0))
+    candidates = [chain_candidate("r", [0.3], GOODPUT)]
+    gammas = [grants_of(cost, candidates, load)[0].gamma for load in loads]
     assert gammas == [0, 1]
