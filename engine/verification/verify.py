@@ -84,10 +84,10 @@ def begin_reading(
     if known is None and logits.numel() <= _FEW_LOGITS:
         logits = logits.float()  # which all who read them would do by themselves
     sampling = [each for each in requests if each.samples]
-    for each in sampling:
-        each.leave_out_late_drafts()
-    is_seen = any(each.num_top_tokens for each in sampling)
-    with clock.measure("draft" if is_seen else "verify"):
+    with clock.measure("verify"):
+        for each in sampling:
+            each.leave_out_late_drafts()
+    with clock.measure("draft"):
         finish_tops, likeliest = begin_top_rows(sampling, logits, readback)
     with clock.measure("verify"):
         finish_verification, tokens = begin_verification(
