@@ -47,8 +47,8 @@ _NO_TOKEN = -1
 _FEW_LOGITS = 1 << 23
 """So many are made float32 at once; more, which prompts' log-probabilities ask for, part by part."""
 _FEW_GREEDY = 8
-"""If one of so many greedy rows is looked at for its top tokens, all are, at once: that takes a fifth longer
-than to look for the likeliest alone."""
+"""If one of so many greedy rows is looked at for its top tokens, all are, at once: that takes a fifth
+longer than to look for the likeliest alone."""
 _RULES: dict[VerificationName, Rule] = {"rejection": reject_tokens, "block": reject_chain}
 
 
