@@ -7,8 +7,8 @@ _EMA = 0.1
 
 class BatchTimes:
     """Seconds of a batch by its number of rows or requests, rounded up to a power of two. The first one
-    of a size may have warmed something up: it only bounds what the second is believed to have taken,
-    which may have been a lucky one: the next ones count more than those that come later."""
+    of a size may have warmed something up: it only bounds what the second is believed to have taken. That
+    may have been quick by chance, so the next few change the estimate more than later ones do."""
 
     def __init__(self) -> None:
         self._first: dict[int, float] = {}

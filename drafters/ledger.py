@@ -50,9 +50,9 @@ _MOST_QUIET = 32
 
 
 def margin_of(num_requests: int) -> float:
-    """Returns how many times its price a draft has to be expected to bring, for one of so many requests:
-    who is chosen for the largest of several estimates brings less than that on average (with SmolLM2 and
-    8 or 32 requests half of it)."""
+    """Returns how many times its price the draft of one of so many requests has to be expected to bring:
+    1.25 for one, a quarter more for each doubling, and 2 from eight on. The largest of several estimates
+    is mostly too large: with SmolLM2 and 8 or 32 requests, drafts brought half of what was expected."""
     return _MARGIN + _MORE_MARGIN * min(num_requests.bit_length() - 1, _MOST_DOUBLINGS)
 
 
@@ -131,7 +131,7 @@ class Ledger:
         self._trier, self._num_left = "", 0
         """Whose trial lasts, and in how many steps more it is asked."""
         self._least = 0.0
-        """The tokens from which on one request more would have been asked when they were last chosen."""
+        """What one more request had to gain to be asked, when requests were last chosen."""
         self._num_joined = 0
         """Requests that were asked in the last step for what they are expected to gain."""
         self.pays = True
@@ -174,8 +174,8 @@ class Ledger:
         return sorted(chosen)
 
     def _gains_of(self, hopes: Sequence[Hope]) -> list[float]:
-        """Returns what is gained by each: of those that do not weigh cost without end; of those that have
-        rested less a part of what it takes to join."""
+        """Returns the gain of each: infinite where cost is not weighed, so that these come first; for a
+        request that has rested, less a part of what it takes to join."""
         share = self._one_trial / _STAY
         return [
             each.gain - each.has_rested * share * each.tokens_per_second

@@ -82,6 +82,7 @@ class _Launched(NamedTuple):
     reading: Reading | None
     clock: StepClock
     copied: torch.Tensor | None  # drafts that the device makes, as ``begin_reading`` takes them
+    drafting_seconds: float  # what the clock had counted when its rows were launched
 
 
 class EngineCore:
@@ -277,8 +278,9 @@ class EngineCore:
                 batch.choices = row_choices(plan.scheduled, len(batch.logits_indices))
             with clock.measure("forward"):
                 output = self.runner.forward(batch)
+            drafting_seconds = clock.draft
             reading = self._begin_reading(plan, output, clock, copied)
-            return _Launched(plan, batch, output, reading, clock, copied)
+            return _Launched(plan, batch, output, reading, clock, copied, drafting_seconds)
         except BaseException as error:
             self._fail_step(plan, error)
             return None
@@ -287,7 +289,6 @@ class EngineCore:
         self, plan: Plan, output: ForwardOutput, clock: StepClock, copied: torch.Tensor | None
     ) -> Reading | None:
         """None: that goes wrong for all requests at once. Raises it where drafts are still to be read."""
-        before = clock.draft
         try:
             waits, known = self.runs_ahead, output.tokens
             return begin_reading(plan.scheduled, output.logits, clock, waits, known, copied)
@@ -295,9 +296,6 @@ class EngineCore:
             if is_interrupt(error) or copied is not None:
                 raise
             return None
-        finally:
-            # What drafters want to see of the step.
-            plan.speculation_seconds += clock.draft - before
 
     def _go_ahead(self, launched: _Launched) -> _Launched | None:
         """Launch the step after one that is not read yet, where the device can go on by itself."""
@@ -336,13 +334,15 @@ class EngineCore:
 
     def _finish(self, launched: _Launched) -> None:
         """Read a step, and take in what it says."""
-        plan, batch, output, _, clock, _ = launched
+        plan, batch, output, clock = launched.plan, launched.batch, launched.output, launched.clock
         clock.start = max(clock.start, self._ended)  # ahead: it began when the one before was over
         clock.took_longer = output.took_longer
         if output.seconds is not None:
             with clock.measure("verify"):
                 device_seconds = output.seconds()
         done = self._read(launched)
+        # What drafters want to see of the step.
+        plan.speculation_seconds += clock.draft - launched.drafting_seconds
         if output.seconds is not None:
             clock.forward_took(device_seconds, batch.chosen is not None)
         self._mask_seconds = max(
@@ -409,11 +409,9 @@ class EngineCore:
         """All requests are read at once; where that goes wrong, again one by one, if the logits are still
         there. Returns those for which it was done."""
         alive, logits, clock = self._alive(launched.plan), launched.output.logits, launched.clock
-        before = clock.draft
         try:
             if launched.reading is not None:
                 launched.reading.finish()
-                launched.plan.speculation_seconds += clock.draft - before
                 return alive
         except BaseException as error:
             if is_interrupt(error) or self._launched is not None or launched.copied is not None:

@@ -28,7 +28,7 @@ from engine.capture.sample import (
     fixed_threads,
     numbers_in,
 )
-from engine.kernels import NUMBERS_FOR_A_TEAM, Renews, find_kernel
+from engine.kernels import Renews, find_kernel, threads_for_each
 
 _MOST_KEPT = 32
 """Shapes whose arguments are kept as they were last; those of another are made anew."""
@@ -219,7 +219,7 @@ class _Kernels:
         arguments = np.ascontiguousarray(numbers[:, 1:])
         told = arguments.copy()
         nodes = np.zeros((len(arguments), sequence.NODE_INTS), dtype=np.int64)
-        worth = np.where(numbers[:, 0] >= NUMBERS_FOR_A_TEAM, torch.get_num_threads(), 1)
+        worth = threads_for_each(numbers[:, 0])
         nodes[:, 0] = self.codes
         nodes[:, 1] = told.ctypes.data + np.arange(len(told)) * told.strides[0]
         nodes[:, 2] = np.where(self._threads > 0, self._threads, worth)

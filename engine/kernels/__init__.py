@@ -15,7 +15,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 LANES = 16
 """Floats that kernels take at a time: what rows' features and keys are multiples of."""
@@ -45,7 +47,7 @@ class Scratch:
         return self._floats
 
 
-NUMBERS_FOR_A_TEAM = 1 << 16
+_NUMBERS_FOR_A_TEAM = 1 << 16
 """Work on fewer numbers is over sooner than a team has begun."""
 
 
@@ -57,9 +59,14 @@ class Threads(int):
 
 def threads_for(numbers: int) -> Threads:
     """Returns how many threads so many numbers are worth."""
-    found = Threads(torch.get_num_threads() if numbers >= NUMBERS_FOR_A_TEAM else 1)
+    found = Threads(torch.get_num_threads() if numbers >= _NUMBERS_FOR_A_TEAM else 1)
     found.numbers = numbers
     return found
+
+
+def threads_for_each(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the same of each of several numbers."""
+    return np.where(numbers >= _NUMBERS_FOR_A_TEAM, torch.get_num_threads(), 1)
 
 
 @cache

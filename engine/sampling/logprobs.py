@@ -107,8 +107,7 @@ def begin_top_tokens(
     if not is_host or with_probs or logits.dtype != torch.float32:
         found = _by_parts(logits, row_indices, read, readback)
     else:  # which reads rows once, where they are
-        rows = None if [*row_indices] == [*range(len(logits))] else row_indices
-        found = tuple(map(readback.add, _top(logits.contiguous(), k, rows)))
+        found = tuple(map(readback.add, _top(logits.contiguous(), k, row_indices)))
 
     def finish() -> TopTokens:
         token_ids, values, *sums = (each.tolist() for each in found)

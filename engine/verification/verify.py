@@ -284,25 +284,21 @@ def begin_logprobs(
     If reading ``waits``, all rows of a matched draft are scored, by the tokens chosen there. Elsewhere,
     and for other verifications, emitted tokens are scored once they are known.
     """
-    asking = [
-        each
-        for each in requests
-        if each.request.wants_prompt_logprobs
-        or (each.samples and each.sampling.params.logprobs is not None)
+    prompts = [(each, at) for each in requests for at in _prompt_positions(each)]
+    scored = [
+        each for each in requests if each.samples and each.sampling.params.logprobs is not None
     ]
-    if not asking:
+    if not (prompts or scored):
         return lambda: None
-    prompts = [(each, at) for each in asking for at in _prompt_positions(each)]
     early: list[tuple[ScheduledRequest, range]] = []
     late: list[ScheduledRequest] = []
-    for each in asking:
-        if each.samples and each.sampling.params.logprobs is not None:
-            is_early = waits or not is_host(logits.device)
-            is_matched = each.sampling.verification == "match"
-            if is_early and is_matched:
-                early.append((each, rows_of(each)))
-            else:
-                late.append(each)
+    for each in scored:
+        is_early = waits or not is_host(logits.device)
+        is_matched = each.sampling.verification == "match"
+        if is_early and is_matched:
+            early.append((each, rows_of(each)))
+        else:
+            late.append(each)
     asked = [_scored_prompt(each, at) for each, at in prompts]
     asked += [_scored(each, row, None) for each, rows in early for row in rows]
     found = begin_scoring(logits, asked, readback, tokens)

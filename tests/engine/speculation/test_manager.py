@@ -18,6 +18,7 @@ from engine.config import ShedSpeculation
 from engine.request.outcome import Outcome
 from engine.request.params import SpeculativeParams
 from engine.schedule.request import Plan, Request, ScheduledRequest
+from engine.speculation.gamma.policy import DraftCandidate, Grant, Load
 from engine.transfer import Readback
 from worlds.engine_harness import DictatedCost
 from worlds.fake_drafters import FakeDrafter, TakingDrafter
@@ -38,6 +39,27 @@ def test_each_drafter_is_asked_once_for_all_its_requests() -> None:
     world.observe(*scheduled)
     assert [[each.request_id for each in group] for group in first.observed] == [["a", "c"]]
     assert [[each.request_id for each in group] for group in second.observed] == [["b"]]
+
+
+def test_policies_hear_what_a_call_took_also_for_whom_it_found_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = FakeDrafter("fake", lambda ask: chain([0, 0]) if ask.request_id == "a" else EMPTY)
+    world = World(drafter, cost=DictatedCost(0.01, {"fake": 0.1}))
+    policy: Any = world.speculation._policies["goodput"]
+    grant, heard = policy.grant, []
+
+    def listen(candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
+        heard.append(([each.request_id for each in candidates], load.draft_seconds))
+        granted: list[Grant] = grant(candidates, load)
+        return granted
+
+    monkeypatch.setattr(policy, "grant", listen)
+    wanted = replace(FIXED, adaptive_depth="goodput", min_speculative_tokens=1)  # always asked
+    first, second = world.draft(*(world.open(name, wanted) for name in "ab"))
+    assert heard == [(["a"], pytest.approx(0.2))]
+    assert len(first.draft) == 2
+    assert (second.draft, second.reason) == (EMPTY, "no_match")
 
 
 class SlowReader(FakeDrafter):
@@ -252,7 +274,7 @@ def test_nobody_is_told_beside_those_whose_rows_are_not_weighed(bounds: dict[str
     told = []
     drafter = fake(propose=lambda each: told.append(each.least_survival) or zeros(each))
     world = World(drafter, cost=TimedCost(row_seconds=0.5))
-    wanted = replace(FIXED, adaptive_depth="goodput")
+    wanted = replace(FIXED, adaptive_depth="goodput", min_speculative_tokens=1)  # always asked
     world.draft(world.open("one", wanted), world.open("other", replace(wanted, **bounds)))
     assert told == [0.0, 0.0]
 

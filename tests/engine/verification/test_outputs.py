@@ -77,7 +77,7 @@ def several_parts(temperature: float, with_probs: bool = True) -> list[Scheduled
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_rows", [13, 100])
+@pytest.mark.parametrize("num_rows", [13, 20, 100])
 def test_top_rows_are_those_of_each_request_alone(num_rows: int, temperature: float) -> None:
     """Where rows are greedy and many are asked for, the likeliest of all come with them."""
     parts, logits = several_parts(temperature, with_probs=False), torch.randn(num_rows, VOCAB)
@@ -89,7 +89,7 @@ def test_top_rows_are_those_of_each_request_alone(num_rows: int, temperature: fl
         return finish
 
     read_now(begin)
-    if temperature == 0.0 and num_rows == 13:
+    if temperature == 0.0 and num_rows < 100:
         assert likeliest[0].tolist() == logits.argmax(-1).tolist()
     else:
         assert likeliest == [None]
