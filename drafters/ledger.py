@@ -131,7 +131,7 @@ class Ledger:
         self._trier, self._num_left = "", 0
         """Whose trial lasts, and in how many steps more it is asked."""
         self._least = 0.0
-        """What one more request had to gain to be asked, when requests were last chosen."""
+        """The gain that one request more needed to be asked, when requests were last chosen."""
         self._num_joined = 0
         """Requests that were asked in the last step for what they are expected to gain."""
         self.pays = True
