@@ -10,10 +10,10 @@ size is no multiple of 16 are read slot by slot, which is slower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -25,13 +25,14 @@ from engine.attention.backend import (
     attention_backend,
 )
 from engine.attention.branches import branches_of
-from engine.batch import InputBatch, InputTensors, RequestRows, slot_of
+from engine.batch import InputBatch, InputTensors, RequestRows, slot_of, slots_of
 from engine.kernels import KINDS, LANES, STORED_KINDS, Renewal, Scratch, find_kernel
 from engine.request.info import Determinism
 from kvpool.store import KVStore
 
-_WORTH_A_TEAM = 1 << 20
-"""Pairs of a query and a key, times their dimensions: fewer are done sooner than a team has begun."""
+_WORTH_A_TEAM = 1 << 16
+"""Pairs of a query and a key, times their dimensions: fewer are done sooner by one thread, though in a
+recorded forward the others only wait."""
 _ROWS_FOR_A_TEAM = 64
 _TASKS_PER_THREAD = 2
 _NO_WINDOW = 1 << 62
@@ -158,59 +159,56 @@ def _padded(rows: torch.Tensor, dim: int) -> torch.Tensor:
 # --- whose keys a row sees ---
 
 
-_Group = int | Sequence[int]
-"""Sixteen keys, by their first slot, or by all slots where they do not lie together."""
-_Branch = tuple[Sequence[tuple[int, int]], Sequence[_Group]]
-"""A branch's rows, as (number in the batch, keys up to its own), and its groups after the common ones."""
+_Branch = tuple[Sequence[int], int, Sequence[int]]
+"""Its rows' numbers in the batch, the keys up to the first one's own, the slots of its own keys."""
 
 
-def _keys_of(request: RequestRows, block_size: int) -> tuple[Sequence[_Group], list[_Branch]]:
-    """Returns which groups of keys a request's rows see: of a chain all in common, of a tree those before
-    its first node."""
-    base, root_end = request.base, request.known_end
-    known = [(request.first_row + index, base + index + 1) for index in range(request.num_known)]
-    if request.is_chain():
-        first = request.first_row + request.num_known
-        chain = [(first + index, root_end + index + 1) for index in range(len(request.parents))]
-        return _groups(request.block_table, 0, request.end, block_size), [([*known, *chain], ())]
-    start = root_end // LANES * LANES
-    branches = [_branch(request, *each, start, block_size) for each in branches_of(request)]
-    if known:
-        branches.insert(0, (known, _groups(request.block_table, start, root_end, block_size)))
-    return _groups(request.block_table, 0, start, block_size), branches
+class _Told:
+    """What ``attention_tiles`` is ``Told`` of a step's requests."""
 
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.numbers = array("q")
+        self.num_groups = self.num_listed = self.num_branches = 0
 
-def _groups(table: Sequence[int], first: int, end: int, block_size: int) -> Sequence[_Group]:
-    """Returns the groups of keys ``first`` .. ``end - 1`` of a text; ``first`` is a multiple of 16."""
-    if block_size == LANES:
-        return [block * LANES for block in table[first // LANES : -(-end // LANES)]]
-    if block_size % LANES == 0:
-        return [slot_of(table, key, block_size) for key in range(first, end, LANES)]
-    return _grouped([slot_of(table, key, block_size) for key in range(first, end)])
+    def add(self, request: RequestRows, sees_block: bool) -> None:
+        """Of a chain all rows see one list of keys; of a tree, those before its first node."""
+        numbers, block_size = self.numbers, self._block_size
+        if request.is_chain():
+            chain = range(request.first_row, request.first_row + request.num_rows)
+            branches: list[_Branch] = [(chain, request.base + 1, ())]
+            start = request.end
+        else:
+            start = request.known_end // LANES * LANES
+            branches = [*self._branches(request, start)]
+        blocks = request.block_table[: -(-start // block_size)]
+        block_end = request.known_end if sees_block else 0
+        numbers.extend((request.first_key, block_end, start, len(blocks), len(branches)))
+        numbers.extend(iter(blocks))  # an array's numbers may be narrower
+        num_own = 0
+        for rows, first_seen, slots in branches:
+            numbers.extend((len(rows), len(slots), first_seen))
+            numbers.extend(rows)
+            numbers.extend(slots)
+            num_own += -(-len(slots) // LANES)
+        num_groups = -(-start // LANES) + num_own
+        self.num_groups += num_groups
+        self.num_listed += num_groups if block_size % LANES else num_own
+        self.num_branches += len(branches)
 
-
-def _grouped(slots: list[int]) -> list[_Group]:
-    """Returns the groups of keys in these slots. The last slot fills up the last group, unseen there."""
-    slots += slots[-1:] * (-len(slots) % LANES)
-    groups: list[_Group] = []
-    for at in range(0, len(slots), LANES):
-        group = slots[at : at + LANES]
-        lies_together = group == list(range(group[0], group[0] + LANES))
-        groups.append(group[0] if lies_together else group)
-    return groups
-
-
-def _branch(
-    request: RequestRows, nodes: Sequence[int], mine: Sequence[int], start: int, block_size: int
-) -> _Branch:
-    """Returns a branch's rows and own groups; ``start``: the first key of these."""
-    root_end = request.known_end
-    first_row = request.first_row + request.num_known - request.num_stored
-    end = root_end + len(nodes)
-    rows = [(first_row + node, end - len(mine) + index + 1) for index, node in enumerate(mine)]
-    places = [*range(start, root_end), *(root_end + node for node in nodes)]
-    slots = [slot_of(request.block_table, place, block_size) for place in places]
-    return rows, _grouped(slots)
+    def _branches(self, request: RequestRows, start: int) -> Iterator[_Branch]:
+        """``start``: the first key of their own groups."""
+        table, size, root_end = request.block_table, self._block_size, request.known_end
+        first, root = request.first_row, slots_of(table, start, root_end, size)
+        if request.num_known:
+            # What no row sees may be read: sixteen slots side by side are read faster than fewer.
+            end = root_end if size % LANES else _round_up(root_end, LANES)
+            rows = range(first, first + request.num_known)
+            yield rows, request.base + 1, slots_of(table, start, end, size)
+        first += request.num_known - request.num_stored
+        for nodes, mine in branches_of(request):
+            slots = root + [slot_of(table, root_end + node, size) for node in nodes]
+            yield [first + node for node in mine], root_end + len(nodes) - len(mine) + 1, slots
 
 
 # --- the step's records ---
@@ -228,138 +226,33 @@ class _Step:
         num_threads: int,
     ) -> None:
         kernel, (kv_heads, num_heads, key_dim, value_dim, sees_block) = backend.kernel, kind
-        tiles = _Tiles(kernel, num_heads // kv_heads)
+        told = _Told(backend.store.block_size)
         for request in batch.requests:
-            limits = request.first_key, request.known_end if sees_block else 0
-            tiles.add(*_keys_of(request, backend.store.block_size), limits)
-        tiles.divide(kv_heads, _TASKS_PER_THREAD * num_threads)
-        products = (
-            sum(num_seen for _, num_seen, _ in tiles.rows) * num_heads * (key_dim + value_dim)
-        )
+            told.add(request, sees_block)
+        share, wanted = num_heads // kv_heads, -(-_TASKS_PER_THREAD * num_threads // kv_heads)
+        tiles, records = find_kernel("attention_tiles"), find_kernel("records")
+        most = max(tiles.TILE_QUERIES, _round_up(share, LANES))
+        sizes = tiles.Sizes(backend.store.block_size, share, most, wanted)
+        plan, lists = tiles.lay_out(told, len(batch.requests), batch.num_rows, sizes)
+        num_sums = plan["num_parts"] * kv_heads
+        products = plan["num_pairs"] * num_heads * (key_dim + value_dim)
         self.num_threads = num_threads if products >= _WORTH_A_TEAM else 1
-        most, num_sums = tiles.most_queries, tiles.num_parts * kv_heads
         worker_floats = _round_up(kernel.scratch_floats(most, key_dim, value_dim), LANES)
         part_floats = num_sums * kernel.sums_floats(most, value_dim)
         scratch = backend.scratch.of(worker_floats * num_threads + part_floats)
-        records = [
-            torch.from_numpy(np.array(each, dtype=np.int64))
-            for each in (tiles.tiles, tiles.rows, tiles.branches, tiles.groups, tiles.slots)
-        ]
-        self._told = kernel.Step(
+        parts = scratch.data_ptr() + scratch.itemsize * worker_floats * num_threads
+        step = kernel.Step(
             inputs.slot_mapping,
-            *records,
+            *lists,
             scratch=scratch,
-            parts=scratch[worker_floats * num_threads :],
-            counters=torch.zeros(num_sums, dtype=torch.int64),
+            parts=records.Address(parts, scratch),
+            counters=records.rooms([num_sums])[0],
             num_rows=batch.num_rows,
-            num_tasks=len(tiles.tiles) * kv_heads,
+            num_tasks=plan["num_tiles"] * kv_heads,
             most_queries=most,
             scratch_size=worker_floats,
         )
-        self.record = find_kernel("records").packed(self._told)
-
-
-class _Tiles:
-    """The rows of a step in tiles. A tile holds as many rows of one request as fit, branch after branch.
-    ``tiles``, ``rows``, ``branches``, ``groups`` and ``slots`` as in the kernel's ``Step``."""
-
-    def __init__(self, kernel: Any, share: int) -> None:
-        self._kernel, self._share = kernel, share
-        self.most_queries = max(kernel.TILE_QUERIES, _round_up(share, LANES))
-        self.tiles: list[Any] = []
-        self.rows: list[tuple[int, int, int]] = []
-        self.branches: list[tuple[int, int, int, int]] = []
-        self.groups: list[int] = []
-        self.slots: list[int] = []
-        self.num_parts = 0
-        # Of the tile that is being filled.
-        self._first_row = self._first_branch = self._num_queries = 0
-        self._limits = (0, 0)
-
-    def add(
-        self, common: Sequence[_Group], branches: Sequence[_Branch], limits: tuple[int, int]
-    ) -> None:
-        """Adds a request's rows. ``limits``: its tiles' ``first_key`` and ``block_end``."""
-        self._limits = limits
-        num_common, common_at = len(common), self._put(common)
-        for rows, groups in branches:
-            own, end_group = self._put(groups), num_common + len(groups)
-            first_query = self._num_queries
-            for number, num_seen in rows:
-                if self._num_queries + self._share > self.most_queries:
-                    self._close_branch(first_query, own, end_group, num_common)
-                    self._close_tile(common_at, num_common)
-                    first_query = 0
-                self.rows.append((number, num_seen, self._num_queries))
-                self._num_queries += self._share
-            self._close_branch(first_query, own, end_group, num_common)
-        self._close_tile(common_at, num_common)
-
-    def _put(self, groups: Sequence[_Group]) -> int:
-        """Lists groups. Returns the number of the first of them."""
-        first = len(self.groups)
-        for group in groups:
-            if isinstance(group, int):
-                self.groups.append(group)
-            else:
-                self.groups.append(-1 - len(self.slots) // LANES)
-                self.slots += group
-        return first
-
-    def _close_branch(self, first_query: int, groups: int, end_group: int, num_common: int) -> None:
-        self._num_queries = _round_up(self._num_queries, self._kernel.QUERY_MULTIPLE)
-        if end_group > num_common and self._num_queries > first_query:
-            self.branches.append((first_query, self._num_queries, groups, end_group))
-
-    def _close_tile(self, common_at: int, num_common: int) -> None:
-        seen = [num_seen for _, num_seen, _ in self.rows[self._first_row :]]
-        if seen:
-            first_key, block_end = self._limits
-            most_seen = max(*seen, block_end)
-            num_chunks = -(-most_seen // self._kernel.CHUNK)
-            tile = self._kernel.Tile(
-                first_row=self._first_row,
-                end_row=len(self.rows),
-                first_chunk=0,
-                end_chunk=num_chunks,
-                first_branch=self._first_branch,
-                end_branch=len(self.branches),
-                first_key=first_key,
-                block_end=block_end,
-                least_seen=min(seen),
-                most_seen=most_seen,
-                num_queries=self._num_queries,
-                groups=common_at,
-                num_common=num_common,
-                first_part=-1,
-                num_chunks=num_chunks,
-                num_tiles=1,
-            )
-            self.tiles.append(tile)
-        self._first_row, self._first_branch = len(self.rows), len(self.branches)
-        self._num_queries = 0
-
-    def divide(self, kv_heads: int, wanted: int) -> None:
-        """Divides tiles by chunks where there are fewer than ``wanted`` tasks, one for each key head."""
-        pieces = -(-wanted // max(1, len(self.tiles) * kv_heads))
-        if pieces > 1:
-            self.tiles = [part for tile in self.tiles for part in self._parts(tile, pieces)]
-
-    def _parts(self, tile: Any, pieces: int) -> list[Any]:
-        each = -(-tile.num_chunks // min(pieces, tile.num_chunks))
-        starts = range(0, tile.num_chunks, each)
-        if len(starts) == 1:
-            return [tile]
-        first_part, self.num_parts = self.num_parts, self.num_parts + tile.num_chunks
-        return [
-            tile._replace(
-                first_chunk=start,
-                end_chunk=min(start + each, tile.num_chunks),
-                first_part=first_part,
-                num_tiles=len(starts),
-            )
-            for start in starts
-        ]
+        self.record = records.packed(step)
 
 
 def _round_up(value: int, multiple: int) -> int:

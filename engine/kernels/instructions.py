@@ -125,6 +125,11 @@ def load_bfloat16(builder: Any, address: Any) -> Any:
     return builder.bitcast(builder.shl(bits, whole_numbers(16)), FLOATS)
 
 
+def read_bfloat16(builder: Any, address: Any) -> Any:
+    bits = builder.zext(read(builder, address, INT16, 2), INT32)
+    return builder.bitcast(builder.shl(bits, INT32(16)), FLOAT)
+
+
 def load_float16(builder: Any, address: Any) -> Any:
     return builder.fpext(read(builder, address, ir.VectorType(ir.HalfType(), LANES), 2), FLOATS)
 
@@ -239,6 +244,12 @@ LOADS = {
     torch.float16: load_float16,
     torch.float8_e4m3fn: load_float8,
 }
+READS = {
+    torch.float32: lambda b, at: read(b, at, FLOAT, 4),
+    torch.bfloat16: read_bfloat16,
+    torch.float16: lambda b, at: b.fpext(read(b, at, ir.HalfType(), 2), FLOAT),
+}
+"""Of one float."""
 STORES = {
     torch.float32: lambda b, at, value: write(b, at, value, 4),
     torch.bfloat16: store_bfloat16,

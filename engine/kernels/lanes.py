@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
-from numba.extending import lower_builtin
+from numba.extending import intrinsic, lower_builtin
 
 from compiled.records import is_nowhere
 from engine.kernels import LANES
@@ -81,6 +81,8 @@ load = operation("int int -> lanes", _indexed(asm.LOADS))
 """``load(floats, at)`` returns sixteen floats, from the one with the number ``at`` on."""
 store = operation("int int lanes -> none", _indexed(asm.STORES))
 """``store(floats, at, value)`` writes them, rounded to the type of ``floats``."""
+one_of = operation("int int -> float", _indexed(asm.READS))
+"""``one_of(floats, at)`` returns the float with that number."""
 load_some = operation("int int -> lanes", {each: _load_some(each) for each in asm.LOADS})
 """``load_some(floats, count)`` reads no more than so many of sixteen; the others are 0."""
 store_some = operation("int lanes int -> none", {each: _store_some(each) for each in asm.STORES})
@@ -117,6 +119,8 @@ def widen(floats: Any, count: int, ahead: Any, target: Any) -> None:
 
 
 bits_of = operation("double -> int", lambda b, value: b.bitcast(value, _INT64))
+float_bits = operation("float -> int", lambda b, value: b.sext(b.bitcast(value, asm.INT32), _INT64))
+"""A float's 32 bits, as an integer with a sign."""
 
 
 def room_for(count: int) -> Any:
@@ -129,6 +133,12 @@ def room_for(count: int) -> Any:
         return builder.ptrtoint(room, _INT64)
 
     return operation("-> floats", emit)
+
+
+@intrinsic
+def as_elements_of(_context: Any, floats: Any, place: Any) -> Any:
+    """The second pointer, as one to numbers of the type that the first points to."""
+    return floats(floats, place), lambda _context, _builder, _signature, values: values[1]
 
 
 # --- what threads share ---

@@ -9,7 +9,9 @@ step to step.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -17,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 
-from compiled.records import Counter, record_of
+from compiled.records import Counter, address_of, record_of
 from engine.kernels import LANES, MOST_RANK, threads_for
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Kernel
-from engine.kernels.records import Float32s, Floats, packed
+from engine.kernels.records import Float32s, Floats, words
 
 _AT_ONCE = 4
 """Sums that go on side by side; ranks are filled up to a multiple of it."""
@@ -181,8 +183,8 @@ class PackedAdapter:
         self._held = {number: _packed_part(*part) for number, part in parts.items()}
         absent = Place(_NOTHING, _NOTHING, 0)
         places = [self._held.get(number, absent) for number in range(num_places)]
-        self._places = torch.stack([packed(place) for place in places])
-        self.address = self._places.data_ptr()
+        self._places = array("q", chain.from_iterable(map(words, places)))
+        self.address = address_of(self._places)
 
     @property
     def num_bytes(self) -> int:

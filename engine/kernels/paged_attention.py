@@ -27,14 +27,17 @@ from numba import njit
 from compiled.records import Counter, Int64s
 from engine.kernels import LANES
 from engine.kernels import lanes as v
+from engine.kernels.attention_tiles import (
+    CHUNK,
+    GROUP,
+    QUERY_MULTIPLE,
+    Branch,
+    Row,
+    Tile,
+)
 from engine.kernels.compiled import Kernel
 from engine.kernels.records import Float32s, Floats
 from engine.kernels.tiles import interleave, score4, score8, transpose, weigh16, weigh64
-
-GROUP = LANES
-CHUNK = 256
-TILE_QUERIES = 64
-QUERY_MULTIPLE = 4
 
 
 def attended(
@@ -62,51 +65,6 @@ def attended(
 
 
 # --- what is told ---
-
-
-class Row(NamedTuple):
-    """A row: its number in the batch, how many keys of its text there are up to its own, its first query
-    in the tile."""
-
-    number: int
-    num_seen: int
-    query: int
-
-
-class Branch(NamedTuple):
-    """Queries of a tile, from a multiple of ``QUERY_MULTIPLE`` to one; ``groups``: number of the first of
-    its own groups; ``end_group``: of its text, the group after the last."""
-
-    first_query: int
-    end_query: int
-    groups: int
-    end_group: int
-
-
-class Tile(NamedTuple):
-    """Rows, chunks and branches by number. No row sees a key before ``first_key``; each sees those up to
-    its own, and those before ``block_end``. ``least_seen``: the fewest keys up to a row's own;
-    ``most_seen``: the key after the last that a row sees; ``num_queries``: a multiple of
-    ``QUERY_MULTIPLE``; ``groups``: number of the first of ``num_common`` groups that all rows share.
-    ``first_part``: where sums of its chunks are left, if it is one of ``num_tiles`` that divide
-    ``num_chunks``; -1: it is not."""
-
-    first_row: int
-    end_row: int
-    first_chunk: int
-    end_chunk: int
-    first_branch: int
-    end_branch: int
-    first_key: int
-    block_end: int
-    least_seen: int
-    most_seen: int
-    num_queries: int
-    groups: int
-    num_common: int
-    first_part: int
-    num_chunks: int
-    num_tiles: int
 
 
 class Step(NamedTuple):

@@ -7,16 +7,17 @@ records that lie ``Within``; compiled code finds a tensor as the address of its 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter
 from struct import Struct
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from numba import types
 
-from compiled.records import Counter, Pointer, places_of, record_of, words_of
+from compiled.records import Counter, Pointer, address_of, places_of, record_of, words_of
 
 
 def elements(element: Any) -> Pointer:
@@ -76,7 +77,37 @@ NOWHERE = torch.empty(0)
 layout_of: Any = cache(Layout)
 
 
-def packed(arguments: Any) -> torch.Tensor:
-    """Returns what other arguments have a record of, in memory of its own."""
+class Address(NamedTuple):
+    """Arguments may have it in a tensor's place. ``held`` owns what is there."""
+
+    address: int
+    held: object
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def words(arguments: Any) -> array[int]:
+    """Returns the record of arguments."""
     layout: Layout = layout_of(type(arguments))
-    return torch.frombuffer(layout.pack(arguments)[0], dtype=torch.int64)
+    return layout.pack(arguments)[0]
+
+
+def packed(arguments: Any) -> Address:
+    """Returns what other arguments have a record of, in memory of its own."""
+    told = words(arguments)
+    return Address(address_of(told), (told, arguments))
+
+
+def listed(numbers: Iterable[int]) -> Address:
+    """Returns where these int64 are: of a few, a tensor takes longer to make."""
+    told = array("q", numbers)
+    return Address(address_of(told), told)
+
+
+def rooms(sizes: Iterable[int]) -> list[Address]:
+    """Returns where there is room for so many int64, zeros, one after another."""
+    starts = [0, *accumulate(sizes)]
+    numbers = array("q", bytes(8 * starts.pop()))
+    first = address_of(numbers)
+    return [Address(first + 8 * start, numbers) for start in starts]

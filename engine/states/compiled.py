@@ -83,11 +83,10 @@ def _is_same(held: Tensor | None, given: Tensor | None) -> bool:
 
 
 class _Step(NamedTuple):
-    """``record``: as kernels read it; ``held``: what it points to."""
+    """``record``: where kernels read it, an ``Address``."""
 
-    record: Tensor
+    record: Any
     num_threads: int
-    held: object
 
 
 class CompiledPlan:
@@ -217,4 +216,4 @@ class CompiledPlan:
             num_threads=num_threads,
         )
         record = find_kernel("records").packed(told)
-        return _Step(record, num_threads if numbers >= worth else 1, told)
+        return _Step(record, num_threads if numbers >= worth else 1)
