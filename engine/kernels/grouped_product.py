@@ -151,12 +151,13 @@ _room_for_scales = v.room_for(2 * LANES)
 
 
 @njit
-def _quantize_row(a: Arguments, row: Any, record: Any, step: int) -> None:
-    """Writes the record of a row whose features are a multiple of 16, groups ``step`` bytes apart; a last
-    group is filled with 0. Scales of sixteen groups are divided at once."""
-    scales, end = _room_for_scales(), a.rows.num_features
+def _quantize_row(a: Arguments, row: Any, begin: int, end: int, record: Any, step: int) -> None:
+    """Writes what the record of a row has of some features, a multiple of 16 from the beginning of a
+    group on, groups ``step`` bytes apart; a last group is filled with 0. Scales of sixteen groups are
+    divided at once."""
+    scales = _room_for_scales()
     group = features_of_a_scale(a.weights.blocks, a.form.group)
-    for start in range(0, end, LANES * group):
+    for start in range(begin, end, LANES * group):
         firsts = range(start, min(start + LANES * group, end), group)
         for number, first in enumerate(firsts):
             scales[number] = _largest(row, first, group, end)
@@ -202,9 +203,9 @@ def _quantize_group(a: Arguments, row: Any, first: int, group: int, record: Any,
 
 
 @njit
-def _widen_row(end: int, row: Any, record: Any, step: int) -> None:
-    """Writes the same row, of ``end`` features, as float32."""
-    for first in range(0, end, GROUP):
+def _widen_row(row: Any, begin: int, end: int, record: Any, step: int) -> None:
+    """Writes the same features of a row as float32."""
+    for first in range(begin, end, GROUP):
         target = v.float32s(record)
         for at in range(0, GROUP, LANES):
             is_there = first + at < end
@@ -213,14 +214,14 @@ def _widen_row(end: int, row: Any, record: Any, step: int) -> None:
 
 
 @njit
-def _gated_or_plain(rows: Rows, row: int) -> Any:
-    """Returns where the row is that is to be quantised: in ``gated``, once it is gated, or where it
-    was."""
+def _gated_or_plain(rows: Rows, row: int, begin: int, end: int) -> Any:
+    """Returns where the row is whose features ``begin`` .. ``end - 1`` are to be quantised: in ``gated``,
+    once they are gated, or where it was."""
     source = rows.floats + row * rows.stride
     if rows.activation == 0:
         return source
     target, other = rows.gated + row * rows.num_features, source + rows.other
-    for at in range(0, rows.num_features, LANES):
+    for at in range(begin, end, LANES):
         value = v.activated(rows.activation, v.load(source, at))
         v.store(target, at, v.rounded(source, value) * v.load(other, at))
     return target
@@ -233,7 +234,7 @@ class GateArguments(NamedTuple):
 
 def _gate(a: GateArguments) -> None:
     for row in v.shared(a.next_row, a.rows.num_rows):
-        _gated_or_plain(a.rows, row)
+        _gated_or_plain(a.rows, row, 0, a.rows.num_features)
 
 
 gate_all = Kernel(_gate)
@@ -317,28 +318,35 @@ _ROWS_OF_A_RUN = 8
 
 @njit
 def _write_records(a: Arguments) -> None:
-    """All threads share the rows; none goes on before the last is done."""
-    num_units, num_copies = a.form.num_units, a.pairs.num_copies
-    unit = a.form.size // num_units
-    run = min((a.rows.num_rows + a.num_threads - 1) // a.num_threads, _ROWS_OF_A_RUN)
-    for row in v.shared(a.next_row, a.rows.num_rows, run):
-        source = _gated_or_plain(a.rows, row)
+    """All threads share the rows; none goes on before the last is done. Few rows are divided by their
+    units, whose records lie apart."""
+    num_rows, num_units, num_copies = a.rows.num_rows, a.form.num_units, a.pairs.num_copies
+    num_parts = min(num_units, a.num_threads) if num_rows < _ROWS_OF_A_RUN * a.num_threads else 1
+    unit, num_items = a.form.size // num_units, num_rows * num_parts
+    run = min((num_items + a.num_threads - 1) // a.num_threads, _ROWS_OF_A_RUN)
+    for item in v.shared(a.next_row, num_items, run):
+        row, units = item % num_rows, v.share_of(num_units, num_parts, item // num_rows)
+        begin, end = units[0] * GROUP, a.rows.num_features
+        if units[1] < num_units:
+            end = units[1] * GROUP
+        source = _gated_or_plain(a.rows, row, begin, end)
         done, done_step = a.records, 0
         for copy in range(row * num_copies, (row + 1) * num_copies):
             record, step = _place(a, copy)
             if step == 0:
                 continue
+            record = record + units[0] * step
             if done_step != 0:
-                for number in range(num_units):
+                for number in range(units[1] - units[0]):
                     _copy(done + number * done_step, record + number * step, unit)
             elif a.form.group == 0:
-                _widen_row(a.rows.num_features, source, record, step)
+                _widen_row(source, begin, end, record, step)
             else:
-                _quantize_row(a, source, record, step)
+                _quantize_row(a, source, begin, end, record, step)
             done, done_step = record, step
         v.fetch_add(a.num_done, 1)
-    # Every row that is not done is in the hands of a thread that runs.
-    v.wait_until(a.num_done, a.rows.num_rows, a.release)
+    # Every item that is not done is in the hands of a thread that runs.
+    v.wait_until(a.num_done, num_items, a.release)
 
 
 @njit
