@@ -237,6 +237,32 @@ class InputTensors(NamedTuple):
     temperatures: torch.Tensor
 
 
+_MOST_VIEWS = 256
+"""Sizes of batches whose views of their inputs are kept: to make them takes longer than to fill them."""
+
+
+class _InputMemory:
+    """Memory for batches' inputs: on the ``device``, and as an ``array`` where the host may write it."""
+
+    def __init__(self, device: torch.Tensor) -> None:
+        self.device = device
+        self.array: NDArray[np.int64] | None = None if device.is_cuda else device.numpy()
+        self._views: dict[tuple[int, ...], InputTensors] = {}
+
+    def views(self, num_rows: int, lengths: tuple[int, ...]) -> InputTensors:
+        """Returns columns of so many numbers each, which begin ``num_rows`` apart."""
+        found = self._views.get((num_rows, *lengths))
+        if found is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            rows = self.device[: len(lengths) * num_rows].view(-1, num_rows)
+            views = (row[:length] for row, length in zip(rows, lengths, strict=True))
+            found = InputTensors(*views)
+            found = found._replace(temperatures=found.temperatures.view(torch.float64))
+            self._views[num_rows, *lengths] = found
+        return found
+
+
 class InputBuffers:
     """Device memory that every step's inputs come in, in one copy: views at the same addresses for equal
     numbers of rows, so that a captured step can be run again. ``max_num_rows`` is an estimate: a larger
@@ -248,7 +274,7 @@ class InputBuffers:
 
     def __init__(self, device: torch.device, max_num_rows: int) -> None:
         self._device = device
-        self._memories: list[tuple[torch.Tensor, NDArray[np.int64] | None]] = []
+        self._memories: list[_InputMemory] = []
         self._grow(max_num_rows)
 
     def fill(self, batch: InputBatch) -> InputTensors:
@@ -266,24 +292,23 @@ class InputBuffers:
             of_logits,
             keys,
             positions,
-            np.array(temperatures).view(np.int64).tolist(),
+            np.array(temperatures).view(np.int64).tolist() if temperatures else (),
         )
         num_rows = max(batch.num_rows, 1)
         end = len(columns) * num_rows
-        if end > len(self._memories[-1][0]):
+        if end > len(self._memories[-1].device):
             self._grow(2 * num_rows)
-        memory, array = next(each for each in self._memories if end <= len(each[0]))
-        host = None
+        memory = next(each for each in self._memories if end <= len(each.device))
+        host, array = None, memory.array
         if array is None:
             host = torch.empty(end, dtype=torch.long, pin_memory=True)
             array = host.numpy()
         for first, values in zip(range(0, end, num_rows), columns, strict=True):
-            array[first : first + len(values)] = values
+            if values:
+                array[first : first + len(values)] = values
         if host is not None:
-            memory[:end].copy_(host, non_blocking=True)
-        views = zip(memory[:end].view(-1, num_rows), columns, strict=True)
-        tensors = InputTensors(*(view[: len(values)] for view, values in views))
-        tensors = tensors._replace(temperatures=tensors.temperatures.view(torch.float64))
+            memory.device[:end].copy_(host, non_blocking=True)
+        tensors = memory.views(num_rows, tuple(map(len, columns)))
         if batch.chosen is not None:
             tensors.token_ids[: len(batch.chosen)].copy_(batch.chosen)
         if batch.moved is not None:
@@ -295,7 +320,7 @@ class InputBuffers:
     def _grow(self, num_rows: int) -> None:
         count = len(InputTensors._fields) * num_rows
         memory = torch.zeros(count, dtype=torch.long, device=self._device)
-        self._memories.append((memory, None if memory.is_cuda else memory.numpy()))
+        self._memories.append(_InputMemory(memory))
 
 
 class ForwardOutput(NamedTuple):
