@@ -30,7 +30,7 @@ def build_core(
     slots: StateSlots | None,
 ) -> EngineCore:
     cost = _measured_cost(runner, config, limits)
-    warm_up(limits.vocab_size, runner.store.device)
+    warm_up(limits.vocab_size, runner.store.device, runner.model.dtype)
     is_alone = config.tensor_parallel_size == 1
     runs_ahead = runner.device.type == "cuda" and is_alone and find_spec("triton") is not None
     if runs_ahead:

@@ -146,7 +146,7 @@ def _suggest(a: Arguments) -> None:
         pad(logits, a.num_columns, padded)
         for tile in range(count_tiles(a.num_columns)):
             find_maxima(tile_at(logits, a.num_columns, tile, padded), maxima + tile * GROUP_TOKENS)
-        keep_largest(logits, a.num_columns, count, padded, maxima, heap)
+        keep_largest(logits, a.num_columns, count, maxima, heap)
         sort_kept(heap, count)
         if is_greedy:
             _suggest_likeliest(a, row, logits, heap, padded)

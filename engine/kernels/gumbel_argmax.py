@@ -21,7 +21,7 @@ from compiled.records import Counter, Float64s, Int64s
 from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Kernel
-from engine.kernels.records import Float32s
+from engine.kernels.records import Float32s, Floats
 from engine.kernels.top_tokens import (
     LOWEST,
     NO_KEY,
@@ -70,7 +70,7 @@ class Arguments(NamedTuple):
     tokens), ``limits`` (temperature, top-p, logarithm of min-p) and ``tokens``, the result; of each
     worker ``maxima`` and ``bounds`` of its row's groups, and ``heap`` ``[most_kept]``."""
 
-    logits: Float32s
+    logits: Floats
     keys: Int64s
     positions: Int64s
     top_ks: Int64s
@@ -148,7 +148,7 @@ def _best_of_group(
     logits, first_token = _tile(row, tile), tile * n.TILE_TOKENS
     for member in range(n.GROUP_TOKENS):
         at = member * n.GROUP_TOKENS + lane
-        scaled = float(logits[at]) / row.temperature
+        scaled = float(v.one_of(logits, at)) / row.temperature
         if scaled < floor or not scaled + most_noise >= best:
             continue
         candidate, noise = first_token + at, most_noise
@@ -197,8 +197,8 @@ def _kth_largest(row: _Row, top_k: int, heap: Any) -> Any:
     """The least logit that is among the ``top_k`` largest."""
     if not 0 < top_k < row.vocab_size:
         return LOWEST
-    keep_largest(row.logits, row.vocab_size, top_k, row.padded, row.maxima, heap)
-    return LOWEST if heap[0] == NO_KEY else row.logits[token_of(heap[0])]
+    keep_largest(row.logits, row.vocab_size, top_k, row.maxima, heap)
+    return LOWEST if heap[0] == NO_KEY else v.one_of(row.logits, token_of(heap[0]))
 
 
 @njit
@@ -210,7 +210,7 @@ def _search_row(row: _Row, top_p: float, log_min_p: float, top_k: int, heap: Any
         token = _winner(row, floor, first)
         if token < 0 or top_p >= 1.0:
             return token
-        logit = row.logits[token]
+        logit = v.one_of(row.logits, token)
         # Nothing lies above the largest logit, so it needs no sum.
         if not logit < top:
             return token
@@ -223,7 +223,8 @@ def _search_row(row: _Row, top_p: float, log_min_p: float, top_k: int, heap: Any
 
 def _search(a: Arguments) -> None:
     worker, num_groups = v.fetch_add(a.num_workers, 1), count_tiles(a.vocab_size) * n.GROUP_TOKENS
-    padded, heap = room_for_tile(), a.heap + worker * a.most_kept
+    padded = v.as_elements_of(a.logits, room_for_tile())
+    heap = a.heap + worker * a.most_kept
     maxima, bounds = a.maxima + worker * num_groups, a.bounds + worker * num_groups
     for index in v.shared(a.next_row, a.num_rows):
         logits = a.logits + index * a.vocab_size
@@ -248,7 +249,7 @@ def search_rows(
 ) -> torch.Tensor:
     """The winning tokens, int64 ``[num_rows]``; 0 where no logit is finite.
 
-    ``logits`` ``[num_rows, vocab_size]``, float32, contiguous; ``keys`` and ``positions`` int64
+    ``logits`` ``[num_rows, vocab_size]``, floats, contiguous; ``keys`` and ``positions`` int64
     ``[num_rows]``; ``limits``: of each row temperature, top-p, min-p, top-k.
     """
     num_rows, vocab_size = logits.shape

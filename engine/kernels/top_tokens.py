@@ -18,7 +18,7 @@ from compiled.records import Counter, Int64s
 from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
 from engine.kernels.compiled import Kernel
-from engine.kernels.records import NOWHERE, Float32s
+from engine.kernels.records import NOWHERE, Float32s, Floats, listed
 
 
 def reference(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +41,7 @@ def num_tiles(vocab_size: int) -> int:
 
 count_tiles = njit(num_tiles)
 room_for_tile = v.room_for(TILE_TOKENS)
-"""Where ``pad`` leaves a row's last tile."""
+"""Where ``pad`` leaves a row's last tile, as elements of the row's type."""
 
 
 @njit(inline="always")
@@ -54,8 +54,11 @@ def tile_at(logits: Any, vocab_size: int, tile: int, padded: Any) -> Any:
 def pad(logits: Any, vocab_size: int, padded: Any) -> None:
     """The last tokens, and nothing after them."""
     first = vocab_size // TILE_TOKENS * TILE_TOKENS
-    for token in range(first, first + TILE_TOKENS):
-        padded[token - first] = logits[token] if token < vocab_size else LOWEST
+    for at in range(0, TILE_TOKENS, LANES):
+        v.store(padded, at, v.splat(LOWEST))
+    for token in range(first, vocab_size, LANES):
+        count = min(LANES, vocab_size - token)
+        v.store_some(padded + (token - first), v.load_some(logits + token, count), count)
 
 
 @njit
@@ -76,9 +79,9 @@ _ID_BITS = 32
 
 
 @njit(inline="always")
-def _key(logits: Any, at: int, token: int) -> int:
+def _key(logit: Any, token: int) -> int:
     """An integer that orders logits, and among equal ones the lowest token as largest."""
-    bits: Any = np.int64(v.int32s(logits)[at])
+    bits: Any = v.float_bits(logit)
     if bits == -(1 << 31):  # there are two zeros, of one value
         bits = 0
     if bits < 0:
@@ -101,24 +104,20 @@ def _sink(heap: Any, size: int, at: int, key: int) -> None:
 
 
 @njit
-def keep_largest(
-    logits: Any, vocab_size: int, count: int, padded: Any, maxima: Any, heap: Any
-) -> None:
+def keep_largest(logits: Any, vocab_size: int, count: int, maxima: Any, heap: Any) -> None:
     """The keys of the largest logits into a heap, the least of them at its root."""
     for at in range(count):
         heap[at] = NO_KEY
     for group in range(count_tiles(vocab_size) * GROUP_TOKENS):
         # Of equal logits every token may be the one with the lowest number.
-        if _key(maxima, group, 0) < heap[0]:
+        if _key(maxima[group], 0) < heap[0]:
             continue
-        tile = tile_at(logits, vocab_size, group // GROUP_TOKENS, padded)
         first = group // GROUP_TOKENS * TILE_TOKENS
-        for at in range(group % GROUP_TOKENS, TILE_TOKENS, GROUP_TOKENS):
-            if first + at >= vocab_size:
-                break
-            value = tile[at]
+        end = min(first + TILE_TOKENS, vocab_size)
+        for token in range(first + group % GROUP_TOKENS, end, GROUP_TOKENS):
+            value = v.one_of(logits, token)
             if value == value:
-                key = _key(tile, at, first + at)
+                key = _key(value, token)
                 if key > heap[0]:
                     _sink(heap, count, 0, key)
 
@@ -146,7 +145,7 @@ class Arguments(NamedTuple):
     as ``num_rows``; ``tokens`` and ``values`` ``[num_rows, num_top]``, the results; of each worker
     ``heap`` ``[num_top]`` and ``maxima`` of its row's groups."""
 
-    logits: Float32s
+    logits: Floats
     rows: Int64s
     tokens: Int64s
     values: Float32s
@@ -162,20 +161,20 @@ class Arguments(NamedTuple):
 def _find(a: Arguments) -> None:
     worker, num_groups = v.fetch_add(a.num_workers, 1), count_tiles(a.vocab_size) * GROUP_TOKENS
     heap, maxima = a.heap + worker * a.num_top, a.maxima + worker * num_groups
-    padded = room_for_tile()
+    padded = v.as_elements_of(a.logits, room_for_tile())
     for row in v.shared(a.next_row, a.num_rows):
         which = row if v.is_none(a.rows) else a.rows[row]
         logits = a.logits + which * a.vocab_size
         pad(logits, a.vocab_size, padded)
         for tile in range(count_tiles(a.vocab_size)):
             find_maxima(tile_at(logits, a.vocab_size, tile, padded), maxima + tile * GROUP_TOKENS)
-        keep_largest(logits, a.vocab_size, a.num_top, padded, maxima, heap)
+        keep_largest(logits, a.vocab_size, a.num_top, maxima, heap)
         sort_kept(heap, a.num_top)
         tokens, values = a.tokens + row * a.num_top, a.values + row * a.num_top
         for rank in range(a.num_top):
             is_missing = heap[rank] == NO_KEY  # fewer numbers than were asked for
             tokens[rank] = 0 if is_missing else token_of(heap[rank])
-            values[rank] = LOWEST if is_missing else logits[tokens[rank]]
+            values[rank] = LOWEST if is_missing else v.one_of(logits, tokens[rank])
 
 
 find = Kernel(_find)
@@ -185,7 +184,7 @@ find = Kernel(_find)
 class SumArguments(NamedTuple):
     """``logits`` ``[num_rows, vocab_size]``; ``sums`` ``[num_rows]``, the results."""
 
-    logits: Float32s
+    logits: Floats
     sums: Float32s
     num_rows: int
     vocab_size: int
@@ -212,7 +211,7 @@ def sum_row(logits: Any, vocab_size: int, padded: Any) -> Any:
 
 
 def _sum(a: SumArguments) -> None:
-    padded = room_for_tile()
+    padded = v.as_elements_of(a.logits, room_for_tile())
     for row in v.shared(a.next_row, a.num_rows):
         logits = a.logits + row * a.vocab_size
         pad(logits, a.vocab_size, padded)
@@ -228,7 +227,7 @@ def top_rows(
     logits: torch.Tensor, num_top: int, rows: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens and values of the ``num_top`` largest ``logits``, at least one, ``[num_rows,
-    num_top]``, of ``rows``, or of all. ``logits``: ``[.., vocab_size]``, float32, contiguous. Minus
+    num_top]``, of ``rows``, or of all. ``logits``: ``[.., vocab_size]``, floats, contiguous. Minus
     infinity, token 0, where a row has fewer numbers."""
     num_rows, vocab_size = len(logits) if rows is None else len(rows), logits.shape[1]
     tokens = torch.empty(num_rows, num_top, dtype=torch.int64)
@@ -236,7 +235,7 @@ def top_rows(
     num_threads = min(num_rows, threads_for(num_rows * vocab_size))
     heap = torch.empty(num_threads * num_top, dtype=torch.int64)
     maxima = torch.empty(num_threads * num_tiles(vocab_size) * GROUP_TOKENS)
-    told = NOWHERE if rows is None else torch.tensor(rows, dtype=torch.int64)
+    told = NOWHERE if rows is None else listed(rows)
     find.run(
         Arguments(logits, told, tokens, values, heap, maxima, num_rows, vocab_size, num_top),
         num_threads,
@@ -245,7 +244,7 @@ def top_rows(
 
 
 def log_sums(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the logarithm of the sum of exponentials of each row: ``[num_rows, vocab_size]``, float32,
+    """Returns the logarithm of the sum of exponentials of each row: ``[num_rows, vocab_size]``, floats,
     contiguous, to ``[num_rows, 1]``."""
     sums = torch.empty(len(logits), 1)
     num_threads = min(len(logits), threads_for(logits.numel()))

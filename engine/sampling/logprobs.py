@@ -104,7 +104,7 @@ def begin_top_tokens(
         return (*found, _log_sums(rows)) if with_probs else found
 
     is_host = host_kernel(_KERNEL, logits.device) is not None
-    if not is_host or with_probs or logits.dtype != torch.float32:
+    if not is_host or with_probs:
         found = _by_parts(logits, row_indices, read, readback)
     else:  # which reads rows once, where they are
         found = tuple(map(readback.add, _top(logits.contiguous(), k, row_indices)))

@@ -19,7 +19,7 @@ whose bits the other rows of the batch cannot change (a float sum's can). Ties g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from drafters.base import DraftSampling
-from engine.kernels import host_kernel
+from engine.kernels import host_kernel, is_host
 from engine.kernels.triton.choice_ops import can_choose, choose_rows
 from engine.request.params import SamplingParams
-from engine.sampling.logprobs import begin_top_tokens
+from engine.sampling.logprobs import TopTokens, begin_top_tokens
 from engine.sampling.noise_torch import gumbel
 from engine.sampling.state import SampledRequest, noise_positions, rows_of, truncates
-from engine.transfer import read_now, upload
+from engine.transfer import Readback, read_now, upload
 
 Truncation: TypeAlias = SamplingParams | DraftSampling
 """Greedy rows count as of temperature 1."""
@@ -71,17 +71,19 @@ def choose_tokens(
         are_greedy = all(each.sampling.is_greedy for each in requests)
         if likeliest is not None and are_greedy and values is logits:
             return likeliest
-        nobody = torch.full((len(values),), _NO_TOKEN, device=values.device)
-        chosen = nobody if known is None else known.clone()
+        parts: list[tuple[list[int], Callable[[Tensor], Tensor]]] = []
         for is_greedy in (True, False):
             own = [each for each in requests if each.sampling.is_greedy == is_greedy]
-            rows = [row for each in own for row in rows_of(each)]
-            choose = greedy_tokens if is_greedy else partial(_sampled, own)
-            if rows == list(range(len(values))):
-                return choose(values.contiguous())
-            if rows:
-                index = upload(rows, values.device)
-                chosen.index_copy_(0, index, choose(values.index_select(0, index)))
+            if own:
+                rows = [row for each in own for row in rows_of(each)]
+                parts.append((rows, greedy_tokens if is_greedy else partial(_sampled, own)))
+        if len(parts) == 1 and parts[0][0] == [*range(len(values))]:
+            return parts[0][1](values.contiguous())
+        nobody = torch.full((len(values),), _NO_TOKEN, device=values.device)
+        chosen = nobody if known is None else known.clone()
+        for rows, choose in parts:
+            index = upload(rows, values.device)
+            chosen.index_copy_(0, index, choose(values.index_select(0, index)))
         return chosen
 
 
@@ -96,7 +98,9 @@ def target_probs(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
     """
     with torch.inference_mode():
         rows = [row for each in requests for row in rows_of(each)]
-        values = edited_logits(logits, requests).index_select(0, upload(rows, logits.device))
+        values = (
+            edited_logits(logits, requests).index_select(0, upload(rows, logits.device)).float()
+        )
         params = [each.sampling.params for each in requests for _ in rows_of(each)]
         probs = torch.softmax(truncated(values, params), dim=-1)
         is_empty = ~(values.amax(dim=-1) > -_INFINITY)  # NaN rows too
@@ -106,13 +110,13 @@ def target_probs(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
 
 
 def edited_logits(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
-    """Float32 logits after the requests' processors, each row by the state after its path: ``logits``
-    itself where nothing changes, else a copy. Same shape."""
-    values = logits.float()
+    """Logits after the requests' processors, each row by the state after its path: ``logits`` itself
+    where nothing changes, else a copy in float32, in which all are on a device. Same shape."""
+    values = logits if is_host(logits.device) else logits.float()
     for each in requests:
         processors = [one for one in each.sampling.processors if one.is_active()]
         if processors:
-            values = logits.clone() if values is logits else values
+            values = logits.to(torch.float32, copy=True) if values is logits else values
             own = rows_of(each)
             rows, row_paths = values[own.start : own.stop], each.draft.paths()
             for processor in processors:
@@ -130,8 +134,8 @@ def _sampled(requests: Sequence[SampledRequest], values: Tensor) -> Tensor:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """The likeliest token of each row, lowest id among equals; 0 where no logit is finite. Float32 in,
-    int64 ``[num_rows]`` out."""
+    """The likeliest token of each row, lowest id among equals; 0 where no logit is finite. Int64
+    ``[num_rows]``."""
     kernel = host_kernel("top_tokens", logits.device)
     if kernel is None:
         return _first_best(logits)
@@ -147,10 +151,10 @@ def sampled_tokens(
 ) -> Tensor:
     """The sampled token of each row: int64 ``[num_rows]``. A row without a finite logit gets token 0.
 
-    ``logits``: float32 ``[num_rows, vocab_size]``, contiguous. ``keys`` and ``positions``: int64
-    ``[num_rows]``, of the rows' noise. ``params``: what each row's request asked for. Top-k keeps what is
-    not below the k-th largest logit (0: off); top-p then keeps a token while the mass strictly above it
-    is below ``top_p`` of the whole (1: off); min-p what is not below ``min_p`` times the largest
+    ``logits`` ``[num_rows, vocab_size]``, contiguous, float32 but on a CPU. ``keys`` and ``positions``:
+    int64 ``[num_rows]``, of the rows' noise. ``params``: what each row's request asked for. Top-k keeps
+    what is not below the k-th largest logit (0: off); top-p then keeps a token while the mass strictly
+    above it is below ``top_p`` of the whole (1: off); min-p what is not below ``min_p`` times the largest
     probability. Tokens with equal logits share their fate.
     """
     kernel = host_kernel("gumbel_argmax", logits.device)
@@ -249,12 +253,20 @@ def _first_best(scores: Tensor) -> Tensor:
     return tokens.masked_fill_(best.isnan(), 0)
 
 
-def warm_up(vocab_size: int, device: torch.device) -> None:
+def warm_up(vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
     """Compiles the kernels of sampling before there are requests to wait for them: samples a token, and
-    reads a top token."""
-    logits = torch.zeros(1, vocab_size, device=device)
+    reads a top token. ``dtype``: of the model's logits; edited ones are float32."""
     zero = np.zeros(1, np.int64)
     with torch.inference_mode():
-        for params in (SamplingParams(), SamplingParams(top_p=0.5, top_k=1)):
-            sampled_tokens(logits, zero, zero, [replace(params, temperature=1.0)])
-        read_now(lambda readback: begin_top_tokens(logits, [0], 1, readback, True)[0])
+        for kind in {dtype if is_host(device) else torch.float32, torch.float32}:
+            logits = torch.zeros(1, vocab_size, device=device, dtype=kind)
+            for params in (SamplingParams(), SamplingParams(top_p=0.5, top_k=1)):
+                sampled_tokens(logits, zero, zero, [replace(params, temperature=1.0)])
+            for with_probs in (False, True):
+                read_now(partial(_read_top_token, logits, with_probs))
+
+
+def _read_top_token(
+    logits: Tensor, with_probs: bool, readback: Readback
+) -> Callable[[], TopTokens]:
+    return begin_top_tokens(logits, [0], 1, readback, with_probs)[0]

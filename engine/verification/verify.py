@@ -81,7 +81,7 @@ def begin_reading(
     the device has made, and how many agree before them.
     """
     readback = Readback()
-    if known is None and logits.numel() <= _FEW_LOGITS:
+    if known is None and logits.numel() <= _FEW_LOGITS and not is_host(logits.device):
         logits = logits.float()  # which all who read them would do by themselves
     sampling = [each for each in requests if each.samples]
     with clock.measure("verify"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled.noise_numbers import TILE_TOKENS
-from engine.kernels import LANES
+from engine.kernels import KINDS, LANES
 from engine.kernels.top_tokens import log_sums, reference, top_rows
 from worlds.device_world import no_host
 from worlds.sampled_rows import top_probs, top_tokens
@@ -37,12 +37,13 @@ def log_sum_bound(rows: Tensor) -> float:
     return (num_sums + 6 + 3 * math.log(num_logits) + most) * 2.0**-24
 
 
+@pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("vocab_size", [1, 5, 40, 1023, 1024, 1025, 4096, 5000])
 @pytest.mark.parametrize("num_top", [1, 3, 64])
-def test_kernel_finds_what_sorting_finds(vocab_size: int, num_top: int) -> None:
+def test_kernel_finds_what_sorting_finds(vocab_size: int, num_top: int, dtype: torch.dtype) -> None:
     num_top = min(num_top, vocab_size)
-    rows = odd_rows(12, vocab_size)
-    found, expected = top_rows(rows, num_top), reference(rows, num_top)
+    rows = odd_rows(12, vocab_size).to(dtype)
+    found, expected = top_rows(rows, num_top), reference(rows.float(), num_top)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -58,6 +59,8 @@ def test_sums_are_those_of_torch(vocab_size: int) -> None:
     rows = odd_rows(9, vocab_size)
     torch.testing.assert_close(log_sums(rows), torch.logsumexp(rows, -1, keepdim=True))
     assert torch.equal(log_sums(rows)[4:5], log_sums(rows[4:5]))
+    for dtype in KINDS:
+        assert torch.equal(log_sums(rows.to(dtype)), log_sums(rows.to(dtype).float()))
     assert log_sums(torch.tensor([[1.0, float("nan")]])).isnan().all()
 
 

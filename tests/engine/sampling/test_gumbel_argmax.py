@@ -89,6 +89,13 @@ def test_kernel_draws_the_same_in_any_number_of_threads() -> None:
         assert draw(logits, params) == alone
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_drawn_from_as_if_they_were_float32(dtype: torch.dtype) -> None:
+    logits, params = random_rows(random.Random(6), 16, 3000)
+    logits = logits.to(dtype)
+    assert draw(logits, params) == draw(logits.float(), params)
+
+
 def test_small_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.sampling.sampler, "_PIECE_NUMEL", 1)
     rng = random.Random(3)
