@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import sub
 from typing import Any, NamedTuple
 
 from engine.batch import InputBatch
@@ -132,7 +133,7 @@ class Accounts:
             offload_restored=0 if pool.tier is None else pool.tier.num_restored,
         )
         before, self._counted = self._counted, counts
-        return _Counts(*(new - old for new, old in zip(counts, before, strict=True)))
+        return _Counts(*map(sub, counts, before))
 
 
 def _account(

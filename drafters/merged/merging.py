@@ -196,7 +196,7 @@ def _flat(seen: Observation) -> tuple[array[int], array[float], int]:
     if seen.top_token_ids is None:
         return tops, logs, 0
     given = seen.top_logits or [_USUAL_LOGITS] * len(seen.top_token_ids)
-    if all(len(row) == NUM_TOP for row in (*seen.top_token_ids, *given)):
+    if {*map(len, seen.top_token_ids), *map(len, given)} == {NUM_TOP}:
         joined = chain.from_iterable
         return array("i", joined(seen.top_token_ids)), array("d", joined(given)), NUM_TOP
     for row, values in zip(seen.top_token_ids, given, strict=True):
