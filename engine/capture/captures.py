@@ -103,6 +103,15 @@ class _Capture:
             and least.num_logits <= shape.num_logits <= most.num_logits
         )
 
+    def threads_of(self, num_rows: int) -> _Threads:
+        """Where a team pays for fewer rows, or does not for more, nothing is to be timed."""
+        threads = self.threads[num_rows]
+        if threads.chosen is None:
+            for rows, each in self.threads.items():
+                if each.chosen is not None and (each.chosen > 1) == (rows < num_rows):
+                    threads.chosen = each.chosen
+        return threads
+
     def know(self, shape: Shape) -> None:
         self.known.add(shape)
         ranges = [*zip(*self.known, strict=True)]
@@ -215,7 +224,7 @@ class Captures(Replays):
         recording = capture.recording
         renewing = cast(Renews, plan)
         if recording is not None and capture.serves(shape):
-            return self._replay(capture.threads[shape.num_rows], recording, shape, renewing)
+            return self._replay(capture.threads_of(shape.num_rows), recording, shape, renewing)
         if capture.is_too_large(shape):
             return run()
         output = run() if recording is None else self._compare(capture, shape, renewing, run)
@@ -245,7 +254,7 @@ class Captures(Replays):
         capture.num_seen += _OFTEN
         if capture.is_too_large(shape):
             return True
-        return capture.serves(shape) and capture.threads[shape.num_rows].chosen is not None
+        return capture.serves(shape) and capture.threads_of(shape.num_rows).chosen is not None
 
     def _compare(self, capture: _Capture, shape: Shape, plan: Renews, run: Run) -> ForwardOutput:
         assert capture.recording is not None

@@ -540,6 +540,16 @@ def test_a_short_forward_leaves_cores_to_others_unless_a_team_is_much_faster(
     assert only(runner).threads[6].chosen == chosen
 
 
+@pytest.mark.parametrize(("alone", "rows", "others"), [(2e-3, 8, 5), (1e-3, 5, 8)])
+def test_what_was_chosen_for_fewer_or_more_rows_is_not_timed_again(
+    alone: float, rows: int, others: int
+) -> None:
+    with threads(2):
+        capture = only(tried(alone, 1e-3, 6, 0))
+    assert capture.threads_of(rows).chosen == capture.threads[6].chosen
+    assert capture.threads_of(others).chosen is None
+
+
 def test_rows_of_long_texts_have_a_team_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "_WORTH_A_TEAM", 4 * 20 * 4 * 32)
     with threads(2):
