@@ -164,7 +164,7 @@ _Branch = tuple[Sequence[int], int, Sequence[int]]
 
 
 class _Told:
-    """What ``attention_tiles`` is ``Told`` of a step's requests."""
+    """A step's requests, as ``attention_tiles`` wants them ``Told``."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -172,7 +172,8 @@ class _Told:
         self.num_groups = self.num_listed = self.num_branches = 0
 
     def add(self, request: RequestRows, sees_block: bool) -> None:
-        """Of a chain all rows see one list of keys; of a tree, those before its first node."""
+        """Adds a request. All rows of a chain see one list of keys; those of a tree, what comes before
+        its first node."""
         numbers, block_size = self.numbers, self._block_size
         if request.is_chain():
             chain = range(request.first_row, request.first_row + request.num_rows)

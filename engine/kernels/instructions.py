@@ -249,7 +249,7 @@ READS = {
     torch.bfloat16: read_bfloat16,
     torch.float16: lambda b, at: b.fpext(read(b, at, ir.HalfType(), 2), FLOAT),
 }
-"""Of one float."""
+"""One float each."""
 STORES = {
     torch.float32: lambda b, at, value: write(b, at, value, 4),
     torch.bfloat16: store_bfloat16,

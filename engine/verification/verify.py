@@ -45,7 +45,8 @@ from engine.verification.rejection import Accepts, Decision, Rule, reject_chain,
 
 _NO_TOKEN = -1
 _FEW_LOGITS = 1 << 23
-"""So many are made float32 at once; more, which prompts' log-probabilities ask for, part by part."""
+"""So many are copied at once where copies are needed; more, which prompts' log-probabilities ask for,
+part by part."""
 _FEW_GREEDY = 8
 """If one of so many greedy rows is looked at for its top tokens, all are, at once: that takes a fifth
 longer than to look for the likeliest alone."""
@@ -81,8 +82,9 @@ def begin_reading(
     the device has made, and how many agree before them.
     """
     readback = Readback()
-    if known is None and logits.numel() <= _FEW_LOGITS and not is_host(logits.device):
-        logits = logits.float()  # which all who read them would do by themselves
+    if known is None and logits.numel() <= _FEW_LOGITS:
+        # All who read them would do so by themselves.
+        logits = logits.contiguous() if is_host(logits.device) else logits.float()
     sampling = [each for each in requests if each.samples]
     with clock.measure("verify"):
         for each in sampling:

@@ -100,7 +100,7 @@ def asked(kind: str, count: int, **changes: Any) -> list[GenerationRequest]:
     return [request(f"{kind} {at}", circle_prompt(at), params) for at in range(count)]
 
 
-OUTSIDE = {"greedy": (1, 5), "sampled": (1, 4), "truncated": (45, 44), "scored": (18, 21)}
+OUTSIDE = {"greedy": (1, 4), "sampled": (1, 3), "truncated": (43, 43), "scored": (18, 20)}
 """Launches outside of a graph that chooses tokens, and of one that does not, but for conversions and
 uploads, which are none on a CPU."""
 
