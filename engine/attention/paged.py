@@ -30,9 +30,9 @@ from engine.kernels import KINDS, LANES, STORED_KINDS, Renewal, Scratch, find_ke
 from engine.request.info import Determinism
 from kvpool.store import KVStore
 
-_WORTH_A_TEAM = 1 << 16
-"""Pairs of a query and a key, times their dimensions: fewer are done sooner by one thread, though in a
-recorded forward the others only wait."""
+_WORTH_SHARING, _WORTH_A_TEAM = 1 << 16, 1 << 20
+"""Pairs of a query and a key, times their dimensions: fewer are done sooner by one thread of a team that
+waits meanwhile, or before a team has begun."""
 _ROWS_FOR_A_TEAM = 64
 _TASKS_PER_THREAD = 2
 _NO_WINDOW = 1 << 62
@@ -140,6 +140,10 @@ class PagedPlan:
         num_threads = self._num_threads if self._batch.num_rows >= _ROWS_FOR_A_TEAM else 1
         return step.record.data_ptr(), step.num_threads if is_attending else num_threads
 
+    def wants_team(self, key: tuple[_Kind, bool]) -> bool:
+        kind, is_attending = key
+        return self._step(kind).is_heavy if is_attending else self.renewed(key)[1] > 1
+
     def _step(self, kind: _Kind) -> _Step:
         """Returns what layers of one kind share, made once."""
         if kind not in self._steps:
@@ -237,7 +241,8 @@ class _Step:
         plan, lists = tiles.lay_out(told, len(batch.requests), batch.num_rows, sizes)
         num_sums = plan["num_parts"] * kv_heads
         products = plan["num_pairs"] * num_heads * (key_dim + value_dim)
-        self.num_threads = num_threads if products >= _WORTH_A_TEAM else 1
+        self.num_threads = num_threads if products >= _WORTH_SHARING else 1
+        self.is_heavy = products >= _WORTH_A_TEAM
         worker_floats = _round_up(kernel.scratch_floats(most, key_dim, value_dim), LANES)
         part_floats = num_sums * kernel.sums_floats(most, value_dim)
         scratch = backend.scratch.of(worker_floats * num_threads + part_floats)

@@ -104,12 +104,16 @@ class _Capture:
         )
 
     def threads_of(self, num_rows: int) -> _Threads:
-        """Where a team pays for fewer rows, or does not for more, nothing is to be timed."""
+        """Where a team was seen to pay for fewer rows, or not to pay for more, nothing is to be timed."""
         threads = self.threads[num_rows]
         if threads.chosen is None:
-            for rows, each in self.threads.items():
-                if each.chosen is not None and (each.chosen > 1) == (rows < num_rows):
-                    threads.chosen = each.chosen
+            told = {
+                each.chosen
+                for rows, each in self.threads.items()
+                if each.is_compared and (each.chosen != 1) == (rows < num_rows)
+            }
+            if len(told) == 1:
+                threads.chosen = told.pop()
         return threads
 
     def know(self, shape: Shape) -> None:
@@ -126,6 +130,10 @@ class _Threads:
         self.chosen: int | None = None
         self._seconds: dict[int, list[float]] = {1: [], torch.get_num_threads(): []}
 
+    @property
+    def is_compared(self) -> bool:
+        return min(map(len, self._seconds.values())) >= _TRIALS
+
     def next(self) -> int:
         """Returns the number of threads for the next replay; the first is a team's."""
         if self.chosen is not None:
@@ -137,7 +145,7 @@ class _Threads:
         team = max(self._seconds)
         if num_threads == team and (team == 1 or seconds > _SHORT_SECONDS):
             self.chosen = team
-        elif min(map(len, self._seconds.values())) == _TRIALS:
+        elif self.is_compared:
             alone = min(self._seconds[1])
             self.chosen = team if alone > _MUCH_FASTER * min(self._seconds[team]) else 1
 

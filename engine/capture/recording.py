@@ -95,7 +95,7 @@ class Recording:
 
     def wants_team(self, plan: Renews) -> bool:
         """Whether what differs from step to step, which is attention, has work for several threads."""
-        return any(plan.renewed(key)[1] > 1 for key in self._renewed)
+        return any(map(plan.wants_team, self._renewed))
 
     def replay(self, shape: Shape, plan: Renews, most_threads: int) -> ForwardOutput:
         """For inputs that lie where those of all forwards lie. Bits do not depend on threads. Results are

@@ -79,6 +79,11 @@ def is_host(device: torch.device) -> bool:
     return device.type in HOSTS
 
 
+def are_read(rows: torch.Tensor) -> bool:
+    """Whether compiled kernels read these floats in their own type, where they are."""
+    return is_host(rows.device) and rows.dtype in KINDS
+
+
 def host_kernel(name: str, device: torch.device) -> Any:
     """Returns the compiled kernel for tensors on ``device``; None: torch's operations do it there."""
     return find_kernel(name) if is_host(device) else None
@@ -103,6 +108,9 @@ class Renews(Protocol):
     def renewed(self, key: Hashable) -> tuple[int, int]:
         """Returns the number that this step puts in a kernel's arguments, and in how many threads it
         runs. ``key``: of the kernel's ``Renewal``."""
+
+    def wants_team(self, key: Hashable) -> bool:
+        """Whether that kernel alone has work enough for a team to begin."""
 
     def keep(self) -> Callable[[], None]:
         """Returns what puts back all that the step reads and overwrites, so that it can be run again."""

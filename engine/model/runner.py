@@ -42,10 +42,18 @@ class StepPlan(NamedTuple):
     attention: AttentionPlan
     states: StatePlan | None
 
-    def renewed(self, key: Hashable) -> tuple[int, int]:
-        """See ``Renews``: keys of states are tuples that begin with their name."""
+    def _part(self, key: Hashable) -> Renews:
+        """Keys of states are tuples that begin with their name."""
         of_states = isinstance(key, tuple) and key[0] == "states"
-        return cast(Renews, self.states if of_states else self.attention).renewed(key)
+        return cast(Renews, self.states if of_states else self.attention)
+
+    def renewed(self, key: Hashable) -> tuple[int, int]:
+        """See ``Renews``."""
+        return self._part(key).renewed(key)
+
+    def wants_team(self, key: Hashable) -> bool:
+        """See ``Renews``."""
+        return self._part(key).wants_team(key)
 
     def keep(self) -> Callable[[], None]:
         """See ``Renews``."""

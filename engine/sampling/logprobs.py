@@ -137,7 +137,7 @@ def _by_parts(
     with torch.inference_mode():
         chosen = _chooser(logits, row_indices)
         parts = [slice(first, first + num_rows) for first in range(0, len(row_indices), num_rows)]
-        first, *others = (read(chosen(part).float(), part) for part in parts)
+        first, *others = (read(chosen(part).float().contiguous(), part) for part in parts)
         found = [torch.cat(each) for each in zip(first, *others, strict=True)] if others else first
     return tuple(map(readback.add, found))
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from drafters.base import DraftSampling
-from engine.kernels import host_kernel, is_host
+from engine.kernels import are_read, host_kernel
 from engine.kernels.triton.choice_ops import can_choose, choose_rows
 from engine.request.params import SamplingParams
 from engine.sampling.logprobs import TopTokens, begin_top_tokens
@@ -112,7 +112,7 @@ def target_probs(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
 def edited_logits(logits: Tensor, requests: Sequence[SampledRequest]) -> Tensor:
     """Logits after the requests' processors, each row by the state after its path: ``logits`` itself
     where nothing changes, else a copy in float32, in which all are on a device. Same shape."""
-    values = logits if is_host(logits.device) else logits.float()
+    values = logits if are_read(logits) else logits.float()
     for each in requests:
         processors = [one for one in each.sampling.processors if one.is_active()]
         if processors:
@@ -258,8 +258,9 @@ def warm_up(vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
     reads a top token. ``dtype``: of the model's logits; edited ones are float32."""
     zero = np.zeros(1, np.int64)
     with torch.inference_mode():
-        for kind in {dtype if is_host(device) else torch.float32, torch.float32}:
-            logits = torch.zeros(1, vocab_size, device=device, dtype=kind)
+        given = torch.zeros(1, vocab_size, device=device, dtype=dtype)
+        edited = given.float()
+        for logits in [edited, given] if are_read(given) and given is not edited else [edited]:
             for params in (SamplingParams(), SamplingParams(top_p=0.5, top_k=1)):
                 sampled_tokens(logits, zero, zero, [replace(params, temperature=1.0)])
             for with_probs in (False, True):

@@ -178,6 +178,10 @@ class CompiledPlan:
         step = self._step(key)
         return step.record.data_ptr(), step.num_threads
 
+    def wants_team(self, key: Any) -> bool:
+        """As ``engine.kernels.Renews`` has it."""
+        return self._step(key).num_threads > 1
+
     def _run(self, loop: Any, arguments: Any, key: Key, held: object) -> None:
         packed, dtypes = loop.layout.pack(arguments)
         held = held, arguments.states, arguments.kept

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels import host_kernel, is_host
+from engine.kernels import are_read, host_kernel, is_host
 from engine.request.outcome import Outcome
 from engine.request.params import VerificationName
 from engine.request.stats import StepClock
@@ -84,7 +84,7 @@ def begin_reading(
     readback = Readback()
     if known is None and logits.numel() <= _FEW_LOGITS:
         # All who read them would do so by themselves.
-        logits = logits.contiguous() if is_host(logits.device) else logits.float()
+        logits = logits.contiguous() if are_read(logits) else logits.float()
     sampling = [each for each in requests if each.samples]
     with clock.measure("verify"):
         for each in sampling:

@@ -89,6 +89,14 @@ def test_top_tokens_are_the_same_without_the_kernel() -> None:
         assert (torch.tensor(found).double().log() - exact).abs().max() <= bound
 
 
+def test_rows_that_lie_apart_are_read_as_rows_that_do_not() -> None:
+    """As those of a vocabulary that is no multiple of what a kernel writes at once."""
+    wide = torch.randn(40, 3008, generator=torch.Generator().manual_seed(4))
+    rows, asked = wide[:, :3000], range(40)
+    assert top_probs(rows, asked, 5) == top_probs(rows.contiguous(), asked, 5)
+    assert top_tokens(rows, asked, 5) == top_tokens(rows.contiguous(), asked, 5)
+
+
 def test_rows_that_are_named_are_looked_at_where_they_lie() -> None:
     logits = torch.randn(9, 3000, generator=torch.Generator().manual_seed(3))
     rows = [7, 0, 7, 4]
