@@ -141,8 +141,12 @@ async def side_by_side(count: int, work: Iterable[Callable[[], Awaitable[Any]]])
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(go_on())
-    except* ClientError as errors:
-        raise errors.exceptions[0] from errors
+    except BaseExceptionGroup as errors:
+        first, others = errors.split(ClientError)
+        if first is None or others is not None:
+            raise
+        # Within ``except*`` Pythons before 3.11.4 make a group of what is raised.
+        raise first.exceptions[0] from errors
 
 
 def base_url(url: str) -> str:
