@@ -259,8 +259,8 @@ def warm_up(vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
     zero = np.zeros(1, np.int64)
     with torch.inference_mode():
         given = torch.zeros(1, vocab_size, device=device, dtype=dtype)
-        edited = given.float()
-        for logits in [edited, given] if are_read(given) and given is not edited else [edited]:
+        for kind in {torch.float32, dtype} if are_read(given) else {torch.float32}:
+            logits = given.to(kind)
             for params in (SamplingParams(), SamplingParams(top_p=0.5, top_k=1)):
                 sampled_tokens(logits, zero, zero, [replace(params, temperature=1.0)])
             for with_probs in (False, True):
