@@ -193,6 +193,19 @@ def test_a_gain_is_learned_by_what_free_drafts_expect_and_by_request() -> None:
     assert second.expect(0.0) < 1.0 < first.expect(0.0)
 
 
+def test_where_nothing_was_tried_as_much_is_expected_as_elsewhere() -> None:
+    """A head that brings nothing beside drafts that expect little is not tried at length beside others."""
+    gain = timed({}).gain()
+    untried = gain.expect(4.0)
+    for _ in range(40):
+        gain.observe(0.0, 0.1)
+    assert gain.expect(4.0) < 0.15 * untried
+    for _ in range(200):
+        gain.observe(3.0, 4.0)
+    assert gain.expect(4.0) > 2.5, "what was tried there counts more"
+    assert gain.expect(0.1) < 0.4
+
+
 def test_the_tokens_expected_are_those_of_the_best_path() -> None:
     assert expected_tokens(chain([1, 2, 3]), [0.5, 0.25, 0.25]) == 1.0
     tree = DraftTree([1, 2, 3, 4], [-1, -1, 1, 0], [0] * 4)
