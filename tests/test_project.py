@@ -74,7 +74,7 @@ def test_what_the_packages_import_is_declared() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: a build leaves folders behind where it runs."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")

@@ -96,8 +96,8 @@ def _restricted(probs: Any, allowed: NDArray[np.bool_]) -> Any:
         kept = {token_id: each for token_id, each in probs.items() if allowed[token_id]}
         total = sum(kept.values())
         return {token_id: each / total for token_id, each in kept.items()}
-    kept = probs * probs.new_tensor(allowed)
-    return kept / kept.sum()
+    left = probs * probs.new_tensor(allowed)
+    return left / left.sum()
 
 
 def num_forced(tree: DraftTree, nodes: Sequence[int]) -> int:

@@ -1,0 +1,115 @@
+"""The step as ``SLIPSTREAM_COMPILE=1`` compiles it: its classes may be inherited from by compiled classes
+alone, and numba reads none of its functions."""
+
+from __future__ import annotations
+
+import ast
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("server", "engine", "drafters", "compiled", "kvpool", "slipstream")
+COMPILED: frozenset[str] = frozenset(
+    runpy.run_path(str(ROOT / "setup.py"), run_name="")["COMPILED"]
+)
+# Those that put fakes in the place of compiled classes run on the classes as they are written.
+_SUITES = (
+    "tests/engine/equality/test_equality_bundled.py",
+    "tests/engine/test_failures.py",
+    "tests/engine/verification",
+    "tests/kvpool/test_block_pool_machine.py",
+    "tests/end_to_end/test_plugin_server.py",
+)
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(module: ast.Module) -> dict[str, str]:
+    """The files that names come from."""
+    return {
+        alias.asname or alias.name: node.module.replace(".", "/") + ".py"
+        for node in ast.walk(module)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def test_what_inherits_from_compiled_classes_is_compiled() -> None:
+    known = dict(modules())
+    assert known.keys() >= COMPILED
+    wrong = [
+        f"{path}: {node.name}({base.id})"
+        for path, module in known.items()
+        if path not in COMPILED
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        if isinstance(base, ast.Name) and imported(module).get(base.id) in COMPILED
+    ]
+    assert wrong == []
+
+
+def test_no_kernel_is_given_an_address_by_compiled_code_nor_read_there() -> None:
+    """What is at an address may be gone before a kernel reads it; numba compiles what it can read."""
+    known = dict(modules())
+    names = {"njit", "Kernel", "Loop", "Memory", "address_of", "ctypes", "data_ptr"}
+    wrong = {
+        path: used
+        for path in COMPILED
+        if (
+            used := names
+            & {getattr(each, "attr", getattr(each, "id", "")) for each in ast.walk(known[path])}
+        )
+    }
+    assert wrong == {}
+
+
+@pytest.fixture(scope="module")
+def compiled_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, whose step is compiled in place."""
+    if shutil.which(os.environ.get("CC", "cc")) is None:
+        pytest.skip("there is no C compiler")
+    tree = tmp_path_factory.mktemp("compiled")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in (*PACKAGES, "tests", "bench", "training", "scripts", "examples", "deploy"):
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=tree,
+        env=os.environ | {"SLIPSTREAM_COMPILE": "1", "CFLAGS": "-O1"},
+        check=True,
+        capture_output=True,
+    )
+    return tree
+
+
+@pytest.mark.slow
+def test_the_compiled_step_passes_the_same_suites(compiled_tree: Path) -> None:
+    run = [sys.executable, "-P", "-c", "import engine.core as c; print(c.__file__)"]
+    env = os.environ | {"PYTHONPATH": str(compiled_tree)}
+    where = subprocess.run(
+        run, cwd=compiled_tree, env=env, check=True, capture_output=True, text=True
+    )
+    assert where.stdout.strip().endswith(".so"), where.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *_SUITES],
+        cwd=compiled_tree,
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
