@@ -45,8 +45,9 @@ COMPILED = [
     "kvpool/block_pool.py",
     "kvpool/prefix_cache.py",
 ]
-"""Not what others inherit from, or register by its text, or send to other processes; nor what tells kernels
-addresses: compiled code lets go of a value after its last use, and a kernel would read something else."""
+"""Not what others inherit from, or register by its text, or send to other processes; nor what tells
+kernels addresses: compiled code lets go of a value after its last use, and a kernel would read something
+else."""
 _MYPY = """
 [mypy]
 follow_imports = silent

@@ -194,7 +194,7 @@ def test_a_gain_is_learned_by_what_free_drafts_expect_and_by_request() -> None:
 
 
 def test_where_nothing_was_tried_as_much_is_expected_as_elsewhere() -> None:
-    """A head that brings nothing beside drafts that expect little is not tried at length beside others."""
+    """A head that brings nothing beside drafts that expect little is not tried long beside others."""
     gain = timed({}).gain()
     untried = gain.expect(4.0)
     for _ in range(40):
