@@ -56,7 +56,7 @@ RUN case "${COMPILE:-$DEVICE}" in \
     1 | cpu) apt-get update \
         && apt-get install --yes --no-install-recommends gcc libc6-dev \
         && rm -rf /var/lib/apt/lists/* \
-        && SLIPSTREAM_COMPILE=1 pip install --no-deps . ;; \
+        && COMPILE_SLIPSTREAM=1 pip install --no-deps . ;; \
     *) pip install --no-deps . ;; \
     esac
 

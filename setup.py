@@ -1,5 +1,5 @@
 """Compiles what a step runs in Python, where an installation asks for it and a C compiler is there:
-``SLIPSTREAM_COMPILE=1 pip install .``"""
+``COMPILE_SLIPSTREAM=1 pip install .``"""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ follow_imports = skip
 """Types were checked when they were written, with packages that may be missing here."""
 
 
-_IS_ASKED = os.environ.get("SLIPSTREAM_COMPILE", "0") not in ("", "0")
+_IS_ASKED = os.environ.get("COMPILE_SLIPSTREAM", "0") not in ("", "0")
 
 
 def extensions() -> list[Any]:
@@ -67,7 +67,7 @@ def extensions() -> list[Any]:
     if not _IS_ASKED or {"dist_info", "egg_info"}.intersection(sys.argv):
         return []
     if "editable_wheel" in sys.argv:
-        raise SystemExit("SLIPSTREAM_COMPILE: what pip installs with -e runs as it is written")
+        raise SystemExit("COMPILE_SLIPSTREAM: what pip installs with -e runs as it is written")
     from mypyc.build import mypycify
 
     config = Path("build/mypy.ini")

@@ -1,4 +1,4 @@
-"""The step as ``SLIPSTREAM_COMPILE=1`` compiles it: its classes may be inherited from by compiled classes
+"""The step as ``COMPILE_SLIPSTREAM=1`` compiles it: its classes may be inherited from by compiled classes
 alone, and numba reads none of its functions."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def compiled_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=tree,
-        env=os.environ | {"SLIPSTREAM_COMPILE": "1", "CFLAGS": "-O1"},
+        env=os.environ | {"COMPILE_SLIPSTREAM": "1", "CFLAGS": "-O1"},
         check=True,
         capture_output=True,
     )
