@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+import engine.core
 from bench.machine import describe_machine
 from bench.models import load_bench_model
 from engine.batch import ForwardOutput, InputBatch
@@ -213,7 +214,8 @@ def main(arguments: list[str] | None = None) -> None:
     core = load_bench_model(args.model, config, False).core
     hidden_size = int(core.runner.model.config.hidden_size)  # type: ignore[attr-defined]
     processor = describe_machine(torch.device("cpu"))["processor"]
-    print(f"{processor}; {args.model}'s vocabulary of {core.limits.vocab_size}\n")
+    how = "as it is" if str(engine.core.__file__).endswith(".py") else "compiled"
+    print(f"{processor}; the step {how}; {args.model}'s vocabulary of {core.limits.vocab_size}\n")
     gc.freeze()
     if args.device_ms is None:
         measure_all(core, hidden_size, args, 0.0)
