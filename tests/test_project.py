@@ -152,7 +152,7 @@ def test_the_image_is_built_in_stages_from_one_base_and_copies_what_exists() -> 
     assert all("pip" not in step for step in values("RUN", -1))
     assert values("COPY", -1) == ["--from=build /opt/slipstream /opt/slipstream"]
     copied = {name for rest in values("COPY")[:-1] for name in rest.split()[:-1]}
-    files = {"pyproject.toml", "README.md", "LICENSE", "scripts/constraints.txt"}
+    files = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "scripts/constraints.txt"}
     assert set(PACKAGES) | files == copied
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
