@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,8 +79,9 @@ def test_no_kernel_is_given_an_address_by_compiled_code_nor_read_there() -> None
 @pytest.fixture(scope="module")
 def compiled_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository, whose step is compiled in place."""
-    if shutil.which(os.environ.get("CC", "cc")) is None:
-        pytest.skip("there is no C compiler")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if shutil.which(os.environ.get("CC", "cc")) is None or not header.exists():
+        pytest.skip("there is no C compiler, or nothing of Python's for it")
     tree = tmp_path_factory.mktemp("compiled")
     ignored = shutil.ignore_patterns("__pycache__")
     for name in (*PACKAGES, "tests", "bench", "training", "scripts", "examples", "deploy"):
