@@ -1,4 +1,4 @@
-"""What goes wrong with blocks."""
+"""Errors of the block pool."""
 
 
 class BlockPoolError(RuntimeError):
