@@ -56,9 +56,9 @@ RUN case "${COMPILE:-$DEVICE}" in \
     1 | cpu) apt-get update \
         && apt-get install --yes --no-install-recommends gcc libc6-dev \
         && rm -rf /var/lib/apt/lists/* \
-        && COMPILE_SLIPSTREAM=1 pip install --no-deps . ;; \
-    *) pip install --no-deps . ;; \
-    esac
+        && export COMPILE_SLIPSTREAM=1 ;; \
+    esac \
+    && pip install --no-deps .
 
 FROM ${PYTHON_IMAGE} AS runtime
 ARG DEVICE=cpu

@@ -57,8 +57,7 @@ disable_error_code = var-annotated
 follow_imports = skip
 """
 """Types were checked when they were written, with packages that may be missing here."""
-
-
+COMPILER = "mypy==2.4.1"
 _IS_ASKED = os.environ.get("COMPILE_SLIPSTREAM", "0") not in ("", "0")
 
 
@@ -78,4 +77,4 @@ def extensions() -> list[Any]:
 
 
 if __name__ == "__main__":
-    setup(ext_modules=extensions(), setup_requires=["mypy==2.4.1"] if _IS_ASKED else [])
+    setup(ext_modules=extensions(), setup_requires=[COMPILER] if _IS_ASKED else [])

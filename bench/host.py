@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-import engine.core
 from bench.machine import describe_machine
 from bench.models import load_bench_model
 from engine.batch import ForwardOutput, InputBatch
@@ -213,9 +212,10 @@ def main(arguments: list[str] | None = None) -> None:
     config = EngineConfig(max_num_seqs=max(args.batch), draft=tuple(args.draft))
     core = load_bench_model(args.model, config, False).core
     hidden_size = int(core.runner.model.config.hidden_size)  # type: ignore[attr-defined]
-    processor = describe_machine(torch.device("cpu"))["processor"]
-    how = "as it is" if str(engine.core.__file__).endswith(".py") else "compiled"
-    print(f"{processor}; the step {how}; {args.model}'s vocabulary of {core.limits.vocab_size}\n")
+    machine = describe_machine(torch.device("cpu"))
+    how = "compiled" if machine["compiled"] else "as it is"
+    vocabulary = f"{args.model}'s vocabulary of {core.limits.vocab_size}"
+    print(f"{machine['processor']}; the step {how}; {vocabulary}\n")
     gc.freeze()
     if args.device_ms is None:
         measure_all(core, hidden_size, args, 0.0)

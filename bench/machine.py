@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import transformers
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Plain values for JSON: processor, threads, versions and, on CUDA, the device and its
-    memory."""
+    """Plain values for JSON: processor, threads, versions, whether the step is compiled (``setup.py``)
+    and, on CUDA, the device and its memory."""
+    step = find_spec("engine.core")
     machine: dict[str, Any] = {
         "processor": _processor(),
         "num_cpus": os.cpu_count(),
@@ -23,6 +25,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "compiled": step is not None and not str(step.origin).endswith(".py"),
         "device": str(device),
     }
     if device.type == "cuda":

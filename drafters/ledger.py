@@ -83,10 +83,12 @@ class Gain:
         """Returns the gain beside drafts that cost nothing and are expected to bring ``num_free``
         tokens: where these expect much there is little to add. Where little was tried beside drafts that
         expect about as much, it is what was gained beside others."""
-        bucket = _bucket(num_free)
-        others = [each for at, each in self.shared.items() if at != bucket]
-        total, weight = sum(each.total for each in others), sum(each.weight for each in others)
-        gain = DiscountedMean(total, weight).over(_HOPED, _STRENGTH)
+        bucket, others = _bucket(num_free), DiscountedMean()
+        for at, each in self.shared.items():
+            if at != bucket:
+                others.total += each.total
+                others.weight += each.weight
+        gain = others.over(_HOPED, _STRENGTH)
         for counts, strength in ((self.shared, _STRENGTH), (self.own, _OWN_STRENGTH)):
             known = counts.get(bucket)
             if known is not None:

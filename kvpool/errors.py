@@ -1,4 +1,4 @@
-"""Errors of the block pool."""
+"""Errors of the block pool, apart from it: mypyc compiles nothing that inherits from ``RuntimeError``."""
 
 
 class BlockPoolError(RuntimeError):

@@ -10,16 +10,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from scripts import house
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("server", "engine", "drafters", "compiled", "kvpool", "slipstream")
-COMPILED: frozenset[str] = frozenset(
-    runpy.run_path(str(ROOT / "setup.py"), run_name="")["COMPILED"]
-)
+SETUP = runpy.run_path(str(ROOT / "setup.py"), run_name="")
+COMPILED: frozenset[str] = frozenset(SETUP["COMPILED"])
 # Those that put fakes in the place of compiled classes run on the classes as they are written.
 _SUITES = (
     "tests/engine/equality/test_equality_bundled.py",
@@ -30,49 +31,50 @@ _SUITES = (
 )
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
-
-
-def imported(module: ast.Module) -> dict[str, str]:
-    """The files that names come from."""
+@cache
+def modules() -> dict[str, ast.Module]:
     return {
-        alias.asname or alias.name: node.module.replace(".", "/") + ".py"
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in house.modules(*PACKAGES).values()
+    }
+
+
+def of_compiled_modules(module: ast.Module) -> set[str]:
+    """The names that it imports from these."""
+    return {
+        alias.asname or alias.name
         for node in ast.walk(module)
         if isinstance(node, ast.ImportFrom) and node.module
+        if node.module.replace(".", "/") + ".py" in COMPILED
         for alias in node.names
     }
 
 
+def test_the_compiler_is_the_one_that_checks_types() -> None:
+    pins = (ROOT / "scripts" / "constraints.txt").read_text(encoding="utf-8").split()
+    assert SETUP["COMPILER"] in pins
+
+
 def test_what_inherits_from_compiled_classes_is_compiled() -> None:
-    known = dict(modules())
-    assert known.keys() >= COMPILED
-    wrong = [
-        f"{path}: {node.name}({base.id})"
-        for path, module in known.items()
-        if path not in COMPILED
-        for node in ast.walk(module)
-        if isinstance(node, ast.ClassDef)
-        for base in node.bases
-        if isinstance(base, ast.Name) and imported(module).get(base.id) in COMPILED
-    ]
+    assert modules().keys() >= COMPILED
+    wrong = []
+    for path, module in modules().items():
+        names = set() if path in COMPILED else of_compiled_modules(module)
+        classes = (node for node in ast.walk(module) if names and isinstance(node, ast.ClassDef))
+        for each in classes:
+            bases = names & {ast.unparse(base) for base in each.bases}
+            wrong += [f"{path}: {each.name}({base})" for base in bases]
     assert wrong == []
 
 
 def test_no_kernel_is_given_an_address_by_compiled_code_nor_read_there() -> None:
     """A kernel would read an address after what was there is gone; numba compiles what it can read."""
-    known = dict(modules())
     names = {"njit", "Kernel", "Loop", "Memory", "address_of", "ctypes", "data_ptr"}
-    wrong = {
-        path: used
-        for path in COMPILED
-        if (
-            used := names
-            & {getattr(each, "attr", getattr(each, "id", "")) for each in ast.walk(known[path])}
-        )
-    }
+    wrong = {}
+    for path in COMPILED:
+        nodes = ast.walk(modules()[path])
+        if used := names & {getattr(each, "attr", getattr(each, "id", "")) for each in nodes}:
+            wrong[path] = used
     assert wrong == {}
 
 
