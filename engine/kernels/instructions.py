@@ -51,13 +51,14 @@ _TYPES = {
 
 def operation(signature: str, emit: Any) -> Any:
     """Returns a function for compiled code, whose instructions ``emit(builder, *values)`` writes; of
-    several, one for each type of elements, the first argument's says which. ``signature`` names types of
-    ``_TYPES``, as in "lanes lanes -> float". Pointers may be given where an int is declared."""
+    several, by types of elements, the first argument's says which, or the first two's. ``signature``
+    names types of ``_TYPES``, as in "lanes lanes -> float". Pointers may be given where an int is
+    declared."""
     given_types, _, result_type = signature.partition("->")
     arguments, result = [_TYPES[name] for name in given_types.split()], _TYPES[result_type.strip()]
 
     def typed(_typing: Any, *given: Any) -> Any:
-        chosen = emit[given[0].element] if isinstance(emit, dict) else emit
+        chosen = _chosen(emit, given) if isinstance(emit, dict) else emit
 
         def codegen(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             found = chosen(builder, *values)
@@ -71,6 +72,11 @@ def operation(signature: str, emit: Any) -> Any:
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return intrinsic(typed)
+
+
+def _chosen(emits: dict[Any, Emit], given: tuple[Any, ...]) -> Emit:
+    both = tuple(each.element for each in given[:2] if isinstance(each, Pointer))
+    return emits[both] if both in emits else emits[given[0].element]
 
 
 def called(builder: Any, name: str, result: Any, *values: Any) -> Any:

@@ -111,10 +111,9 @@ def fetch(floats: Any, count: int) -> None:
 
 
 @njit
-def widen(floats: Any, count: int, ahead: Any, target: Any) -> None:
-    """Writes so many floats, a multiple of 32, as float32; as many at ``ahead`` are fetched meanwhile."""
+def widen(floats: Any, count: int, target: Any) -> None:
+    """Writes so many floats, a multiple of 32, as float32."""
     for at in range(0, count, 2 * LANES):
-        fetch(ahead + at, 2 * LANES)
         _widen_some(floats + at, target + at)
 
 

@@ -37,7 +37,15 @@ from engine.kernels.attention_tiles import (
 )
 from engine.kernels.compiled import Kernel
 from engine.kernels.records import Float32s, Floats
-from engine.kernels.tiles import interleave, score4, score8, transpose, weigh16, weigh64
+from engine.kernels.tiles import (
+    interleave,
+    score4,
+    score8,
+    score_few,
+    transpose,
+    weigh16,
+    weigh64,
+)
 
 
 def attended(
@@ -157,10 +165,11 @@ _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 # Floats from a query's scores to the next one's: a chunk's, and one group more, for half a pair of groups
 # to be scored into and for queries' scores to lie in different sets of a cache.
 _SCORES = CHUNK + GROUP
-# Groups from the one that is read to the one that is fetched meanwhile, by lines: blocks lie anywhere,
-# so that no CPU guesses where the next one is, and many lines at once are in the way of what is read.
+# Groups from the one that is read to the one that is fetched meanwhile, line after line: blocks lie
+# anywhere, so that no CPU guesses where the next one is, and many lines at once are in the way of what is
+# read.
 _AHEAD = 2
-_PAIR, _WEIGHED = 2, 4  # groups that are scored at once, and whose values are weighed at once
+_PAIR = 2  # groups that are scored at once, where queries are many
 
 
 class Sums(NamedTuple):
@@ -194,7 +203,7 @@ def sums_floats(most_queries: int, value_dim: int) -> int:
 
 def scratch_floats(most_queries: int, key_dim: int, value_dim: int) -> int:
     """Returns what one worker needs."""
-    groups = GROUP * ((_PAIR + 1) * key_dim + _WEIGHED * value_dim)
+    groups = GROUP * max((_PAIR + 1) * key_dim, value_dim)
     sums = 2 * sums_floats(most_queries, value_dim)
     return groups + most_queries * (2 * key_dim + _SCORES + 2) + sums
 
@@ -208,7 +217,7 @@ def _sums_at(a: Arguments, floats: Any) -> Sums:
 @njit(inline="always")
 def _memory(a: Arguments, worker: int) -> Memory:
     groups, most = a.step.scratch + worker * a.step.scratch_size, a.step.most_queries
-    queries = groups + GROUP * ((_PAIR + 1) * a.key_dim + _WEIGHED * a.value_dim)
+    queries = groups + GROUP * max((_PAIR + 1) * a.key_dim, a.value_dim)
     rows = queries + most * a.key_dim
     scores = rows + most * a.key_dim
     old = scores + _SCORES * most
@@ -258,72 +267,91 @@ def _values_at(a: Arguments, head: int, group: int) -> Any:
 
 
 @njit
-def _read_keys(a: Arguments, head: int, group: int, ahead: Any, keys: Any, rows: Any) -> None:
+def _read_keys(a: Arguments, head: int, group: int, keys: Any, rows: Any) -> None:
     """Reads sixteen keys as floats, each dimension's together, ``_PAIR`` groups apart. ``rows``: memory
-    to use; what is at ``ahead`` is fetched meanwhile."""
-    dim, step = a.key_dim, _PAIR * GROUP
+    to use."""
     if group < 0:
-        _gather(a, _keys_at(a, head, 0), dim, group, rows)
-        transpose(rows, dim, dim, ahead, keys, step)
+        _gather(a, _keys_at(a, head, 0), a.key_dim, group, rows)
+        transpose(rows, a.key_dim, keys, _PAIR * GROUP)
     else:
-        transpose(_keys_at(a, head, group), dim, dim, ahead, keys, step)
+        transpose(_keys_at(a, head, group), a.key_dim, keys, _PAIR * GROUP)
 
 
 @njit
-def _read_values(a: Arguments, head: int, group: int, ahead: Any, values: Any) -> None:
-    """Reads sixteen values as floats, ``[16, value_dim]``; what is at ``ahead`` is fetched meanwhile."""
+def _read_values(a: Arguments, head: int, group: int, values: Any) -> None:
+    """Reads sixteen values as floats, ``[16, value_dim]``."""
     if group < 0:
         _gather(a, _values_at(a, head, 0), a.value_dim, group, values)
     else:
-        v.widen(_values_at(a, head, group), GROUP * a.value_dim, ahead, values)
+        v.widen(_values_at(a, head, group), GROUP * a.value_dim, values)
 
 
 # --- a chunk of keys ---
 
 
 class Run(NamedTuple):
-    """Groups of a chunk that some queries of a tile see, by their ``num_groups`` numbers at ``groups``,
-    the first at ``place`` in the chunk."""
+    """Groups of a chunk that queries of a tile see, by their ``num_groups`` numbers at ``groups``, the
+    first at ``place`` in the chunk. ``num_queries``: without those that fill up the last four."""
 
     groups: Any
     num_groups: int
     place: int
     first_query: int
-    end_query: int
+    num_queries: int
+
+
+@njit
+def _after_key(a: Arguments, head: int, run: Run, place: int) -> Any:
+    """Returns what is fetched while a run's group is scored: keys, and then the first values."""
+    later = place + _AHEAD
+    if later < run.num_groups:
+        return _keys_at(a, head, run.groups[later])
+    return _values_at(a, head, run.groups[min(later - run.num_groups, run.num_groups - 1)])
 
 
 @njit
 def _score(a: Arguments, head: int, run: Run, memory: Memory, is_first: bool) -> None:
-    """Writes the scores of a run. Half a pair of groups has another half, which nobody reads.
-    ``is_first``: its keys were not fetched by what came before."""
-    dim = a.key_dim
-    rows = memory.groups + GROUP * _PAIR * dim
+    """Writes the scores of a run. ``is_first``: its keys were not fetched by what came before."""
     if is_first:
         for place in range(min(_AHEAD, run.num_groups)):
-            v.fetch(_keys_at(a, head, run.groups[place]), GROUP * dim)
-    for place in range(0, run.num_groups, _PAIR):
-        for half in range(min(_PAIR, run.num_groups - place)):
-            later, keys = place + half + _AHEAD, memory.groups + GROUP * half
-            group = run.groups[place + half]
-            if later < run.num_groups:
-                ahead = _keys_at(a, head, run.groups[later])
-            else:
-                wanted = min(later - run.num_groups, run.num_groups - 1)
-                ahead = _values_at(a, head, run.groups[wanted])
-            _read_keys(a, head, group, ahead, keys, rows)
-        out = memory.scores + GROUP * (run.place + place)
-        _score_pair(dim, run.first_query, run.end_query, memory, out)
+            v.fetch(_keys_at(a, head, run.groups[place]), GROUP * a.key_dim)
+    out = memory.scores + (_SCORES * run.first_query + GROUP * run.place)
+    if run.num_queries <= QUERY_MULTIPLE:
+        for place in range(run.num_groups):
+            _score_group(a, head, run, place, memory, out + GROUP * place)
+    else:
+        for place in range(0, run.num_groups, _PAIR):
+            _score_pair(a, head, run, place, memory, out + GROUP * place)
 
 
-@njit(inline="always")
-def _score_pair(dim: int, first: int, end: int, memory: Memory, out: Any) -> None:
-    """Scores queries ``first`` .. ``end - 1`` with the groups that were read; ``out``: of query 0."""
-    query, out, left = memory.queries + dim * first, out + _SCORES * first, end - first
-    while left >= 8:
-        score8(memory.groups, dim, query, out, _SCORES)
+@njit
+def _score_group(a: Arguments, head: int, run: Run, place: int, memory: Memory, out: Any) -> None:
+    """Scores few queries with a run's group."""
+    dim, group, ahead = a.key_dim, run.groups[place], _after_key(a, head, run, place)
+    queries = memory.queries + dim * run.first_query
+    if group < 0:
+        _gather(a, _keys_at(a, head, 0), dim, group, memory.groups)
+        score_few(memory.groups, dim, ahead, queries, out, _SCORES, run.num_queries)
+    else:
+        keys = _keys_at(a, head, group)
+        score_few(keys, dim, ahead, queries, out, _SCORES, run.num_queries)
+
+
+@njit
+def _score_pair(a: Arguments, head: int, run: Run, place: int, memory: Memory, out: Any) -> None:
+    """Scores queries with two of a run's groups; the last one may have none beside it, and what is
+    written in its place nobody reads."""
+    dim, keys = a.key_dim, memory.groups
+    for half in range(min(_PAIR, run.num_groups - place)):
+        group, rows = run.groups[place + half], keys + GROUP * _PAIR * dim
+        _read_keys(a, head, group, keys + GROUP * half, rows)
+    ahead, also = _after_key(a, head, run, place), _after_key(a, head, run, place + 1)
+    query, left = memory.queries + dim * run.first_query, run.num_queries
+    while left > QUERY_MULTIPLE:
+        score8(ahead, also, keys, dim, query, out, _SCORES)
         query, out, left = query + 8 * dim, out + 8 * _SCORES, left - 8
     if left > 0:
-        score4(memory.groups, dim, query, out, _SCORES)
+        score4(ahead, also, keys, dim, query, out, _SCORES)
 
 
 @njit
@@ -368,38 +396,43 @@ def _take_weights(
 
 
 @njit
-def _weigh_4(values: Any, dim: int, weights: Any, count: int, out: Any) -> None:
-    """Adds four queries' weighted values to ``out``."""
+def _after_value(a: Arguments, head: int, run: Run, place: int, num_next: int) -> Any:
+    """Returns what is fetched while a run's values are weighed: values, and then the first keys of the
+    next chunk's ``num_next`` groups, whose numbers follow this chunk's."""
+    later = place + _AHEAD
+    if later < run.num_groups:
+        return _values_at(a, head, run.groups[later])
+    if later - run.num_groups < num_next:
+        return _keys_at(a, head, run.groups[CHUNK // GROUP + later - run.num_groups])
+    return _values_at(a, head, run.groups[place])
+
+
+@njit
+def _weigh_4(dim: int, ahead: Any, values: Any, weights: Any, out: Any, num_queries: int) -> None:
+    """Adds the weighted values of a group, stored or floats, of up to four queries to ``out``."""
     d = 0
-    while d < dim:
-        if dim - d >= 64:
-            weigh64(values + d, dim, weights, _SCORES, count, out + d)
-            d += 64
-        else:
-            weigh16(values + d, dim, weights, _SCORES, count, out + d)
-            d += LANES
+    while dim - d >= 64:
+        weigh64(ahead + d, values + d, dim, weights, _SCORES, out + d, num_queries)
+        d += 64
+    for at in range(d, dim, LANES):
+        weigh16(ahead + at, values + at, dim, weights, _SCORES, out + at, num_queries)
 
 
 @njit
 def _weigh(a: Arguments, head: int, run: Run, memory: Memory, out: Any, num_next: int) -> None:
-    """Adds weighted values of a run to ``out``, of query 0. ``num_next``: groups of the next chunk, whose
-    numbers follow and whose keys are wanted after that."""
-    dim = a.value_dim
-    for place in range(0, run.num_groups, _WEIGHED):
-        these = min(_WEIGHED, run.num_groups - place)
-        for which in range(these):
-            group, later = run.groups[place + which], place + which + _AHEAD
-            if later < run.num_groups:
-                ahead = _values_at(a, head, run.groups[later])
-            elif later - run.num_groups < num_next:
-                ahead = _keys_at(a, head, run.groups[CHUNK // GROUP + later - run.num_groups])
-            else:
-                ahead = _values_at(a, head, group)
-            _read_values(a, head, group, ahead, memory.groups + GROUP * dim * which)
-        weights = memory.scores + GROUP * (run.place + place)
-        for query in range(run.first_query, run.end_query, QUERY_MULTIPLE):
-            mine = weights + _SCORES * query
-            _weigh_4(memory.groups, dim, mine, GROUP * these, out + dim * query)
+    """Adds weighted values of a run to ``out``, of query 0; ``num_next``: see ``_after_value``."""
+    dim, floats = a.value_dim, memory.groups
+    for place in range(run.num_groups):
+        group, ahead = run.groups[place], _after_value(a, head, run, place, num_next)
+        weights = memory.scores + (_SCORES * run.first_query + GROUP * (run.place + place))
+        to = out + dim * run.first_query
+        if group >= 0 and run.num_queries <= QUERY_MULTIPLE:
+            _weigh_4(dim, ahead, _values_at(a, head, group), weights, to, run.num_queries)
+            continue
+        _read_values(a, head, group, floats)
+        for done in range(0, run.num_queries, QUERY_MULTIPLE):
+            these = min(QUERY_MULTIPLE, run.num_queries - done)
+            _weigh_4(dim, ahead, floats, weights + _SCORES * done, to + dim * done, these)
 
 
 @njit(inline="always")
@@ -408,7 +441,7 @@ def _own_run(a: Arguments, tile: Tile, number: int, base: int, own: int, end: in
     branch = a.step.branches[number]
     groups = a.step.groups + (branch.groups + base + own - tile.num_common)
     count = min(end, branch.end_group - base) - own
-    return Run(groups, count, own, branch.first_query, branch.end_query)
+    return Run(groups, count, own, branch.first_query, branch.end_query - branch.first_query)
 
 
 @njit
@@ -421,7 +454,8 @@ def _attend_chunk(
     end = (min(CHUNK, tile.most_seen - begin) + GROUP - 1) // GROUP
     own = max(first, min(end, tile.num_common - base))
     groups = a.step.groups + (tile.groups + base + first)
-    common = Run(groups, own - first, first, 0, tile.num_queries)
+    num_queries = a.step.rows[tile.end_row - 1].query + a.share
+    common = Run(groups, own - first, first, 0, num_queries)
     _begin(a, tile, sums)
     _score(a, head, common, memory, chunk == tile.first_chunk or begin <= least)
     for number in range(tile.first_branch, tile.end_branch):

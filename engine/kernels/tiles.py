@@ -4,36 +4,59 @@ into columns."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils
 
 from engine.kernels import LANES
 from engine.kernels import instructions as asm
+from engine.kernels.attention_tiles import QUERY_MULTIPLE
 
 # --- sums of products ---
 
 _AT_ONCE = 2  # products of a sum in one round of a loop
+_LINE = 64  # bytes
+# Columns of a tile of four rows whose sums there are registers for.
+_WIDTH = 64 if asm.has_wide_registers() else LANES
 
 
 def _add_all(
     tile: asm.Tile, builder: Any, sums: Any, count: Any, rows: list[Any], row_step: int,
-    columns: Any, column_step: Any,
+    columns: Any, column_step: Any, numbers: asm.Numbers, fetch: Callable[[Any], None],
 ) -> None:  # fmt: skip
-    """Adds ``count`` products, an even number, to each sum, one after another."""
+    """Adds ``count`` products, an even number, to each sum, one after another; ``fetch`` fetches some of
+    what is read next, by the round: all at once it would be in the way of what is read now."""
     kind = count.type
     with cgutils.for_range(builder, builder.udiv(count, kind(_AT_ONCE))) as loop:
+        fetch(loop.index)
         for which in range(_AT_ONCE):
             index = asm.plus(builder, asm.times(builder, loop.index, _AT_ONCE), which)
-            tile.add(sums, index, rows, kind(row_step), columns, column_step, asm.FLOAT32_NUMBERS)
+            tile.add(sums, index, rows, kind(row_step), columns, column_step, numbers)
 
 
-def _scoring(num_queries: int) -> asm.Emit:
-    def emit(builder: Any, keys: Any, dim: Any, queries: Any, out: Any, stride: Any) -> None:
-        tile = asm.Tile(builder, num_queries, 2 * LANES)
+def _scoring(num_queries: int, itemsize: int) -> asm.Emit:
+    at_once = num_queries if _WIDTH > LANES else QUERY_MULTIPLE
+
+    def emit(
+        builder: Any,
+        ahead: Any,
+        also: Any,
+        keys: Any,
+        dim: Any,
+        queries: Any,
+        out: Any,
+        stride: Any,
+    ) -> None:
+        def fetch(number: Any) -> None:
+            offset = asm.times(builder, number, _AT_ONCE * LANES * itemsize)
+            for group in (ahead, also):
+                for line in range(0, _AT_ONCE * LANES * itemsize, _LINE):
+                    asm.fetch(builder, asm.plus(builder, builder.add(group, offset), line))
+
+        tile = asm.Tile(builder, at_once, min(2 * LANES, _WIDTH))
         starts = [
             asm.plus(
                 builder,
@@ -42,37 +65,92 @@ def _scoring(num_queries: int) -> asm.Emit:
             )
             for query in range(num_queries)
         ]
-        sums = tile.sums(asm.constant(0.0))
-        _add_all(tile, builder, sums, dim, starts, 16, keys, dim.type(8 * LANES))
-        tile.write(sums, tile.rows(out, asm.times(builder, stride, 4)))
+        places = asm.Tile(builder, num_queries, 0).rows(out, asm.times(builder, stride, 4))
+        step = dim.type(8 * LANES)
+        for first in range(0, num_queries, at_once):
+            mine = slice(first, first + at_once)
+            for column in range(0, 2 * LANES, _WIDTH):
+                sums, at = tile.sums(asm.constant(0.0)), asm.plus(builder, keys, 4 * column)
+                numbers = asm.FLOAT32_NUMBERS
+                _add_all(tile, builder, sums, dim, starts[mine], 16, at, step, numbers, fetch)
+                tile.write(sums, [asm.plus(builder, each, 4 * column) for each in places[mine]])
 
     return emit
 
 
-score8, score4 = (asm.operation("int " * 5 + "-> none", _scoring(count)) for count in (8, 4))
-"""``score8(keys, dim, queries, target, stride)`` writes eight queries' (or four's) products with twice
-sixteen keys, ``stride`` floats from query to query. Queries lie by fours, of which each dimension's are
-together; keys as ``transpose`` leaves them, twice sixteen of each dimension together. A sum runs over
-dimensions, in their order."""
+score8, score4 = (
+    asm.operation(
+        "int " * 7 + "-> none", {dtype: _scoring(count, dtype.itemsize) for dtype in asm.LOADS}
+    )
+    for count in (8, 4)
+)
+"""``score8(ahead, also, keys, dim, queries, target, stride)`` writes eight queries' (or four's) products
+with twice sixteen keys, ``stride`` floats from query to query. Queries lie by fours, of which each
+dimension's are together; keys as ``transpose`` leaves them, twice sixteen of each dimension together. A
+sum runs over dimensions, in their order. Sixteen keys at ``ahead`` and ``also`` are fetched meanwhile."""
 
 
-def _weighing(num_dims: int) -> asm.Emit:
+def _weighing(num_dims: int, ahead_size: int, dtype: torch.dtype, num_queries: int) -> asm.Emit:
+    """``ahead_size``: bytes of a number of what is fetched."""
+    load, width = asm.LOADS[dtype], min(num_dims, _WIDTH)
+    numbers = asm.FLOAT32_NUMBERS._replace(
+        bytes=dtype.itemsize, column=lambda builder, at: [load(builder, at)]
+    )
+
     def emit(
-        builder: Any, values: Any, dim: Any, weights: Any, stride: Any, count: Any, out: Any
+        builder: Any, ahead: Any, values: Any, dim: Any, weights: Any, stride: Any, out: Any
     ) -> None:
-        tile, row = asm.Tile(builder, 4, num_dims), asm.times(builder, dim, 4)
-        places = tile.rows(out, row)
-        sums, starts = tile.sums_at(places), tile.rows(weights, asm.times(builder, stride, 4))
-        _add_all(tile, builder, sums, count, starts, 4, values, row)
-        tile.write(sums, places)
+        def fetch(number: Any, first: int) -> None:
+            for key in range(_AT_ONCE):
+                which = asm.plus(builder, asm.times(builder, number, _AT_ONCE), key)
+                place = builder.add(ahead, builder.mul(which, asm.times(builder, dim, ahead_size)))
+                for line in range(first * ahead_size, (first + width) * ahead_size, _LINE):
+                    asm.fetch(builder, asm.plus(builder, place, line))
+
+        tile = asm.Tile(builder, num_queries, width)
+        rows = tile.rows(weights, asm.times(builder, stride, 4))
+        step = asm.times(builder, dim, dtype.itemsize)
+        for first in range(0, num_dims, width):
+            places = tile.rows(asm.plus(builder, out, 4 * first), asm.times(builder, dim, 4))
+            sums, at = tile.sums_at(places), asm.plus(builder, values, dtype.itemsize * first)
+            told = dim.type(LANES), rows, 4, at, step, numbers
+            _add_all(tile, builder, sums, *told, partial(fetch, first=first))
+            tile.write(sums, places)
 
     return emit
 
 
-weigh64, weigh16 = (asm.operation("int " * 6 + "-> none", _weighing(dims)) for dims in (64, 16))
-"""``weigh64(values, dim, weights, stride, count, target)`` adds four queries' weighted values, 64 (or 16)
-dimensions of them, to the target, one of ``count`` keys after another. Values and targets are ``dim``
-floats apart, weights ``stride`` from query to query."""
+def _of_few(emit_for: Callable[[int], asm.Emit]) -> asm.Emit:
+    """The last value that is given is the number of queries; those that fill up two or four are
+    computed, too."""
+
+    def emit(builder: Any, *values: Any) -> None:
+        *told, num_queries = values
+        are_two = builder.icmp_signed("<=", num_queries, num_queries.type(2))
+        with builder.if_else(are_two) as blocks:
+            for count, block in zip((2, QUERY_MULTIPLE), blocks, strict=True):
+                with block:
+                    emit_for(count)(builder, *told)
+
+    return emit
+
+
+def _weighings(num_dims: int) -> Any:
+    def of(stored: torch.dtype, dtype: torch.dtype) -> asm.Emit:
+        emit_for = partial(_weighing, num_dims, stored.itemsize, dtype)
+        if stored == dtype:
+            return _of_few(emit_for)
+        return lambda builder, *told: emit_for(QUERY_MULTIPLE)(builder, *told[:-1])
+
+    kinds = [(stored, dtype) for stored in asm.LOADS for dtype in {stored, torch.float32}]
+    return asm.operation("int " * 7 + "-> none", {kind: of(*kind) for kind in kinds})
+
+
+weigh64, weigh16 = (_weighings(dims) for dims in (64, 16))
+"""``weigh64(ahead, values, dim, weights, stride, target, num_queries)`` adds weighted values of up to
+four queries, 64 (or 16) dimensions of them, to the target, one of sixteen keys after another. Values are
+as they are stored, or float32; stored ones that lie at ``ahead`` as these do are fetched meanwhile.
+Values and targets are ``dim`` numbers apart, weights ``stride`` from query to query."""
 
 
 def _interleaved(builder: Any, source: Any, dim: Any, target: Any) -> None:
@@ -124,28 +202,6 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _transposing(
-    itemsize: int,
-    read: Callable[[Any, Any], Any],
-    parts: Callable[[Any, Any], asm.Parts] = lambda _builder, row: [row],
-) -> asm.Emit:
-    """``read`` reads sixteen lanes of a row; ``parts`` makes floats of a column of them: rows of which
-    several floats are in 32 bits are transposed before they are made floats."""
-
-    def emit(builder: Any, source: Any, stride: Any, ahead: Any, target: Any, step: Any) -> None:
-        rows, step = [], asm.times(builder, step, 4)
-        for index in range(LANES):
-            offset = asm.times(builder, stride, itemsize * index)
-            rows.append(read(builder, builder.add(source, offset)))
-            asm.fetch(builder, builder.add(ahead, offset))
-        for row in _transposed(builder, rows):
-            for part in parts(builder, row):
-                asm.write(builder, target, part, 4)
-                target = builder.add(target, step)
-
-    return emit
-
-
 def _read_whole(builder: Any, address: Any) -> Any:
     return asm.read(builder, address, asm.INTS, 1)
 
@@ -172,36 +228,102 @@ def _parts_float8(builder: Any, bits: Any) -> asm.Parts:
     return [asm.float8_floats(builder, each) for each in halves]
 
 
-_OF_ROWS = "int int int int int -> none"
-_transpose_16 = asm.operation(
-    _OF_ROWS, {dtype: _transposing(dtype.itemsize, load) for dtype, load in asm.LOADS.items()}
-)
-_transpose_more = asm.operation(
-    _OF_ROWS,
-    {
-        torch.float32: _transposing(4, asm.load_float32),
-        torch.bfloat16: _transposing(2, _read_whole, asm.both_bfloat16),
-        torch.float16: _transposing(2, _read_whole, _parts_float16),
-        torch.float8_e4m3fn: _transposing(1, _read_whole, _parts_float8),
-    },
-)
-_columns_of_more = asm.operation(
-    "int -> int",
-    {dtype: lambda _b, at, more=4 // dtype.itemsize: at.type(more * LANES) for dtype in asm.LOADS},
-)
+class _Reading(NamedTuple):
+    """How columns are read: ``columns`` of them with each sixteen numbers of a row, which ``read`` reads;
+    ``parts`` makes floats of what was turned. Of rows of which several floats are in 32 bits, these are
+    turned before they are made floats."""
+
+    columns: int
+    read: Callable[[Any, Any], Any]
+    parts: Callable[[Any, Any], asm.Parts]
 
 
-@njit
-def transpose(source: Any, stride: int, columns: int, ahead: Any, target: Any, step: int) -> None:
-    """Writes sixteen rows of ``columns`` floats, ``stride`` of them apart, to float32 at ``target``, so
-    that each column becomes sixteen floats one after another, ``step`` floats after the column before.
-    Rows that lie at ``ahead`` as these do are fetched meanwhile."""
-    done, more = 0, _columns_of_more(source)
-    while done < columns:
-        at, later, to = source + done, ahead + done, target + step * done
-        if columns - done >= more:
-            _transpose_more(at, stride, later, to, step)
-            done += more
-        else:
-            _transpose_16(at, stride, later, to, step)
-            done += LANES
+_NARROW = {
+    dtype: _Reading(LANES, load, lambda _builder, row: [row]) for dtype, load in asm.LOADS.items()
+}
+_WIDE = {
+    torch.float32: _NARROW[torch.float32],
+    torch.bfloat16: _Reading(2 * LANES, _read_whole, asm.both_bfloat16),
+    torch.float16: _Reading(2 * LANES, _read_whole, _parts_float16),
+    torch.float8_e4m3fn: _Reading(4 * LANES, _read_whole, _parts_float8),
+}
+
+
+def _turn(
+    builder: Any, dtype: torch.dtype, source: Any, columns: Any,
+    take: Callable[[Any, int, asm.Parts], None],
+) -> None:  # fmt: skip
+    """Turns sixteen rows of ``columns`` numbers, a multiple of sixteen: ``take`` is told the first column
+    of those that are read at once, and of each sixteen lines of them the number, and its columns."""
+    kind, done = columns.type, columns.type(0)
+    for reading in dict.fromkeys((_WIDE[dtype], _NARROW[dtype])):
+        step = kind(reading.columns)
+        rounds = builder.udiv(builder.sub(columns, done), step)
+        with cgutils.for_range(builder, rounds) as loop:
+            first = builder.add(done, builder.mul(loop.index, step))
+            at = builder.add(source, asm.times(builder, first, dtype.itemsize))
+            places = (_after(builder, at, columns, dtype, row) for row in range(LANES))
+            rows = _transposed(builder, [reading.read(builder, place) for place in places])
+            for number, row in enumerate(rows):
+                take(first, number, reading.parts(builder, row))
+        done = builder.mul(rounds, step)
+
+
+def _after(builder: Any, address: Any, columns: Any, dtype: torch.dtype, rows: int) -> Any:
+    """Returns the address so many rows later."""
+    return builder.add(address, asm.times(builder, columns, dtype.itemsize * rows))
+
+
+def _transposing(dtype: torch.dtype) -> asm.Emit:
+    def emit(builder: Any, source: Any, columns: Any, target: Any, step: Any) -> None:
+        step = asm.times(builder, step, 4)
+
+        def take(first: Any, number: int, parts: asm.Parts) -> None:
+            for which, part in enumerate(parts):
+                column = asm.plus(builder, first, number * len(parts) + which)
+                asm.write(builder, builder.add(target, builder.mul(column, step)), part, 4)
+
+        _turn(builder, dtype, source, columns, take)
+
+    return emit
+
+
+transpose = asm.operation(
+    "int " * 4 + "-> none", {dtype: _transposing(dtype) for dtype in asm.LOADS}
+)
+"""``transpose(source, columns, target, step)`` writes sixteen rows of ``columns`` numbers, one after
+another, to float32 at the target, so that each column becomes sixteen floats one after another, ``step``
+floats after the column before."""
+
+
+def _scoring_few(dtype: torch.dtype, num_queries: int) -> asm.Emit:
+    def emit(
+        builder: Any, keys: Any, dim: Any, ahead: Any, queries: Any, out: Any, stride: Any
+    ) -> None:
+        tile = asm.Tile(builder, num_queries, LANES)
+        sums, numbers = tile.sums(asm.constant(0.0)), asm.FLOAT32_NUMBERS
+
+        def take(first: Any, number: int, parts: asm.Parts) -> None:
+            line = builder.add(ahead, asm.times(builder, first, dtype.itemsize))
+            asm.fetch(builder, _after(builder, line, dim, dtype, number))
+            for which, part in enumerate(parts):
+                column = asm.plus(builder, first, number * len(parts) + which)
+                at = builder.add(queries, asm.times(builder, column, 4 * QUERY_MULTIPLE))
+                for query, (total,) in enumerate(sums):
+                    row = numbers.row(builder, asm.plus(builder, at, 4 * query))
+                    more = numbers.add(builder, builder.load(total), row, [part])
+                    builder.store(more, total)
+
+        _turn(builder, dtype, keys, dim, take)
+        tile.write(sums, tile.rows(out, asm.times(builder, stride, 4)))
+
+    return emit
+
+
+score_few = asm.operation(
+    "int " * 7 + "-> none",
+    {dtype: _of_few(partial(_scoring_few, dtype)) for dtype in asm.LOADS},
+)
+"""``score_few(keys, dim, ahead, queries, target, stride, num_queries)`` writes up to four queries' scores
+of sixteen keys, as ``score4`` does, of keys as they are stored; those at ``ahead`` are fetched
+meanwhile."""
