@@ -230,12 +230,13 @@ class _Step:
         kind: _Kind,
         num_threads: int,
     ) -> None:
-        kernel, (kv_heads, num_heads, key_dim, value_dim, sees_block) = backend.kernel, kind
+        kv_heads, num_heads, key_dim, value_dim, sees_block = kind
         told = _Told(backend.store.block_size)
         for request in batch.requests:
             told.add(request, sees_block)
         share, wanted = num_heads // kv_heads, -(-_TASKS_PER_THREAD * num_threads // kv_heads)
-        tiles, records = find_kernel("attention_tiles"), find_kernel("records")
+        tiles, chunks = find_kernel("attention_tiles"), find_kernel("attention_chunks")
+        records = find_kernel("records")
         most = max(tiles.TILE_QUERIES, _round_up(share, LANES))
         sizes = tiles.Sizes(backend.store.block_size, share, most, wanted)
         plan, lists = tiles.lay_out(told, len(batch.requests), batch.num_rows, sizes)
@@ -243,11 +244,11 @@ class _Step:
         products = plan["num_pairs"] * num_heads * (key_dim + value_dim)
         self.num_threads = num_threads if products >= _WORTH_SHARING else 1
         self.is_heavy = products >= _WORTH_A_TEAM
-        worker_floats = _round_up(kernel.scratch_floats(most, key_dim, value_dim), LANES)
-        part_floats = num_sums * kernel.sums_floats(most, value_dim)
+        worker_floats = _round_up(chunks.scratch_floats(most, key_dim, value_dim), LANES)
+        part_floats = num_sums * chunks.sums_floats(most, value_dim)
         scratch = backend.scratch.of(worker_floats * num_threads + part_floats)
         parts = scratch.data_ptr() + scratch.itemsize * worker_floats * num_threads
-        step = kernel.Step(
+        step = find_kernel("attention_arguments").Step(
             inputs.slot_mapping,
             *lists,
             scratch=scratch,
