@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Protocol, TypeVar
 
-from bench.contenders import Run
+from bench.contenders import Job, Run
 from bench.peers.place import Arm
 from bench.report import decode_rate, equal_prefix, run_seconds, same_text
 from bench.runner import Cell, Measured
@@ -64,14 +64,15 @@ class CellFigures:
 
 def cell_figures(measured: Measured, arms: Mapping[str, Arm], reference: str) -> CellFigures:
     """``reference`` is the arm that ratios are against; they are None where it has no runs."""
-    prompts = [prompt for job in measured.jobs for prompt in job.prompts]
-    runs = measured.runs
+    runs, jobs = measured.runs, measured.jobs
+    asked = {name: _asked(jobs, own[0]) for name, own in runs.items() if own}
+    prompts = asked.get(reference) or next(iter(asked.values()), _asked(jobs, ()))
     greedy = measured.cell.sampling.temperature == 0
     return CellFigures(
         cell=measured.cell,
-        num_prompts=len(prompts),
-        mean_prompt_tokens=mean(map(len, prompts)),
-        num_new_tokens=measured.jobs[0].num_new_tokens,
+        num_prompts=sum(map(len, prompts)),
+        mean_prompt_tokens=mean(len(prompt) for together in prompts for prompt in together),
+        num_new_tokens=jobs[0].num_new_tokens,
         num_rounds=max((len(rounds) for rounds in runs.values()), default=0),
         arms=[
             _figures(
@@ -79,7 +80,7 @@ def cell_figures(measured: Measured, arms: Mapping[str, Arm], reference: str) ->
                 own,
                 runs.get(reference),
                 _plain_runs(arms[name], arms, runs),
-                sum(map(len, prompts)),
+                asked[name],
                 greedy,
             )
             for name, own in runs.items()
@@ -88,12 +89,23 @@ def cell_figures(measured: Measured, arms: Mapping[str, Arm], reference: str) ->
     )
 
 
+def _asked(jobs: Sequence[Job], runs: Sequence[Run]) -> list[Sequence[tuple[int, ...]]]:
+    """Returns the prompts that were sent together, turn after turn: second turns follow an arm's own
+    answers."""
+    asked = [job.prompts for job in jobs]
+    for job, run in zip(jobs, runs, strict=False):
+        second = job.second_turn(run.output_token_ids[: len(job.prompts)])
+        if second is not None:
+            asked.append(second.prompts)
+    return asked
+
+
 def _figures(
     arm: Arm,
     runs: Sequence[Sequence[Run]],
     reference: Sequence[Sequence[Run]] | None,
     plain: Sequence[Sequence[Run]] | None,
-    num_prompt_tokens: int,
+    asked: Sequence[Sequence[tuple[int, ...]]],
     greedy: bool,
 ) -> Figures:
     first = _prompt_seconds(runs)
@@ -103,8 +115,8 @@ def _figures(
         "speculates": arm.speculates,
         "over_http": arm.over_http,
         "tokens_per_second": rate,
-        "prompt_tokens_per_second": num_prompt_tokens / first,
-        "first_token_seconds": first / len(runs[0]),
+        "prompt_tokens_per_second": sum(len(each) for prompts in asked for each in prompts) / first,
+        "first_token_seconds": first / len(asked),
         "decode_tokens_per_second": decoding,
         "joules_per_token": _joules(runs),
         "same_as_plain": None if plain is None else same_text(runs[:1], plain),

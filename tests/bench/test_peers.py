@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from bench.contenders import ContenderFailedError, Job
+from bench.contenders import ContenderFailedError, Job, Run
 from bench.peers.__main__ import ALL_PEERS, main
 from bench.peers.http_worker import DIALECTS, UNKNOWN
 from bench.peers.options import SAMPLINGS, parse_options
-from bench.peers.place import Peer, PeerUnavailableError, Place, call, once
+from bench.peers.place import Arm, Peer, PeerUnavailableError, Place, call, once
 from bench.peers.protocol import Ask, Reply
-from bench.peers.report import CellFigures, Figures, gains_markdown
+from bench.peers.report import CellFigures, Figures, cell_figures, gains_markdown
 from bench.peers.worker import PeerContender, Worker, to_run
-from bench.runner import Cell
+from bench.runner import Cell, Measured
 from worlds.fake_peer import FakePeer, FakeServedPeer, UnavailablePeer, text_of
 from worlds.served_command import until
 from worlds.tiny_bench_model import save_tiny_model
@@ -352,6 +352,18 @@ def test_gains_are_against_the_plain_arm_of_the_same_peer_weights_and_way() -> N
         "us gguf auto (HTTP)": "1.20x (1.10x)",
         "them lookup 4": "-",
     }
+
+
+def test_prompts_of_second_turns_are_counted() -> None:
+    """They hold the first turn and its answer, to where the model ended it, and are read in the time that
+    is called the prompts'."""
+    job = replace(JOB, prompts=((1, 2, 3),), follow_ups=((9, 4),))
+    run = Run(((7, 9, 8, 8), (5, 5, 5, 5)), 3.0, 2.0, 6, 8)
+    measured = Measured(Cell("mt_bench", 1, JOB.sampling), (job,), {"us": [[run]]})
+    cell = cell_figures(measured, {"us": Arm("us")}, "us")
+    assert (cell.num_prompts, cell.mean_prompt_tokens) == (2, (3 + 6) / 2)
+    (arm,) = cell.arms
+    assert (arm.prompt_tokens_per_second, arm.first_token_seconds) == (9.0, 0.5)
 
 
 def test_a_file_of_questions_brings_its_workloads(
