@@ -65,7 +65,7 @@ class CellFigures:
 def cell_figures(measured: Measured, arms: Mapping[str, Arm], reference: str) -> CellFigures:
     """``reference`` is the arm that ratios are against; they are None where it has no runs."""
     runs, jobs = measured.runs, measured.jobs
-    asked = {name: _asked(jobs, own[0]) for name, own in runs.items() if own}
+    asked = {name: _asked(jobs, own[0]) for name, own in runs.items()}
     prompts = asked.get(reference) or next(iter(asked.values()), _asked(jobs, ()))
     greedy = measured.cell.sampling.temperature == 0
     return CellFigures(

@@ -61,9 +61,17 @@ def sums_floats(most_queries: int, value_dim: int) -> int:
     return most_queries * (value_dim + 2)
 
 
+def _group_floats(key_dim: int, value_dim: int) -> int:
+    """Returns what ``Memory.groups`` needs: a pair of groups' keys and one's as it is read, or values."""
+    return GROUP * max((_PAIR + 1) * key_dim, value_dim)
+
+
+_count_floats = njit(_group_floats)
+
+
 def scratch_floats(most_queries: int, key_dim: int, value_dim: int) -> int:
     """Returns what one worker needs."""
-    groups = GROUP * max((_PAIR + 1) * key_dim, value_dim)
+    groups = _group_floats(key_dim, value_dim)
     sums = 2 * sums_floats(most_queries, value_dim)
     return groups + most_queries * (2 * key_dim + _SCORES + 2) + sums
 
@@ -77,7 +85,7 @@ def sums_at(a: Arguments, floats: Any) -> Sums:
 @njit(inline="always")
 def memory_of(a: Arguments, worker: int) -> Memory:
     groups, most = a.step.scratch + worker * a.step.scratch_size, a.step.most_queries
-    queries = groups + GROUP * max((_PAIR + 1) * a.key_dim, a.value_dim)
+    queries = groups + _count_floats(a.key_dim, a.value_dim)
     rows = queries + most * a.key_dim
     scores = rows + most * a.key_dim
     old = scores + _SCORES * most
@@ -180,10 +188,10 @@ def _score_group(a: Arguments, head: int, run: Run, place: int, memory: Memory, 
     queries = memory.queries + dim * run.first_query
     if group < 0:
         _gather(a, keys_at(a, head, 0), dim, group, memory.groups)
-        score_few(memory.groups, dim, ahead, queries, out, _SCORES, run.num_queries)
+        score_few(ahead, memory.groups, dim, queries, out, _SCORES, run.num_queries)
     else:
         keys = keys_at(a, head, group)
-        score_few(keys, dim, ahead, queries, out, _SCORES, run.num_queries)
+        score_few(ahead, keys, dim, queries, out, _SCORES, run.num_queries)
 
 
 @njit

@@ -135,6 +135,13 @@ def _of_few(emit_for: Callable[[int], asm.Emit]) -> asm.Emit:
     return emit
 
 
+def _by_kinds(emit_of: Callable[[torch.dtype, torch.dtype], asm.Emit]) -> Any:
+    """Returns an operation whose first two values are where stored numbers are that are fetched, and
+    where those are that are read: stored ones, or float32."""
+    kinds = [(stored, dtype) for stored in asm.LOADS for dtype in {stored, torch.float32}]
+    return asm.operation("int " * 7 + "-> none", {kind: emit_of(*kind) for kind in kinds})
+
+
 def _weighings(num_dims: int) -> Any:
     def of(stored: torch.dtype, dtype: torch.dtype) -> asm.Emit:
         emit_for = partial(_weighing, num_dims, stored.itemsize, dtype)
@@ -142,8 +149,7 @@ def _weighings(num_dims: int) -> Any:
             return _of_few(emit_for)
         return lambda builder, *told: emit_for(QUERY_MULTIPLE)(builder, *told[:-1])
 
-    kinds = [(stored, dtype) for stored in asm.LOADS for dtype in {stored, torch.float32}]
-    return asm.operation("int " * 7 + "-> none", {kind: of(*kind) for kind in kinds})
+    return _by_kinds(of)
 
 
 weigh64, weigh16 = (_weighings(dims) for dims in (64, 16))
@@ -262,16 +268,16 @@ def _turn(
         with cgutils.for_range(builder, rounds) as loop:
             first = builder.add(done, builder.mul(loop.index, step))
             at = builder.add(source, asm.times(builder, first, dtype.itemsize))
-            places = (_after(builder, at, columns, dtype, row) for row in range(LANES))
+            places = (_after(builder, at, columns, dtype.itemsize, row) for row in range(LANES))
             rows = _transposed(builder, [reading.read(builder, place) for place in places])
             for number, row in enumerate(rows):
                 take(first, number, reading.parts(builder, row))
         done = builder.mul(rounds, step)
 
 
-def _after(builder: Any, address: Any, columns: Any, dtype: torch.dtype, rows: int) -> Any:
+def _after(builder: Any, address: Any, columns: Any, itemsize: int, rows: int) -> Any:
     """Returns the address so many rows later."""
-    return builder.add(address, asm.times(builder, columns, dtype.itemsize * rows))
+    return builder.add(address, asm.times(builder, columns, itemsize * rows))
 
 
 def _transposing(dtype: torch.dtype) -> asm.Emit:
@@ -296,16 +302,16 @@ another, to float32 at the target, so that each column becomes sixteen floats on
 floats after the column before."""
 
 
-def _scoring_few(dtype: torch.dtype, num_queries: int) -> asm.Emit:
+def _scoring_few(ahead_size: int, dtype: torch.dtype, num_queries: int) -> asm.Emit:
     def emit(
-        builder: Any, keys: Any, dim: Any, ahead: Any, queries: Any, out: Any, stride: Any
+        builder: Any, ahead: Any, keys: Any, dim: Any, queries: Any, out: Any, stride: Any
     ) -> None:
         tile = asm.Tile(builder, num_queries, LANES)
         sums, numbers = tile.sums(asm.constant(0.0)), asm.FLOAT32_NUMBERS
 
         def take(first: Any, number: int, parts: asm.Parts) -> None:
-            line = builder.add(ahead, asm.times(builder, first, dtype.itemsize))
-            asm.fetch(builder, _after(builder, line, dim, dtype, number))
+            line = builder.add(ahead, asm.times(builder, first, ahead_size))
+            asm.fetch(builder, _after(builder, line, dim, ahead_size, number))
             for which, part in enumerate(parts):
                 column = asm.plus(builder, first, number * len(parts) + which)
                 at = builder.add(queries, asm.times(builder, column, 4 * QUERY_MULTIPLE))
@@ -320,10 +326,7 @@ def _scoring_few(dtype: torch.dtype, num_queries: int) -> asm.Emit:
     return emit
 
 
-score_few = asm.operation(
-    "int " * 7 + "-> none",
-    {dtype: _of_few(partial(_scoring_few, dtype)) for dtype in asm.LOADS},
-)
-"""``score_few(keys, dim, ahead, queries, target, stride, num_queries)`` writes up to four queries' scores
-of sixteen keys, as ``score4`` does, of keys as they are stored; those at ``ahead`` are fetched
-meanwhile."""
+score_few = _by_kinds(lambda stored, dtype: _of_few(partial(_scoring_few, stored.itemsize, dtype)))
+"""``score_few(ahead, keys, dim, queries, target, stride, num_queries)`` writes up to four queries' scores
+of sixteen keys, as ``score4`` does, of keys one after another, as they are stored, or float32; those at
+``ahead`` are fetched meanwhile."""
