@@ -1,13 +1,15 @@
 """Operations of loops over weights in few bits: bytes from floats, and sums of products.
 
 A product of an unsigned by a signed byte is added to 32 bits, four at a time, by one instruction (VNNI):
-``vpdpbusd``, of sixteen sums with AVX-512, of eight with AVX alone. CPUs that have AVX2 without it take
-some ten instructions for the same sums. Rows that keep their floats are multiplied with weights that are
-made floats on the way.
+``vpdpbusd``, of sixteen sums with AVX-512, of eight with AVX alone. CPUs that have AVX2 without it add
+pairs of products in 16 bits, as many as fit, and then to 32. Rows that keep their floats are multiplied
+with weights that are made floats on the way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -132,57 +134,68 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
     return builder.shuffle_vector(*parts, ir.Constant(asm.INTS, list(range(LANES))))
 
 
-def _add_products(builder: Any, total: Any, weights: list[Any], rows: list[Any]) -> Any:
-    """Each of ``weights`` times that of ``rows``: unsigned and signed bytes, four to each sum. As many as
-    ``_steps`` says."""
+def _add_products(builder: Any, total: Any, weights: Any, row: Any) -> Any:
+    """``weights`` times ``row``: unsigned and signed bytes, four to each sum."""
     if is_wide():
-        return asm.called(builder, WIDE, asm.INTS, total, *weights, *rows)
+        return asm.called(builder, WIDE, asm.INTS, total, weights, row)
     half = ir.VectorType(asm.INT32, LANES // 2)
-    parts = _parts(builder, LANES // 2, total, *weights, *rows)
-    if has_integer_products():
-        return _joined(builder, [asm.called(builder, NARROW, half, *each) for each in parts])
-    add = _add_pairs if len(weights) == 1 else _add_small_pairs
-    return _joined(builder, [add(builder, half, *each) for each in parts])
+    parts = _parts(builder, LANES // 2, total, weights, row)
+    return _joined(builder, [asm.called(builder, NARROW, half, *each) for each in parts])
 
 
-def _add_pairs(builder: Any, kind: Any, total: Any, weights: Any, row: Any) -> Any:
-    """The same sums by products of sixteen bits, even bytes and odd ones apart, which cannot overflow."""
-    words = ir.VectorType(asm.INT16, 2 * kind.count)
-    weights, row = builder.bitcast(weights, words), builder.bitcast(row, words)
-    eight = asm.like(weights, 8)
-    even = (
-        builder.and_(weights, asm.like(weights, 255)),
-        builder.ashr(builder.shl(row, eight), eight),
-    )
-    odd = builder.lshr(weights, eight), builder.ashr(row, eight)
-    for pair in (even, odd):
-        total = builder.add(total, asm.called(builder, PAIRS, kind, *pair))
-    return total
+class _Plane(NamedTuple):
+    """The bits of each byte of ``mask``, ``shift`` further up in codes. Of so many fours, ``num_fours``,
+    products with a row's values have sums of 16 bits."""
+
+    shift: int
+    mask: int
+    num_fours: int
 
 
-def _add_small_pairs(builder: Any, kind: Any, total: Any, *fours: Any) -> Any:
-    """The same of two fours by an instruction whose sums have sixteen bits: codes of up to 6 bits make
-    sums of four products that fit."""
-    count = len(fours) // 2
-    octets = ir.VectorType(asm.INT8, 4 * kind.count)
-    words = ir.VectorType(asm.INT16, 2 * kind.count)
-    sums = [
+def _fours_in_16_bits(largest: int) -> int:
+    """Returns of how many fours pairs may be added; ``largest``: of the codes."""
+    return ((1 << 15) - 1) // (2 * 127 * largest)
+
+
+def _planes(kind: Format) -> list[_Plane]:
+    """Returns whole codes if sums of two fours fit, else either half of their bits."""
+    whole = _fours_in_16_bits(max(kind.table) if kind.table else (1 << kind.bits) - 1)
+    if whole > 1:
+        return [_Plane(0, 255, whole)]
+    return [_Plane(shift, 15, _fours_in_16_bits(15)) for shift in (0, 4)]
+
+
+def _bits_of(builder: Any, codes: Any, plane: _Plane) -> Any:
+    if plane.shift:
+        codes = builder.lshr(codes, asm.whole_numbers(plane.shift))
+    return builder.and_(codes, asm.whole_numbers(plane.mask * 0x01010101))
+
+
+def _add_bytes(builder: Any, sums: list[Any], weights: Any, row: Any) -> list[Any]:
+    """Returns sums of 16 bits, two for each channel, eight channels at a time, or none yet, with a four's
+    products."""
+    words, octets = ir.VectorType(asm.INT16, LANES), ir.VectorType(asm.INT8, 2 * LANES)
+    products = [
         asm.called(builder, BYTE_PAIRS, words, *(builder.bitcast(each, octets) for each in pair))
-        for pair in zip(fours[:count], fours[count:], strict=True)
+        for pair in _parts(builder, LANES // 2, weights, row)
     ]
-    both = builder.add(*sums)
-    return builder.add(total, asm.called(builder, PAIRS, kind, both, asm.like(both, 1)))
+    if sums:
+        products = [builder.add(*pair) for pair in zip(sums, products, strict=True)]
+    return [_kept_here(builder, each) for each in products]
 
 
-def _are_small(kind: Format) -> bool:
-    """Whether four products of codes have a sum of sixteen bits."""
-    return kind.bits <= 6 and not kind.table
+def _kept_here(builder: Any, value: Any) -> Any:
+    """Returns it through no instruction, which LLVM does not know: it would move all sums to the end of a
+    group, and keep unpacked codes in memory until then."""
+    return builder.asm(ir.FunctionType(value.type, [value.type]), "", "=x,0", [value], True)
 
 
-def _steps(kind: Format, part: int) -> list[range]:
-    """Returns which fours of a part's features are added at once to a sum, one after another."""
-    count = 2 if _are_small(kind) and not has_integer_products() else 1
-    return [range(first, first + count) for first in kind.fours_of(part)[::count]]
+def _add_pairs(builder: Any, total: Any, sums: list[Any], plane: _Plane) -> Any:
+    """Returns the total with sums of 16 bits."""
+    factor, found = asm.like(sums[0], 1 << plane.shift), []
+    for (part,), words in zip(_parts(builder, LANES // 2, total), sums, strict=True):
+        found.append(builder.add(part, asm.called(builder, PAIRS, part.type, words, factor)))
+    return _joined(builder, found)
 
 
 Halves = tuple[int, ...]
@@ -191,12 +204,11 @@ Halves = tuple[int, ...]
 
 def _passes(kind: Format, num_rows: int) -> list[Halves]:
     """Returns which halves are multiplied at once: so many sums, and totals beside them, there are
-    registers for. Where pairs are made of a row's bytes, that is dearer than to keep sums in memory."""
+    registers for."""
     fits = num_rows <= (asm.ROWS_AT_ONCE if is_wide() else asm.WAITING_ROWS)
     if is_wide() and not kind.has_scales:
         fits = True  # totals come after all sums
-    makes_pairs = not has_integer_products() and not _are_small(kind)
-    return [(0, 1)] if fits or makes_pairs else [(0,), (1,)]
+    return [(0, 1)] if fits else [(0,), (1,)]
 
 
 class IntegerTile(asm.Tile):
@@ -215,18 +227,21 @@ class IntegerTile(asm.Tile):
                 builder.store(asm.splatted(builder, start), mine[half])
 
     def add_fours(
-        self, rows: list[Any], columns: list[list[Any]], offset: int, halves: Halves
+        self, rows: list[Any], fours: range, codes: Callable[..., list[Any]], halves: Halves
     ) -> None:
-        """Adds fours of features of each row and channel; ``offset``: bytes from where ``rows`` are."""
-        builder = self._builder
-        for row, mine in zip(rows, self._whole, strict=True):
-            places = (asm.plus(builder, row, offset + 4 * index) for index in range(len(columns)))
-            fours = [
-                asm.splatted(builder, asm.read(builder, place, asm.INT32, 1)) for place in places
-            ]
-            for half in halves:
-                total, these = builder.load(mine[half]), [each[half] for each in columns]
-                builder.store(_add_products(builder, total, these, fours), mine[half])
+        """Adds fours of features of each row and channel; ``codes`` returns what ``Walk.codes`` does."""
+        for four in fours:
+            columns = codes(four)
+            for row, mine in zip(rows, self._whole, strict=True):
+                values = self._four(row, four)
+                for half in halves:
+                    total = self._builder.load(mine[half])
+                    total = _add_products(self._builder, total, columns[half], values)
+                    self._builder.store(total, mine[half])
+
+    def _four(self, row: Any, four: int) -> Any:
+        place = asm.plus(self._builder, row, 4 * four)
+        return asm.splatted(self._builder, asm.read(self._builder, place, asm.INT32, 1))
 
     def end(
         self, headers: list[Any], by: PartWeighing | None, totals: list[list[Any]], halves: Halves
@@ -262,6 +277,47 @@ class IntegerTile(asm.Tile):
         return asm.splatted(builder, asm.read(builder, place, asm.FLOAT, 4))
 
 
+class _PairsTile(IntegerTile):
+    """The same with AVX2 alone: sums of 16 bits take the registers, and are added to those in between."""
+
+    def __init__(self, builder: Any, kind: Format, num_rows: int) -> None:
+        super().__init__(builder, num_rows)
+        self._planes = _planes(kind)
+
+    def add_fours(
+        self, rows: list[Any], fours: range, codes: Callable[..., list[Any]], halves: Halves
+    ) -> None:
+        for plane in self._planes:
+            for first in range(fours.start, fours.stop, plane.num_fours):
+                run = range(first, min(first + plane.num_fours, fours.stop))
+                self._add_run(rows, run, codes, halves, plane)
+
+    def _add_run(
+        self, rows: list[Any], fours: range, codes: Callable[..., list[Any]], halves: Halves,
+        plane: _Plane,
+    ) -> None:  # fmt: skip
+        builder = self._builder
+        sums: list[list[list[Any]]] = [[[], []] for _ in rows]
+        for four in fours:
+            columns = [
+                _bits_of(builder, each, plane) for each in codes(four, is_first=not plane.shift)
+            ]
+            for row, mine in zip(rows, sums, strict=True):
+                values = self._four(row, four)
+                for half in halves:
+                    mine[half] = _add_bytes(builder, mine[half], columns[half], values)
+        for whole, mine in zip(self._whole, sums, strict=True):
+            for half in halves:
+                total = _add_pairs(builder, builder.load(whole[half]), mine[half], plane)
+                builder.store(total, whole[half])
+
+
+def _tile(builder: Any, kind: Format, num_rows: int) -> IntegerTile:
+    if has_integer_products():
+        return IntegerTile(builder, num_rows)
+    return _PairsTile(builder, kind, num_rows)
+
+
 class Walk:
     """The ``num_groups`` groups of a block, one after another: where the codes and scales of each are, as
     what is at ``places`` says. Meanwhile what is at ``ahead`` is fetched, or half of it."""
@@ -288,13 +344,21 @@ class Walk:
         outer = builder.add(self._first_outer, builder.mul(which, self._outer_stride))
         return here, GroupReader(builder, self._kind, here, builder.add(self._weights, outer))
 
-    def fetch(self, here: Any, fours: range, halves: Halves) -> None:
-        """Fetches as much as some fours of features take here: every other line where this is the walk of
+    def codes(
+        self, here: Any, reader: GroupReader, halves: Halves, four: int, is_first: bool = True
+    ) -> list[Any]:
+        """Returns a four's. As many bytes as they take are fetched, if they are read first."""
+        if is_first:
+            self._fetch(here, four, halves)
+        return reader.codes(four)
+
+    def _fetch(self, here: Any, four: int, halves: Halves) -> None:
+        """Fetches as much as a four of features takes here: every other line where this is the walk of
         one half of the channels."""
         builder = self._builder
         per_four = self._kind.code_bytes // FOURS
-        starts = list(range(fours.start * per_four, fours.stop * per_four, _LINE))
-        if fours.stop == FOURS:
+        starts = list(range(four * per_four, (four + 1) * per_four, _LINE))
+        if four == FOURS - 1:
             starts.append(self._kind.code_bytes)
         for start in starts:
             if start // _LINE % 2 not in halves:
@@ -332,7 +396,7 @@ def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
         builder: Any, weights: Any, places: Any, rows: Any, stride: Any, target: Any, *fetched: Any
     ) -> None:
         walk = Walk(builder, kind, weights, places, *fetched)
-        tile = IntegerTile(builder, num_rows)
+        tile = _tile(builder, kind, num_rows)
         starts, totals = tile.rows(rows, stride), tile.sums(asm.constant(0.0))
         if not kind.has_scales:
             tile.begin(starts, 0, (0, 1))
@@ -348,10 +412,8 @@ def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
                 for part in range(kind.num_parts):
                     if kind.has_scales:
                         tile.begin(headers, part, halves)
-                    for fours in _steps(kind, part):
-                        walk.fetch(here, fours, halves)
-                        codes = [reader.codes(four) for four in fours]
-                        tile.add_fours(inputs, codes, 4 * fours.start, halves)
+                    codes = partial(walk.codes, here, reader, halves)
+                    tile.add_fours(inputs, kind.fours_of(part), codes, halves)
                     if kind.has_scales:
                         tile.end(headers, weighed(builder, reader, part), totals, halves)
         if not kind.has_scales:
@@ -405,8 +467,7 @@ def _multiply_floats(kind: Format, num_rows: int) -> asm.Emit:
             inputs = tile.group(rows, loop.index, 4 * GROUP)
             weighing = reader.weighing() if kind.has_scales else Weighing(none, None, None)
             for four in range(FOURS):
-                walk.fetch(here, range(four, four + 1), (0, 1))
-                columns = reader.codes(four)
+                columns = walk.codes(here, reader, (0, 1), four)
                 scales = weighing.scales[four * len(weighing.scales) // FOURS]
                 for which in range(4):
                     found = []
