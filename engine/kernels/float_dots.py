@@ -79,7 +79,9 @@ def _dots_of(numbers: asm.Numbers) -> asm.Emit:
         steps = builder.udiv(features, features.type(numbers.features))
         stride = asm.times(builder, stride, numbers.bytes // numbers.features)
         told = rows, stride, weights, steps, target, ahead
-        asm.by_rows(partial(_dots, numbers), asm.ROWS_AT_ONCE, builder, num_rows, *told)
+        asm.by_rows(
+            partial(_dots, numbers), range(1, asm.ROWS_AT_ONCE + 1), builder, num_rows, *told
+        )
 
     return emit
 

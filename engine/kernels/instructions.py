@@ -407,12 +407,12 @@ class Tile:
 
 
 def by_rows(
-    emit_for: Callable[[int], Emit], most: int, builder: Any, num_rows: Any, *values: Any
+    emit_for: Callable[[int], Emit], counts: range, builder: Any, num_rows: Any, *values: Any
 ) -> None:
-    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` up to ``most`` that ``num_rows`` may be."""
+    """Writes ``emit_for(n)(builder, *values)`` for each ``n`` of ``counts`` that ``num_rows`` may be."""
     done = builder.append_basic_block("rows_done")
     switch = builder.switch(num_rows, done)
-    for count in range(1, most + 1):
+    for count in counts:
         block = builder.append_basic_block(f"rows_{count}")
         switch.add_case(count, block)
         with builder.goto_block(block):

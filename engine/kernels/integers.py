@@ -487,8 +487,8 @@ def _multiplying_of(kind: Format) -> asm.Emit:
     emit_for = _multiply_integers if kind.inputs == "int8" else _multiply_floats
 
     def emit(builder: Any, weights: Any, places: Any, num_rows: Any, *values: Any) -> None:
-        told = num_rows, weights, places, *values
-        asm.by_rows(lambda each: emit_for(kind, each), most_rows(kind), builder, *told)
+        told, counts = (num_rows, weights, places, *values), range(1, most_rows(kind) + 1)
+        asm.by_rows(partial(emit_for, kind), counts, builder, *told)
 
     return emit
 

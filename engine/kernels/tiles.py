@@ -121,16 +121,13 @@ def _weighing(num_dims: int, ahead_size: int, dtype: torch.dtype, num_queries: i
 
 
 def _of_few(emit_for: Callable[[int], asm.Emit]) -> asm.Emit:
-    """The last value that is given is the number of queries; those that fill up two or four are
-    computed, too."""
+    """The last value that is given is the number of queries, up to four; one is computed as two are."""
 
     def emit(builder: Any, *values: Any) -> None:
         *told, num_queries = values
-        are_two = builder.icmp_signed("<=", num_queries, num_queries.type(2))
-        with builder.if_else(are_two) as blocks:
-            for count, block in zip((2, QUERY_MULTIPLE), blocks, strict=True):
-                with block:
-                    emit_for(count)(builder, *told)
+        least = builder.icmp_signed("<", num_queries, num_queries.type(2))
+        counted = builder.select(least, num_queries.type(2), num_queries)
+        asm.by_rows(emit_for, range(2, QUERY_MULTIPLE + 1), builder, counted, *told)
 
     return emit
 
@@ -192,9 +189,26 @@ them."""
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """``rows[i]`` lane j becomes ``rows[j]`` lane i, by exchanging ever larger squares."""
-    width = 1
-    while width < LANES:
+    """``rows[i]`` lane j becomes ``rows[j]`` lane i: squares of four are turned, by steps that are one
+    instruction everywhere, and then exchanged."""
+    firsts = [lane - lane % 4 + lane % 4 // 2 + LANES * (lane % 2) for lane in range(LANES)]
+    pairs = [lane - lane % 4 + lane % 2 + LANES * (lane % 4 // 2) for lane in range(LANES)]
+
+    def halves(a: Any, b: Any, which: list[int]) -> list[Any]:
+        other = [lane + 2 for lane in which]
+        return [
+            builder.shuffle_vector(a, b, ir.Constant(asm.INTS, each)) for each in (which, other)
+        ]
+
+    for first in range(0, LANES, 4):
+        these, those = (
+            halves(*rows[first : first + 2], firsts),
+            halves(*rows[first + 2 : first + 4], firsts),
+        )
+        rows[first : first + 4] = [
+            part for pair in zip(these, those, strict=True) for part in halves(*pair, pairs)
+        ]
+    for width in (4, 8):
         low = [lane + (LANES - width if lane & width else 0) for lane in range(LANES)]
         high = [lane + (LANES if lane & width else width) for lane in range(LANES)]
         for index in range(LANES):
@@ -204,7 +218,6 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
                     builder.shuffle_vector(*pair, ir.Constant(asm.INTS, which))
                     for which in (low, high)
                 )
-        width *= 2
     return rows
 
 
