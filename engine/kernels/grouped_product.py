@@ -9,7 +9,7 @@ feed-forward network reads.
 
 Every operation is rounded once, and their order is that of the groups: a row's result has the same bits
 in whatever company it is computed. So few rows and many, on every machine, are one loop; ``formats`` says
-how weights lie, ``integers`` what is computed with a block of them.
+how weights lie, ``block_products`` what is computed with a block of them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from numba import njit
 from compiled.records import Bytes, Counter, Int64s, Within
 from engine.kernels import LANES, threads_for
 from engine.kernels import lanes as v
+from engine.kernels.block_products import MOST_ROWS, multiply_tile, rows_of_a_tile
 from engine.kernels.compiled import Kernel, releasing
 from engine.kernels.formats import CHANNELS, GROUP, Format, Places
 from engine.kernels.grouped_weight import GroupedWeight
@@ -32,12 +33,9 @@ from engine.kernels.instructions import ROWS_AT_ONCE
 from engine.kernels.integers import (
     HEADER_BYTES,
     LIFT,
-    MOST_ROWS,
     features_of_a_scale,
     larger_bits,
     largest_bits_of,
-    multiply_tile,
-    rows_of_a_tile,
     store_int8,
 )
 from engine.kernels.packing import PackedGroups, Weights

@@ -156,26 +156,28 @@ as they are stored, or float32; stored ones that lie at ``ahead`` as these do ar
 Values and targets are ``dim`` numbers apart, weights ``stride`` from query to query."""
 
 
+def _shuffled(builder: Any, a: Any, b: Any, which: list[int], later: int) -> list[Any]:
+    """Returns lanes of two, those of b after a's: ``which``, and those so much ``later``."""
+    lanes = which, [lane + later for lane in which]
+    return [builder.shuffle_vector(a, b, ir.Constant(asm.INTS, each)) for each in lanes]
+
+
 def _interleaved(builder: Any, source: Any, dim: Any, target: Any) -> None:
     """Sums are added by pairs, and pairs of pairs."""
     pairs = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
     fours = [2 * (lane // 4) + lane % 2 + LANES * (lane // 2 % 2) for lane in range(LANES)]
-
-    def halves(a: Any, b: Any, which: list[int]) -> list[Any]:
-        later = [lane + LANES // 2 for lane in which]
-        return [
-            builder.shuffle_vector(a, b, ir.Constant(asm.INTS, each)) for each in (which, later)
-        ]
-
     with cgutils.for_range(builder, builder.udiv(dim, dim.type(LANES))) as loop:
         at = builder.add(source, asm.times(builder, loop.index, 4 * LANES))
         rows = [
             asm.load_float32(builder, builder.add(at, asm.times(builder, dim, 4 * row)))
             for row in range(4)
         ]
-        these, those = halves(rows[0], rows[1], pairs), halves(rows[2], rows[3], pairs)
+        half = LANES // 2
+        these = _shuffled(builder, rows[0], rows[1], pairs, half)
+        those = _shuffled(builder, rows[2], rows[3], pairs, half)
         to = builder.add(target, asm.times(builder, loop.index, 16 * LANES))
-        parts = [part for pair in zip(these, those, strict=True) for part in halves(*pair, fours)]
+        both = zip(these, those, strict=True)
+        parts = [part for pair in both for part in _shuffled(builder, *pair, fours, half)]
         for index, part in enumerate(parts):
             asm.write(builder, asm.plus(builder, to, 4 * LANES * index), part, 4)
 
@@ -193,20 +195,12 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     instruction everywhere, and then exchanged."""
     firsts = [lane - lane % 4 + lane % 4 // 2 + LANES * (lane % 2) for lane in range(LANES)]
     pairs = [lane - lane % 4 + lane % 2 + LANES * (lane % 4 // 2) for lane in range(LANES)]
-
-    def halves(a: Any, b: Any, which: list[int]) -> list[Any]:
-        other = [lane + 2 for lane in which]
-        return [
-            builder.shuffle_vector(a, b, ir.Constant(asm.INTS, each)) for each in (which, other)
-        ]
-
     for first in range(0, LANES, 4):
-        these, those = (
-            halves(*rows[first : first + 2], firsts),
-            halves(*rows[first + 2 : first + 4], firsts),
-        )
+        a, b, c, d = rows[first : first + 4]
+        these, those = (_shuffled(builder, *pair, firsts, 2) for pair in ((a, b), (c, d)))
+        both = zip(these, those, strict=True)
         rows[first : first + 4] = [
-            part for pair in zip(these, those, strict=True) for part in halves(*pair, pairs)
+            part for pair in both for part in _shuffled(builder, *pair, pairs, 2)
         ]
     for width in (4, 8):
         low = [lane + (LANES - width if lane & width else 0) for lane in range(LANES)]
