@@ -1,11 +1,7 @@
 """Rows times weights in few bits, by groups of features.
 
-A row is written as one record before it is multiplied: of each group its scale (float32), two sums and
-its values (int8). A group's scale is its largest magnitude over 127, so that a value far above all
-others coarsens the steps of its own group alone (real models have such outliers in some channels). Or
-rows keep their floats, as float32, and weights are made floats while they are multiplied. A gated row is
-one half of what a product left, after an activation, times the other half: what the second product of a
-feed-forward network reads.
+Rows are written as records before they are multiplied (``row_records``), or keep their floats, and
+weights are made floats on the way.
 
 Every operation is rounded once, and their order is that of the groups: a row's result has the same bits
 in whatever company it is computed. So few rows and many, on every machine, are one loop; ``formats`` says
@@ -14,33 +10,34 @@ how weights lie, ``block_products`` what is computed with a block of them.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from numba import njit
 
 from compiled.records import Bytes, Counter, Int64s, Within
-from engine.kernels import LANES, threads_for
+from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.block_products import MOST_ROWS, multiply_tile, rows_of_a_tile
 from engine.kernels.compiled import Kernel, releasing
-from engine.kernels.formats import CHANNELS, GROUP, Format, Places
+from engine.kernels.formats import CHANNELS, GROUP, Places
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.kernels.instructions import ROWS_AT_ONCE
-from engine.kernels.integers import (
-    HEADER_BYTES,
-    LIFT,
-    features_of_a_scale,
-    larger_bits,
-    largest_bits_of,
-    store_int8,
-)
 from engine.kernels.packing import PackedGroups, Weights
 from engine.kernels.records import NOWHERE, Floats
 from engine.kernels.routes import PLACE_INTS, SEGMENT_INTS, Routes
+from engine.kernels.row_records import (
+    SMALLEST_SCALE,
+    Form,
+    Gate,
+    Rows,
+    form_of,
+    gated_or_plain,
+    quantize_row,
+    rows_of,
+    widen_row,
+)
 
 
 def reference(
@@ -57,7 +54,7 @@ def reference(
     total = torch.zeros(len(rows), len(codes))
     for first in range(0, inputs.shape[1], span):
         group = inputs[:, first : first + span]
-        by = (group.abs().amax(1, keepdim=True) / 127).clamp_min(float(_SMALLEST_SCALE))
+        by = (group.abs().amax(1, keepdim=True) / 127).clamp_min(float(SMALLEST_SCALE))
         values = (group * (1 / by)).round().double()
         for at in range(first, first + span, part):
             mine = values[:, at - first : at - first + part]
@@ -79,172 +76,6 @@ def _reference_of_floats(rows: torch.Tensor, weight: GroupedWeight) -> torch.Ten
     for feature in range(rows.shape[1]):
         total = v.fma_of_tensors(rows[:, feature, None].float(), weights[:, feature], total)
     return total if weight.channel_scales is None else total * weight.channel_scales
-
-
-_SMALLEST_SCALE = np.float32(1e-12)
-_ZERO, _ONE, _LARGEST = np.float32(0.0), np.float32(1.0), np.float32(127.0)
-
-# --- rows as they are multiplied ---
-
-
-class Gate(NamedTuple):
-    """``activation``: of ``v.ACTIVATIONS``; ``is_first``: it is for the first half of a row."""
-
-    activation: str
-    is_first: bool
-
-
-class Rows(NamedTuple):
-    """``floats`` ``[num_rows, num_features]``, ``stride`` features apart. If there is an ``activation``
-    (0: none) they are the halves that it is for, the other halves are ``other`` features further, and
-    what is gated is written to ``gated`` ``[num_rows, num_features]``."""
-
-    floats: Floats
-    gated: Floats
-    num_rows: int
-    num_features: int
-    stride: int
-    activation: int
-    other: int
-
-
-def _rows_of(rows: torch.Tensor, gate: Gate | None) -> Rows:
-    """``rows`` ``[num_rows, num_features]``, or twice as many that ``gate`` halves."""
-    (num_rows, width), stride = rows.shape, rows.stride(0)
-    if gate is None:
-        return Rows(rows, rows, num_rows, width, stride, activation=0, other=0)
-    half, activation = width // 2, v.ACTIVATIONS[gate.activation]
-    gated, other = rows.new_empty(num_rows, half), half if gate.is_first else -half
-    floats = rows if gate.is_first else rows[:, half:]
-    return Rows(floats, gated, num_rows, half, stride, activation, other)
-
-
-class Form(NamedTuple):
-    """How rows are written to be multiplied: in ``size`` bytes each, ``num_units`` equal parts.
-    ``group``: features that share a scale in a row, 0: rows keep their floats; ``zero``: of the weights'
-    format; ``lift``: as ``integers`` has it, or 0; ``has_halves``: whether halves of groups are summed
-    apart."""
-
-    size: int
-    num_units: int
-    group: int
-    zero: int
-    lift: int
-    has_halves: bool
-
-
-@cache
-def _form_of(kind: Format, num_groups: int, keeps_inputs: bool) -> tuple[Format, Form]:
-    """Returns also the format that rows are multiplied with."""
-    group, size, num_units = GROUP, num_groups * (HEADER_BYTES + GROUP), num_groups
-    if keeps_inputs:
-        kind, group, size = kind._replace(inputs="float32"), 0, 4 * num_groups * GROUP
-    elif not kind.has_scales:
-        group, size, num_units = num_groups * GROUP, HEADER_BYTES + num_groups * GROUP, 1
-    lift = LIFT if kind.has_scales else 0
-    return kind, Form(size, num_units, group, kind.zero, lift, kind.num_parts == 2)
-
-
-_room_for_scales = v.room_for(2 * LANES)
-
-
-@njit
-def _quantize_row(a: Arguments, row: Any, begin: int, end: int, record: Any, step: int) -> None:
-    """Writes what the record of a row has of some features, a multiple of 16 from the beginning of a
-    group on, groups ``step`` bytes apart; a last group is filled with 0. Scales of sixteen groups are
-    divided at once."""
-    scales = _room_for_scales()
-    group = features_of_a_scale(a.weights.blocks, a.form.group)
-    for start in range(begin, end, LANES * group):
-        firsts = range(start, min(start + LANES * group, end), group)
-        for number, first in enumerate(firsts):
-            scales[number] = _largest(row, first, group, end)
-        # Of a pair with what is no number, the second is taken.
-        scale = v.larger(v.splat(_SMALLEST_SCALE), v.load(scales, 0) / v.splat(_LARGEST))
-        v.store(scales, 0, scale)
-        v.store(scales, LANES, v.splat(_ONE) / scale)
-        for number, first in enumerate(firsts):
-            v.float32s(record)[0] = scales[number]
-            _quantize_group(a, row, first, group, record, scales[LANES + number])
-            record = record + step
-
-
-@njit
-def _pair(row: Any, at: int, end: int) -> tuple[Any, Any]:
-    """Returns 32 features; those that are not before the ``end`` are 0."""
-    return v.load(row, at), v.load(row, at + LANES) if at + LANES < end else v.splat(_ZERO)
-
-
-@njit
-def _largest(row: Any, first: int, group: int, end: int) -> Any:
-    most = v.splat(_ZERO)
-    for at in range(0, group, GROUP):
-        one, other = _pair(row, first + at, end)
-        most = larger_bits(larger_bits(v.magnitude(one), v.magnitude(other)), most)
-    return largest_bits_of(most)
-
-
-@njit
-def _quantize_group(a: Arguments, row: Any, first: int, group: int, record: Any, by: Any) -> None:
-    """Writes what a record has of a group but its scale."""
-    half, rest, lift, zero = 0, 0, a.form.lift, a.form.zero
-    for at in range(0, group, GROUP):
-        one, other = _pair(row, first + at, a.rows.num_features)
-        half += store_int8(record + (HEADER_BYTES + at), one * v.splat(by))
-        rest += store_int8(record + (HEADER_BYTES + at + LANES), other * v.splat(by))
-    v.float32s(record)[1] = half + rest
-    if a.form.has_halves:
-        v.int32s(record)[2] = lift - zero * half
-        v.int32s(record)[3] = lift - zero * rest
-    else:
-        v.int32s(record)[2] = lift - zero * (half + rest)
-
-
-@njit
-def _widen_row(row: Any, begin: int, end: int, record: Any, step: int) -> None:
-    """Writes the same features of a row as float32."""
-    for first in range(begin, end, GROUP):
-        target = v.float32s(record)
-        for at in range(0, GROUP, LANES):
-            is_there = first + at < end
-            v.store(target, at, v.load(row, first + at) if is_there else v.splat(_ZERO))
-        record = record + step
-
-
-@njit
-def _gated_or_plain(rows: Rows, row: int, begin: int, end: int) -> Any:
-    """Returns where the row is whose features ``begin`` .. ``end - 1`` are to be quantised: in ``gated``,
-    once they are gated, or where it was."""
-    source = rows.floats + row * rows.stride
-    if rows.activation == 0:
-        return source
-    target, other = rows.gated + row * rows.num_features, source + rows.other
-    for at in range(begin, end, LANES):
-        value = v.activated(rows.activation, v.load(source, at))
-        v.store(target, at, v.rounded(source, value) * v.load(other, at))
-    return target
-
-
-class GateArguments(NamedTuple):
-    rows: Within[Rows]
-    next_row: Counter = 0
-
-
-def _gate(a: GateArguments) -> None:
-    for row in v.shared(a.next_row, a.rows.num_rows):
-        _gated_or_plain(a.rows, row, 0, a.rows.num_features)
-
-
-gate_all = Kernel(_gate)
-"""Gates each row."""
-
-
-def gate_rows(rows: torch.Tensor, how: Gate) -> torch.Tensor:
-    """``rows`` ``[num_rows, 2 * num_features]``, of a type in ``KINDS``; features a multiple of 16, which
-    lie together. Returns ``[num_rows, num_features]``, of the same type."""
-    told = _rows_of(rows, how)
-    gate_all.run(GateArguments(told), threads_for(rows.numel()))
-    return told.gated
 
 
 # --- products ---
@@ -327,7 +158,7 @@ def _write_records(a: Arguments) -> None:
         begin, end = units[0] * GROUP, a.rows.num_features
         if units[1] < num_units:
             end = units[1] * GROUP
-        source = _gated_or_plain(a.rows, row, begin, end)
+        source = gated_or_plain(a.rows, row, begin, end)
         done, done_step = a.records, 0
         for copy in range(row * num_copies, (row + 1) * num_copies):
             record, step = _place(a, copy)
@@ -338,9 +169,9 @@ def _write_records(a: Arguments) -> None:
                 for number in range(units[1] - units[0]):
                     _copy(done + number * done_step, record + number * step, unit)
             elif a.form.group == 0:
-                _widen_row(source, begin, end, record, step)
+                widen_row(source, begin, end, record, step)
             else:
-                _quantize_row(a, source, begin, end, record, step)
+                quantize_row(a, source, begin, end, record, step)
             done, done_step = record, step
         v.fetch_add(a.num_done, 1)
     # Every item that is not done is in the hands of a thread that runs.
@@ -470,14 +301,14 @@ def product(
     ``KINDS``. Returns ``[num_rows, out_features]``. ``keeps_inputs``: rows are not rounded to 8 bits.
     ``routes``: of rows, or of their pairs, to the experts whose weights are ``packed``; the result has a
     row for each pair: ``[num_pairs, out_features]``, those of one expert."""
-    told_rows = _rows_of(_readable(rows, gate), gate)
+    told_rows = rows_of(_readable(rows, gate), gate)
     num_rows = told_rows.num_rows
     if routes is None:
         pairs = Pairs(NOWHERE, NOWHERE, NOWHERE, num_copies=1, total=num_rows)
     else:
         num_copies = routes.num_pairs // max(num_rows, 1)
         pairs = Pairs(routes.segments, routes.places, routes.order, num_copies, routes.num_pairs)
-    kind, form = _form_of(packed.format, packed.places.num_groups, keeps_inputs)
+    kind, form = form_of(packed.format, packed.places.num_groups, keeps_inputs)
     width, num_threads = packed.weights.num_blocks * CHANNELS, torch.get_num_threads()
     told = Arguments(
         rows=told_rows,

@@ -25,8 +25,8 @@ from engine.weights.layer import fixed
 
 if TYPE_CHECKING:
     from engine.kernels.float_product import PackedFloats
-    from engine.kernels.grouped_product import Gate
     from engine.kernels.routes import Routes
+    from engine.kernels.row_records import Gate
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 _LEAST_CHANNELS = 64
@@ -37,7 +37,7 @@ class FloatProduct:
     """Products of rows with ``packed`` experts; ``out_features`` of them have a use."""
 
     def __init__(self, packed: PackedFloats, out_features: int) -> None:
-        from engine.kernels.grouped_product import gate_rows
+        from engine.kernels.row_records import gate_rows
 
         self.packed, self.out_features, self._gate_rows = packed, out_features, gate_rows
         self.in_features = packed.in_features
@@ -110,8 +110,8 @@ class PackedExperts(nn.Module):
 def kernel_gate(own: Any, features: int) -> Gate | None:
     """Returns what a kernel gates as the module does, found out with random rows; None: it does
     otherwise, or the ``features`` between its products do not fill sixteens."""
-    from engine.kernels.grouped_product import Gate, gate_rows
     from engine.kernels.lanes import ACTIVATIONS
+    from engine.kernels.row_records import Gate, gate_rows
 
     if not own.has_gate or not own.is_concatenated or features % LANES:
         return None

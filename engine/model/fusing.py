@@ -232,7 +232,7 @@ class GatedGroups(FusedParts):
     """A quantized network. ``is_first``: the first of the two halves that ``both`` makes is gated."""
 
     def __init__(self, both: Any, down: Any, is_first: bool, activation: str) -> None:
-        from engine.kernels.grouped_product import Gate, gate_rows
+        from engine.kernels.row_records import Gate, gate_rows
 
         super().__init__()
         self._gate_rows = gate_rows
@@ -258,7 +258,7 @@ class GatedFloats(FusedParts):
         self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, activation: str
     ) -> None:
         from engine.kernels.float_product import pack_gated
-        from engine.kernels.grouped_product import Gate, gate_rows
+        from engine.kernels.row_records import Gate, gate_rows
 
         super().__init__()
         self._both, self.down = pack_gated(gate.packed, up.packed, activation), down
@@ -349,8 +349,8 @@ def _of_floats(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:
 
 
 def _activation_of(module: nn.Module) -> str | None:
-    from engine.kernels.grouped_product import Gate, gate_rows
     from engine.kernels.lanes import ACTIVATIONS
+    from engine.kernels.row_records import Gate, gate_rows
 
     def gate(rows: torch.Tensor, name: str) -> torch.Tensor:
         return gate_rows(rows, Gate(name, True))

@@ -22,9 +22,9 @@ from engine.kernels.triton.packed_codes import PackedCodes
 from engine.weights.layer import scaled
 
 if TYPE_CHECKING:
-    from engine.kernels.grouped_product import Gate
     from engine.kernels.packing import PackedGroups
     from engine.kernels.routes import Routes
+    from engine.kernels.row_records import Gate
 
     Packed = PackedGroups | PackedCodes
 
@@ -95,7 +95,7 @@ class GroupedProduct:
         rows = rows if rows.dtype in KINDS else rows.float()
         if self.order is not None:
             if gate is not None:
-                from engine.kernels.grouped_product import gate_rows
+                from engine.kernels.row_records import gate_rows
 
                 rows, gate = gate_rows(rows, gate), None
             rows = rows.index_select(1, self.order)

@@ -5,16 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from server.apis.openai.reply import (
-    ChatChunk,
-    ChatCompletion,
-    ChatWriter,
-    Completion,
-    CompletionChunk,
-    CompletionWriter,
-    Embeddings,
-    EmbeddingsWriter,
-)
+from server.apis.openai.chat_reply import ChatChunk, ChatCompletion, ChatWriter
+from server.apis.openai.completion_reply import Completion, CompletionChunk, CompletionWriter
+from server.apis.openai.embeddings_reply import Embeddings, EmbeddingsWriter
 from server.apis.openai.request import (
     ChatRequest,
     CompletionRequest,

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels import byte_products, integers
-from engine.kernels.grouped_product import Gate, gate_rows, product, reference
+from engine.kernels.grouped_product import product, reference
 from engine.kernels.grouped_weight import GroupedWeight
 from engine.kernels.integers import can_multiply
 from engine.kernels.lanes import ACTIVATIONS
 from engine.kernels.look_up import look_up
 from engine.kernels.packing import UnpackableError, can_join, join, normalized, pack
+from engine.kernels.row_records import Gate, gate_rows
 from engine.weights.rounding.int8 import quantize_by_channel, quantize_weight
 from worlds.grouped_weights import SCHEMES, channels_of, drawn_weight
 from worlds.random_tensors import drawn

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import float_product, grouped_product, packing, routes
+from engine.kernels import float_product, grouped_product, packing, routes, row_records
 from engine.kernels.integers import can_multiply
 from worlds.grouped_weights import channels_of, drawn_weight
 from worlds.random_tensors import drawn
@@ -65,7 +65,7 @@ def test_a_pair_in_few_bits_has_the_bits_of_its_row_alone(scheme: str, keeps_inp
     packed = packing.pack(iter(parts), 40, 512, bias, EXPERTS)
     singles = [packing.pack([part], 40, 512, bias[each]) for each, part in enumerate(parts)]
     rows = drawn(90, 512, seed=2)
-    gate = grouped_product.Gate("silu", True)
+    gate = row_records.Gate("silu", True)
 
     def multiply(rows: torch.Tensor, packed: Any, gate: Any, *found: Any) -> torch.Tensor:
         return grouped_product.product(rows, packed, torch.float32, gate, keeps_inputs, *found)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.grouped_product import Gate, gate_rows
 from engine.kernels.integers import can_multiply
 from engine.kernels.packing import pack
+from engine.kernels.row_records import Gate, gate_rows
 from engine.model.layers import GroupedLinear
 from engine.model.product import GroupedProduct, can_join, join_products
 from engine.weights.rounding.int8 import quantize_weight

@@ -11,7 +11,8 @@ from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 
 from server.apis.ollama.reply import OllamaChatReply, OllamaGenerateReply
-from server.apis.openai.reply import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from server.apis.openai.chat_reply import ChatChunk, ChatCompletion
+from server.apis.openai.completion_reply import Completion, CompletionChunk
 from server.request.speculative import SpeculativeCaps
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import events, serve
