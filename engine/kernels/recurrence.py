@@ -11,13 +11,10 @@ values are no multiple of 32, are in the worker's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 from numba import njit
-from numba.core import cgutils
 
 from compiled.records import Counter
 from engine.kernels import LANES
@@ -26,8 +23,8 @@ from engine.kernels import lanes as v
 from engine.kernels import walks as w
 from engine.kernels.compiled import Kernel
 from engine.kernels.records import Float32s, Floats
+from engine.kernels.state_steps import SLICE, WIDE, add_slice, add_wide, move_slice, move_wide
 
-SLICE, WIDE = 2 * LANES, 8 * LANES
 BLOCK = 8
 """Entries that are made ready at once."""
 
@@ -351,78 +348,6 @@ def _store(a: Arguments, entry: w.Entry, head: int, number: int, state: Place) -
 # --- a slice's step ---
 
 
-def _for_both(
-    builder: Any, dim: Any, even: list[Any], odd: list[Any], add: Callable[[list[Any], Any], None]
-) -> None:
-    """Adds up even and odd keys, then both."""
-    with cgutils.for_range(builder, builder.udiv(dim, dim.type(2))) as loop:
-        index = asm.times(builder, loop.index, 2)
-        add(even, index)
-        add(odd, asm.plus(builder, index, 1))
-    with builder.if_then(builder.trunc(dim, ir.IntType(1))):
-        add(even, asm.plus(builder, dim, -1))
-    for these, those in zip(even, odd, strict=True):
-        builder.store(builder.fadd(builder.load(these), builder.load(those)), these)
-
-
-def _adding(num_values: int) -> asm.Emit:
-    def emit(builder: Any, key: Any, dim: Any, state: Any, row: Any, target: Any) -> None:
-        tile, row = asm.Tile(builder, 1, num_values), asm.times(builder, row, 4)
-        even, odd = (tile.sums(asm.constant(0.0))[0] for _ in range(2))
-
-        def add(sums: list[Any], index: Any) -> None:
-            tile.add([sums], index, [key], dim.type(4), state, row, asm.FLOAT32_NUMBERS)
-
-        _for_both(builder, dim, even, odd, add)
-        tile.write([even], [target])
-
-    return emit
-
-
-_add_slice, _add_wide = (
-    asm.operation("int " * 5 + "-> none", _adding(num_values)) for num_values in (SLICE, WIDE)
-)
-"""``_add_slice(key, dim, state, row, target)`` writes the products of a key with a slice, or with
-``WIDE`` values, whose keys are ``row`` floats apart."""
-
-
-def _moving(num_values: int) -> asm.Emit:
-    def emit(
-        builder: Any, dim: Any, key: Any, decay: Any, query: Any, before: Any, before_row: Any,
-        behind: Any, behind_row: Any, sums: Any,
-    ) -> None:  # fmt: skip
-        tile = asm.Tile(builder, 1, num_values)
-        values = tile.columns(sums, 4, asm.load_float32)
-        even, odd = (tile.sums(asm.constant(0.0))[0] for _ in range(2))
-
-        def move(totals: list[Any], index: Any) -> None:
-            at = asm.times(builder, index, 4)
-            k, d, q = (
-                asm.splatted(builder, asm.read(builder, builder.add(each, at), asm.FLOAT, 4))
-                for each in (key, decay, query)
-            )
-            source = builder.add(before, builder.mul(at, before_row))
-            target = builder.add(behind, builder.mul(at, behind_row))
-            states = tile.columns(source, 4, asm.load_float32)
-            for column, (state, value) in enumerate(zip(states, values, strict=True)):
-                state = asm.fused(builder, k, value, builder.fmul(d, state))
-                asm.write(builder, asm.plus(builder, target, 4 * LANES * column), state, 4)
-                total = totals[column]
-                builder.store(asm.fused(builder, q, state, builder.load(total)), total)
-
-        _for_both(builder, dim, even, odd, move)
-        tile.write([even], [sums])
-
-    return emit
-
-
-_move_slice, _move_wide = (
-    asm.operation("int " * 9 + "-> none", _moving(num_values)) for num_values in (SLICE, WIDE)
-)
-"""``_move_slice(dim, key, decay, query, before, before_row, behind, behind_row, sums)`` writes a slice of
-the state behind an entry, whose values are at ``sums``, and what the row reads over those."""
-
-
 @njit
 def _weigh_values(given: Any, count: int, beta: float, sums: Any) -> None:
     """Writes what beta makes of values and of the sums that the decayed state has for the key."""
@@ -444,9 +369,9 @@ def _take(
     if v.is_none(a.beta):
         w.copy(inputs.value + at, SLICE, sums)
     else:
-        _add_slice(inputs.decayed, a.key_dim, before.floats, before.row, sums)
+        add_slice(inputs.decayed, a.key_dim, before.floats, before.row, sums)
         _weigh_values(inputs.value + at, SLICE, inputs.beta[0], sums)
-    _move_slice(
+    move_slice(
         a.key_dim, inputs.key, inputs.decay, inputs.query, before.floats, before.row,
         behind.floats, behind.row, sums,
     )  # fmt: skip
@@ -467,9 +392,9 @@ def _take_wide(a: Arguments, task: Task, entry: w.Entry, inputs: Inputs, memory:
         if v.is_none(a.beta):
             w.copy(inputs.value + at, WIDE, sums)
         else:
-            _add_wide(inputs.decayed, a.key_dim, old, before.row, sums)
+            add_wide(inputs.decayed, a.key_dim, old, before.row, sums)
             _weigh_values(inputs.value + at, WIDE, inputs.beta[0], sums)
-        _move_wide(
+        move_wide(
             a.key_dim, inputs.key, inputs.decay, inputs.query, old, before.row,
             behind.floats + at, behind.row, sums,
         )  # fmt: skip
