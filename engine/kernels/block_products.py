@@ -68,7 +68,8 @@ class Walk:
     def codes(
         self, here: Any, reader: GroupReader, halves: Halves, four: int, is_first: bool = True
     ) -> list[Any]:
-        """Returns a four's. As many bytes as they take are fetched, if they are read first."""
+        """Returns a four's. ``is_first``: they are read for the first time, and as many bytes are fetched
+        meanwhile."""
         if is_first:
             self._fetch(here, four, halves)
         return reader.codes(four)
@@ -194,7 +195,7 @@ def _multiplying_of(kind: Format) -> asm.Emit:
 multiply_tile = asm.operation("int " * 8 + "-> none", asm.ByFormat(_multiplying_of))
 """``multiply_tile(weights, places, num_rows, rows, stride, target, ahead, halving)`` multiplies a block
 of packed weights, which lie in it as ``places`` say, with rows ``stride`` bytes apart: written as
-``grouped_product`` has it, or float32; ``target`` ``[num_rows, CHANNELS]`` float32. Meanwhile as many
+``row_records`` has it, or float32; ``target`` ``[num_rows, CHANNELS]`` float32. Meanwhile as many
 bytes as there are of weights, or with a ``halving`` of 1 half as many, are fetched from ``ahead`` on, a
 line at a time: all at once they would be in the way of what is read now."""
 rows_of_a_tile = asm.operation(

@@ -21,10 +21,10 @@ WIDE, NARROW = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
 PAIRS, BYTE_PAIRS = "llvm.x86.avx2.pmadd.wd", "llvm.x86.avx2.pmadd.ub.sw"
 
 
-def _parts(builder: Any, count: int, *values: Any) -> list[list[Any]]:
-    """Returns each part of ``count`` of the sixteen lanes, of every value."""
-    found = []
-    for start in range(0, LANES, count):
+def _parts(builder: Any, *values: Any) -> list[list[Any]]:
+    """Returns the lower eight lanes of every value, and the upper eight."""
+    count, found = LANES // 2, []
+    for start in (0, count):
         lanes = ir.Constant(ir.VectorType(asm.INT32, count), list(range(start, start + count)))
         found.append([builder.shuffle_vector(each, each, lanes) for each in values])
     return found
@@ -39,13 +39,13 @@ def _add_products(builder: Any, total: Any, weights: Any, row: Any) -> Any:
     if integers.is_wide():
         return asm.called(builder, WIDE, asm.INTS, total, weights, row)
     half = ir.VectorType(asm.INT32, LANES // 2)
-    parts = _parts(builder, LANES // 2, total, weights, row)
+    parts = _parts(builder, total, weights, row)
     return _joined(builder, [asm.called(builder, NARROW, half, *each) for each in parts])
 
 
 class _Plane(NamedTuple):
-    """The bits of each byte of ``mask``, ``shift`` further up in codes. Of so many fours, ``num_fours``,
-    products with a row's values have sums of 16 bits."""
+    """Some bits of every code: those of ``mask`` once codes are shifted down by ``shift``. ``num_fours``:
+    the most fours of features whose products with a row may be added in 16 bits."""
 
     shift: int
     mask: int
@@ -53,7 +53,7 @@ class _Plane(NamedTuple):
 
 
 def _fours_in_16_bits(largest: int) -> int:
-    """Returns of how many fours pairs may be added; ``largest``: of the codes."""
+    """Returns how many sums of two products fit, if no code is above ``largest``."""
     return ((1 << 15) - 1) // (2 * 127 * largest)
 
 
@@ -72,12 +72,12 @@ def _bits_of(builder: Any, codes: Any, plane: _Plane) -> Any:
 
 
 def _add_bytes(builder: Any, sums: list[Any], weights: Any, row: Any) -> list[Any]:
-    """Returns sums of 16 bits, two for each channel, eight channels at a time, or none yet, with a four's
-    products."""
+    """Adds a four's products to ``sums``, which are empty before the first four. Returns the new sums, of
+    16 bits, two for each channel: those of the lower eight channels, and of the upper eight."""
     words, octets = ir.VectorType(asm.INT16, LANES), ir.VectorType(asm.INT8, 2 * LANES)
     products = [
         asm.called(builder, BYTE_PAIRS, words, *(builder.bitcast(each, octets) for each in pair))
-        for pair in _parts(builder, LANES // 2, weights, row)
+        for pair in _parts(builder, weights, row)
     ]
     if sums:
         products = [builder.add(*pair) for pair in zip(sums, products, strict=True)]
@@ -85,15 +85,15 @@ def _add_bytes(builder: Any, sums: list[Any], weights: Any, row: Any) -> list[An
 
 
 def _kept_here(builder: Any, value: Any) -> Any:
-    """Returns it through no instruction, which LLVM does not know: it would move all sums to the end of a
-    group, and keep unpacked codes in memory until then."""
+    """Returns the value through an empty piece of assembly, which LLVM leaves where it is. Without it all
+    sums would move to the end of a group, and unpacked codes would wait for them in memory."""
     return builder.asm(ir.FunctionType(value.type, [value.type]), "", "=x,0", [value], True)
 
 
 def _add_pairs(builder: Any, total: Any, sums: list[Any], plane: _Plane) -> Any:
-    """Returns the total with sums of 16 bits."""
+    """Returns ``total`` (int32) and what ``_add_bytes`` has added up."""
     factor, found = asm.like(sums[0], 1 << plane.shift), []
-    for (part,), words in zip(_parts(builder, LANES // 2, total), sums, strict=True):
+    for (part,), words in zip(_parts(builder, total), sums, strict=True):
         found.append(builder.add(part, asm.called(builder, PAIRS, part.type, words, factor)))
     return _joined(builder, found)
 
@@ -227,6 +227,7 @@ class _PairsTile(IntegerTile):
 
 
 def tile_of(builder: Any, kind: Format, num_rows: int) -> IntegerTile:
+    """Returns the tile for the instructions that there are."""
     if integers.has_integer_products():
         return IntegerTile(builder, num_rows)
     return _PairsTile(builder, kind, num_rows)

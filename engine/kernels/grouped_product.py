@@ -171,7 +171,7 @@ def _write_records(a: Arguments) -> None:
             elif a.form.group == 0:
                 widen_row(source, begin, end, record, step)
             else:
-                quantize_row(a, source, begin, end, record, step)
+                quantize_row(a.weights.blocks, a.form, source, begin, end, record, step)
             done, done_step = record, step
         v.fetch_add(a.num_done, 1)
     # Every item that is not done is in the hands of a thread that runs.

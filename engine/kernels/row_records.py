@@ -97,12 +97,14 @@ _room_for_scales = v.room_for(2 * LANES)
 
 
 @njit
-def quantize_row(a: Any, row: Any, begin: int, end: int, record: Any, step: int) -> None:
+def quantize_row(
+    blocks: Any, form: Form, row: Any, begin: int, end: int, record: Any, step: int
+) -> None:
     """Writes what the record of a row has of some features, a multiple of 16 from the beginning of a
     group on, groups ``step`` bytes apart; a last group is filled with 0. Scales of sixteen groups are
-    divided at once."""
+    divided at once. ``blocks``: the weights, by whose format code is compiled."""
     scales = _room_for_scales()
-    group = features_of_a_scale(a.weights.blocks, a.form.group)
+    group = features_of_a_scale(blocks, form.group)
     for start in range(begin, end, LANES * group):
         firsts = range(start, min(start + LANES * group, end), group)
         for number, first in enumerate(firsts):
@@ -113,7 +115,7 @@ def quantize_row(a: Any, row: Any, begin: int, end: int, record: Any, step: int)
         v.store(scales, LANES, v.splat(_ONE) / scale)
         for number, first in enumerate(firsts):
             v.float32s(record)[0] = scales[number]
-            _quantize_group(a, row, first, group, record, scales[LANES + number])
+            _quantize_group(form, row, first, group, end, record, scales[LANES + number])
             record = record + step
 
 
@@ -133,15 +135,17 @@ def _largest(row: Any, first: int, group: int, end: int) -> Any:
 
 
 @njit
-def _quantize_group(a: Any, row: Any, first: int, group: int, record: Any, by: Any) -> None:
+def _quantize_group(
+    form: Form, row: Any, first: int, group: int, end: int, record: Any, by: Any
+) -> None:
     """Writes what a record has of a group but its scale."""
-    half, rest, lift, zero = 0, 0, a.form.lift, a.form.zero
+    half, rest, lift, zero = 0, 0, form.lift, form.zero
     for at in range(0, group, GROUP):
-        one, other = _pair(row, first + at, a.rows.num_features)
+        one, other = _pair(row, first + at, end)
         half += store_int8(record + (HEADER_BYTES + at), one * v.splat(by))
         rest += store_int8(record + (HEADER_BYTES + at + LANES), other * v.splat(by))
     v.float32s(record)[1] = half + rest
-    if a.form.has_halves:
+    if form.has_halves:
         v.int32s(record)[2] = lift - zero * half
         v.int32s(record)[3] = lift - zero * rest
     else:
