@@ -124,12 +124,15 @@ def _after_refusal(target: Probs, draft: Probs | None, token_id: int) -> tuple[P
 
 def _ratio(distributions: Distributions, tree: DraftTree, row: int) -> float:
     """Target's over draft's probability of the chain's token after ``row``."""
-    token_id, draft = tree.token_ids[row], distributions.draft(row)
+    token_id, draft = tree.token_ids[row], _drawn_from(distributions, tree, row)
     wanted = distributions.target(row).of(token_id)
-    if draft is None or wanted <= 0:
-        return wanted
-    offered = draft.of(token_id)
-    return wanted / offered if offered > 0 else 1
+    return wanted if draft is None or wanted <= 0 else wanted / draft.of(token_id)
+
+
+def _drawn_from(distributions: Distributions, tree: DraftTree, row: int) -> Probs | None:
+    """The distribution that the chain's token after ``row`` was drawn from; None where it was chosen."""
+    draft = distributions.draft(row)
+    return None if draft is None or draft.of(tree.token_ids[row]) <= 0 else draft
 
 
 def _residual(
@@ -138,11 +141,8 @@ def _residual(
     """Mass and distribution of ``max(0, weight * target - draft)`` after ``row``."""
     if row == len(tree):
         return weight, None
-    target, draft, token_id = (
-        distributions.target(row),
-        distributions.draft(row),
-        tree.token_ids[row],
-    )
+    target, draft = distributions.target(row), _drawn_from(distributions, tree, row)
     if draft is None:
+        token_id = tree.token_ids[row]
         return weight * (1 - target.of(token_id)), target.without(token_id)
     return target.residual(draft, weight)

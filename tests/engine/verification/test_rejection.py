@@ -3,6 +3,7 @@ that chance can give. Nothing here is sampled, so nothing here is a matter of to
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -12,6 +13,7 @@ from drafters.tree import DraftTree, chain
 from engine.verification.rejection import Rule, reject_chain, reject_tokens
 from worlds.exact_laws import (
     ExactDistributions,
+    ExactProbs,
     Model,
     always,
     completed,
@@ -69,6 +71,32 @@ def test_drafts_that_were_chosen_are_accepted_as_often_as_the_target_writes_them
         reach *= target(tuple(tokens[:depth])).of(token_id)
         expected += reach
     assert mean == expected
+
+
+@pytest.mark.parametrize("rule", [reject_tokens, reject_chain])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_token_that_its_distribution_gives_nothing_was_chosen(rule: Rule, depth: int) -> None:
+    """In a chain whose other tokens are drawn: a distribution that is told there bounds nothing."""
+    target, drawn = random_model(10, 3), random_model(11, 3)
+    nothing, text = exact(0, 3, 1), (0, 0)[: depth + 1]
+
+    def draft(before: tuple[int, ...]) -> ExactProbs:
+        return nothing if before == text[:depth] else drawn(before)
+
+    def trees() -> Iterator[tuple[Fraction, DraftTree]]:
+        """All chains of three, of which one token is always the same."""
+        for first, second, third in itertools.product(range(3), repeat=3):
+            tokens, weight = (first, second, third), Fraction(1)
+            for at, token_id in enumerate(tokens):
+                if tokens[:at] == text[:depth]:
+                    weight *= token_id == text[depth]
+                else:
+                    weight *= draft(tokens[:at]).of(token_id)
+            if weight:
+                yield weight, chain(tokens)
+
+    law, _ = emitted_law(rule, trees(), target, draft)
+    assert completed(law, target, 4) == completed({(): Fraction(1)}, target, 4)
 
 
 def test_chosen_trees_are_lossless_too() -> None:
