@@ -38,7 +38,7 @@ class _LastRow(RequestState):
     """``position``: of the token whose row ``hidden`` is."""
 
     hidden: Any = None  # [hidden_size]
-    position: int = -1
+    position: int = -2  # before the row that precedes any anchor
 
 
 @drafter

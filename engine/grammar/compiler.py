@@ -69,6 +69,8 @@ class GrammarCompiler:
         the tokenizer does not fit.
         """
         _, ends = self._built, self._vocabulary.eos_token_ids
+        grammar = self._vocabulary.with_ids(grammar)
+        fields = tuple((name, self._vocabulary.with_ids(part)) for name, part in fields)
         if self._compiled.get(grammar) is not None:
             matcher = self._fresh(grammar)
         else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.request.errors import RequestError
@@ -15,16 +16,25 @@ limit, 2,000 by default, is only checked when a token is consumed, after the mas
 _MAX_LEXER_STATES = 50_000
 """The limit for one grammar, for all requests that share it; 1 to 2 kB each."""
 _MAX_GRAMMAR_SIZE = 100_000
+_HIDDEN = "\ufdd0"
+"""Before a special token's spelling: no character, which no text has."""
+_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//.*|/(?:\\.|[^/\\\n])+/|<[^<>\[\]\s]+>')
+"""Strings, comments, regular expressions, and special tokens by their spelling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's definition as JSON, the number of tokens that a mask covers, and the end-of-text
-    tokens."""
+    """A tokenizer's definition as JSON, the number of tokens that a mask covers, the end-of-text tokens,
+    and special tokens by their spelling.
+
+    The definition hides these spellings: llguidance tokenizes text that a grammar forces, and what spells
+    a special token there is text, too, which an end-of-text token would end.
+    """
 
     tokenizer: str
     size: int
     eos_token_ids: tuple[int, ...]
+    special: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
@@ -39,7 +49,17 @@ class Vocabulary:
         ends = tuple(token_id for token_id in eos_token_ids if token_id < size)
         if not ends:
             raise RequestError("grammar", "this model's tokenizer has no end-of-sequence token")
-        return cls(backend.to_str(), max(vocab_size, size), ends)
+        definition = json.loads(backend.to_str())
+        special = _hide_special(definition)
+        return cls(json.dumps(definition), max(vocab_size, size), ends, special)
+
+    def with_ids(self, grammar: str) -> str:
+        """Returns a grammar in Lark's notation with special tokens by their ids."""
+        return _LARK.sub(self._with_id, grammar)
+
+    def _with_id(self, found: re.Match[str]) -> str:
+        token_id = self.special.get(found[0])
+        return found[0] if token_id is None else f"<[{token_id}]>"
 
     def build(self) -> Any:
         """Returns an ``llguidance.LLTokenizer``. Raises RequestError where it takes no such one."""
@@ -51,6 +71,28 @@ class Vocabulary:
         except ValueError as error:
             reason = f"grammars do not work with this model's tokenizer: {error}"
             raise RequestError("grammar", reason) from error
+
+
+def _hide_special(definition: dict[str, Any]) -> dict[str, int]:
+    """Spells special tokens as no text does. Returns them as they were spelled."""
+    special = {
+        each["content"]: each["id"] for each in definition["added_tokens"] if each["special"]
+    }
+    for each in definition["added_tokens"]:
+        if each["special"]:
+            each["content"] = _HIDDEN + each["content"]
+    model = definition["model"]
+    vocabulary, unknown = model["vocab"], model.get("unk_token")
+    for spelling, token_id in special.items():
+        if isinstance(vocabulary, list):  # of pieces and their scores, as SentencePiece has it
+            if token_id < len(vocabulary) and vocabulary[token_id][0] == spelling:
+                vocabulary[token_id][0] = _HIDDEN + spelling
+        elif spelling in vocabulary:
+            vocabulary[_HIDDEN + spelling] = vocabulary.pop(spelling)
+        if spelling == unknown:
+            model["unk_token"] = _HIDDEN + spelling
+    definition["post_processor"] = None
+    return special
 
 
 def new_matcher(vocabulary: Any, grammar: str, log_level: int = 0) -> Any:

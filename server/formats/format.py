@@ -107,8 +107,11 @@ class ReasoningFormat:
     answer: str = ""
     splitter: Callable[[bool], Splitter] | None = None
 
-    def is_open_after(self, prompt: str) -> bool:
-        """Returns whether a text after this prompt begins inside the reasoning."""
+    def is_open_after(self, prompt: str, continued: str = "") -> bool:
+        """Returns whether a text after this prompt begins inside the reasoning. ``continued``: the
+        content of the message that it goes on with; without markers it is of the answer."""
+        if continued.strip():
+            return continued.rfind(self.begin) > continued.rfind(self.end)
         prompt = prompt.rstrip()
         return prompt.endswith(self.begin) or (self.assumed and not prompt.endswith(self.end))
 

@@ -36,6 +36,8 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 512
 MAX_SEED = 2**63 - 1
+DRAWN_SEEDS = 2**53
+"""Seeds below it are drawn: JavaScript reads larger numbers as others, and could not send them back."""
 Model = TypeVar("Model", bound=BaseModel)
 WithoutEffect = dict[str, tuple[Any, ...] | None]
 DROPS_UNKNOWN = ContextVar("drops_unknown", default=False)

@@ -71,8 +71,11 @@ class MessageFormats:
                 "include_reasoning", "no reasoning is split off from this model's text"
             )
 
-    def options(self, body: ToolFields, text: TextOptions, prompt: str) -> TextOptions:
-        """Adds how the text is taken apart. ``prompt``: what the chat template made of the messages."""
+    def options(
+        self, body: ToolFields, text: TextOptions, prompt: str, continued: str = ""
+    ) -> TextOptions:
+        """Adds how the text is taken apart. ``prompt``: what the chat template made of the messages;
+        ``continued``: the content of the one that the text goes on with, if any."""
         tools = [tool.function for tool in body.shown_tools]
         form = reasoning_formats().get(self._reasoning)
         return replace(
@@ -80,7 +83,7 @@ class MessageFormats:
             tool_calls=self._format_of(body) if tools else "",
             functions={each.name: each.schema_of_arguments() for each in tools},
             reasoning=self._reasoning,
-            reasoning_is_open=form is not None and form.is_open_after(prompt),
+            reasoning_is_open=form is not None and form.is_open_after(prompt, continued),
             include_reasoning=body.include_reasoning,
         )
 

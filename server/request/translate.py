@@ -20,7 +20,7 @@ from engine.request.params import PLAIN, GenerationRequest, SamplingParams, Spec
 from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import SAME, OwnNames, bad_request, refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
-from server.request.body import MAX_SEED
+from server.request.body import DRAWN_SEEDS
 from server.request.chat import Asked, Chat, Completion, SamplingFields, StreamOptions
 from server.request.foreign_parts import refuse_foreign_parts
 from server.request.grammars import Grammar, grammar_of
@@ -295,7 +295,8 @@ class Translator:
             min_tokens=_min_tokens(body),
         )
         if isinstance(body, Chat):
-            text = self.formats.options(body, text, prompt)
+            last = body.messages[-1].content if body.continue_final_message else None
+            text = self.formats.options(body, text, prompt, text_of(last))
             grammar = self.formats.grammar(body, text, grammar)
         return text, grammar
 
@@ -418,7 +419,7 @@ class Translator:
             "grammar": grammar.text,
             "grammar_fields": grammar.fields,
             # Drawn where not given, and sent with the reply, so that any text can be had again.
-            "seed": secrets.randbelow(MAX_SEED + 1) if body.seed in (None, -1) else body.seed,
+            "seed": secrets.randbelow(DRAWN_SEEDS) if body.seed in (None, -1) else body.seed,
         }
 
 

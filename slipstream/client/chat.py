@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -72,10 +72,12 @@ class Chat:
         """A message or a command per line of standard input. The first failure ends it: later lines
         would answer to a conversation that did not happen."""
         try:
-            for line in sys.stdin:
-                if not line.strip():
+            lines = (line.rstrip("\r\n") for line in sys.stdin)
+            for line in lines:
+                text = _joined(line, lambda: next(lines, ""))
+                if not text.strip():
                     continue
-                outcome = self._take(line.rstrip("\r\n"))
+                outcome = self._take(text)
                 if outcome != "go on":
                     return INTERRUPTED if outcome == "stopped" else 0
         except UnicodeDecodeError as error:
@@ -120,10 +122,10 @@ class Chat:
                 for message in self.messages:
                     self._screen.note(f"{message['role']}: {message['content']}")
             case ["/save", name]:
-                write_transcript(Path(name), self.messages)
+                write_transcript(Path(name).expanduser(), self.messages)
                 self._screen.note(f"{len(self.messages)} messages are in {name}")
             case ["/load", name]:
-                self.messages = read_transcript(Path(name))
+                self.messages = read_transcript(Path(name).expanduser())
                 self._screen.note(f"going on after {len(self.messages)} messages")
             case ["/drafter"]:
                 self._list_drafters()
@@ -175,10 +177,15 @@ class Chat:
 
 def _read_message() -> str:
     """Raises EOFError and KeyboardInterrupt as ``input`` does."""
-    lines = [input(PROMPT)]
+    return _joined(input(PROMPT), lambda: input("...> "))
+
+
+def _joined(line: str, read: Callable[[], str]) -> str:
+    """A line and those that it goes on in."""
+    lines = [line]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        lines.append(input("...> "))
+        lines.append(read())
     return "\n".join(lines)
 
 

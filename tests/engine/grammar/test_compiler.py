@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from llguidance import LLMatcher
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import Vocabulary
 from engine.request.errors import RequestError
 from worlds.engine_harness import TINY_VOCAB
-from worlds.grammar_world import EOS, json_grammar, random_schema, tiny_tokenizer
+from worlds.grammar_world import (
+    EOS,
+    json_grammar,
+    letter_tokenizer,
+    random_schema,
+    tiny_tokenizer,
+)
 
 
 def compiler() -> GrammarCompiler:
@@ -61,6 +68,28 @@ def test_what_the_first_grammar_would_wait_for_is_built_before(
     unfit.prepare()
     with pytest.raises(RequestError, match="tokenizer is not a fast one"):
         unfit.constraint('start: "a"')
+
+
+def _pieces(letters: str) -> PreTrainedTokenizerFast:
+    """As SentencePiece makes them: pieces with scores, and bytes for what no piece has."""
+    scores = [("<unk>", 0.0), ("<eos>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
+    made = Tokenizer(models.Unigram([*scores, *((each, -1.0) for each in letters)], 0, True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [letter_tokenizer, _pieces])
+def test_text_that_spells_a_special_token_is_written_as_text(
+    make: Callable[[str], PreTrainedTokenizerFast],
+) -> None:
+    tokenizer = make("<eos>ab")
+    ids = tokenizer.get_vocab()
+    made = GrammarCompiler(tokenizer, len(tokenizer), (ids["<eos>"],))
+    forced = made.constraint('start: "a<eos>b"').forced()
+    assert list(forced) == [ids[each] for each in "a<eos>b"]
+    # A grammar that means the token spells it outside of strings.
+    after = made.constraint('start: "b" <eos> "a"  // and no "<eos>" of text')
+    assert list(after.forced()) == [ids[each] for each in ("b", "<eos>", "a")]
 
 
 def test_any_token_that_ends_a_text_may_end_it() -> None:

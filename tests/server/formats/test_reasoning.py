@@ -143,3 +143,20 @@ def test_the_template_says_which_format() -> None:
 )
 def test_the_prompt_says_where_the_text_begins(form: str, prompt: str, is_open: bool) -> None:
     assert reasoning_formats()[form].is_open_after(prompt) is is_open
+
+
+@pytest.mark.parametrize("form", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("continued", "is_open"),
+    [
+        ("<think>\nLet me think, 2 + 2", True),
+        ("<think>\nEasy.</think>", False),
+        ("Easy.</think>The answer is", False),
+        ("The answer is", False),
+    ],
+)
+def test_a_message_that_goes_on_says_by_its_last_marker(
+    form: str, continued: str, is_open: bool
+) -> None:
+    found = reasoning_formats()[form]
+    assert found.is_open_after(f"<|assistant|>{continued}", continued) is is_open
