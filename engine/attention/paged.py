@@ -129,7 +129,7 @@ class PagedPlan:
             num_threads = self.renewed(asked)[1]
             renewal = Renewal(asked, kernel.attend.layout.places["step"], told)
             loop.loop(dtypes).run(packed[:], num_threads, renewal)  # each counts its own rows
-        return output if own_dim == value_dim else output[..., :own_dim]
+        return output if own_dim == value_dim else output[..., :own_dim].contiguous()
 
     def keep(self) -> Callable[[], None]:
         return lambda: None  # rows are written where nothing is read that was there before

@@ -19,6 +19,7 @@ from engine.model.decoder import decoder_layers
 from engine.request.errors import UnsupportedModelError
 
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+_ATTENDING = "attn_layer_indices"
 
 
 def parse_layers(text: str, num_layers: int) -> list[int]:
@@ -59,6 +60,8 @@ def layer_subset(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
         kinds = getattr(config, name, None)
         if isinstance(kinds, list) and len(kinds) == num_layers:
             setattr(config, name, [kinds[layer] for layer in layers])
+    if attending := getattr(config, _ATTENDING, None):
+        setattr(config, _ATTENDING, [at for at, each in enumerate(layers) if each in attending])
     chosen = _twin(base, config)
     setattr(chosen, place, nn.ModuleList(whole[layer] for layer in layers))
     twin: PreTrainedModel = _twin(model, config)

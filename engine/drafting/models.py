@@ -270,7 +270,13 @@ def _prefix_layers(sources: _Sources) -> _Prepared | str:
         return shallow
 
     shallow = layer_subset(target, layers)
-    return _Prepared(shallow, reference_logits(shallow), rebuild=rebuild)
+    try:
+        reference = reference_logits(shallow)
+    except Exception as error:  # some are built around the number of their layers
+        name = type(target).__name__
+        reason = f"prefix_layers: {name} does not run with some of its layers alone: {error}"
+        raise UnsupportedModelError(reason) from error
+    return _Prepared(shallow, reference, rebuild=rebuild)
 
 
 _PREPARE: dict[str, Callable[[_Sources], _Prepared | str]] = {

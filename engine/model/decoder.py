@@ -64,11 +64,17 @@ def _keep(model: PreTrainedModel, layer: int, kept: dict[int, Tensor]) -> Callab
         kept[layer] = states_written(output)[0]
 
     def keep_normed(_: nn.Module, __: object, output: Any) -> None:
-        kept[layer] = output.last_hidden_state[0]
+        states = getattr(output, "last_hidden_state", None)
+        if states is not None:
+            kept[layer] = states[0]
 
     if layer == NORMED:
-        # Not before the head, which may see fewer rows.
-        return model.base_model.register_forward_hook(keep_normed).remove
+        # Not before the head, which may see fewer rows. Models call one of these, or one in another.
+        parts = [each for each in model.children() if isinstance(each, PreTrainedModel)]
+        with ExitStack() as hooks:
+            for module in dict.fromkeys([model.get_decoder(), *parts, model.base_model]):
+                hooks.callback(module.register_forward_hook(keep_normed).remove)
+            return hooks.pop_all().close
     modules = decoder_layers(model)
     if not 0 <= layer <= len(modules):
         raise UnsupportedModelError(

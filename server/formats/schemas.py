@@ -68,6 +68,8 @@ class SchemaReader:
                 self.ignored += [] if is_hint else [place]
             elif name[3:] in ("Length", "Items", "Properties") and isinstance(value, int | float):
                 made |= _count(name, value, place)
+                if name == "minProperties" and value > max(1, _num_required(node)):
+                    self.ignored += [place] if _has_free_names(node) else []
             elif _VOID.get(name) != value:
                 made[name] = self._read(value, place)
         if isinstance(made.get("oneOf"), list):
@@ -140,6 +142,16 @@ def _count(name: str, value: float, place: str) -> dict[str, int]:
     if value < 0 or value != value // 1 or (value >= _UNREACHED and name.startswith("min")):
         raise SchemaError(place, "must be a whole number of at least 0 that a text can reach")
     return {name: int(value)} if value < _UNREACHED else {}
+
+
+def _num_required(node: dict[str, Any]) -> int:
+    required = node.get("required")
+    return len(required) if isinstance(required, list) else 0
+
+
+def _has_free_names(node: dict[str, Any]) -> bool:
+    """Whether a text may name one of an object's properties twice, which then count as one."""
+    return bool(node.get("patternProperties") or node.get("additionalProperties", True))
 
 
 def _kinds(nodes: Sequence[dict[str, Any]]) -> set[str]:

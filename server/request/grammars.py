@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -151,8 +152,17 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> Grammar:
     return json_grammar(schema, field, AS_WRITTEN | _whitespace(given))
 
 
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+
+
+def _of_ascii(pattern: str) -> str:
+    """Digits and letters of ASCII alone, as in patterns of JSON schemas: models do pick others."""
+    return _ESCAPED.sub(lambda found: _ASCII.get(found[1], found[0]), pattern)
+
+
 _WRITERS: dict[str, Callable[[Any, Any], str]] = {
-    "regex": lambda library, pattern: library.LLMatcher.grammar_from_regex(pattern),
+    "regex": lambda library, pattern: library.LLMatcher.grammar_from_regex(_of_ascii(pattern)),
     "choice": lambda library, texts: library.LLMatcher.grammar_from_lark(
         "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     ),

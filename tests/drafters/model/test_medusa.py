@@ -129,6 +129,14 @@ def test_heads_read_the_row_that_chose_the_anchor() -> None:
     assert list(tree.token_ids) == [6, 7, 8]
 
 
+def test_a_text_of_one_token_has_no_row_before_its_anchor() -> None:
+    heads = FakeHeads()
+    drafter = MedusaDrafter(heads)
+    drafter.open("r", [0], {}, "")
+    assert len(drafter.propose([counting("r", 1)])[0]) == 0
+    assert heads.calls == []
+
+
 def test_a_state_of_another_position_drafts_nothing() -> None:
     drafter = MedusaDrafter(FakeHeads())
     drafter.open("r", list(range(5)), {}, "")

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from bench.census import tiny_model as census_model
 from engine.drafting.layer_subset import layer_subset, parse_layers
 from engine.request.errors import UnsupportedModelError
 from worlds.tiny_models import own_logits, random_ids, reference_model, tiny_model
 
 IDS = random_ids(5, 12)
+ATTENTION = "full_attention"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral", "gpt2"])
@@ -54,6 +56,15 @@ def test_kinds_of_layers_go_with_their_layers() -> None:
     twin = layer_subset(model, [1, 2])
     kinds = model.config.layer_types
     assert twin.config.layer_types == [kinds[1], kinds[2]]
+
+
+def test_layers_that_are_listed_by_number_are_numbered_anew() -> None:
+    model = census_model("bamba")
+    attending = [at for at, each in enumerate(model.config.layer_types) if each == ATTENTION]
+    assert 0 not in attending
+    twin = layer_subset(model, [0, *attending])
+    assert twin.config.layer_types[1:] == [ATTENTION] * len(attending)
+    assert own_logits(twin, IDS).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from bench.census import tiny_model as census_model
 from drafters.model.protocol import Candidates, DraftRows, Levels
 from drafters.tree import ROOT
 from engine.build import build_engine_for
@@ -336,6 +337,13 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
     tiny_model("llama", vocab_size=VOCAB_SIZE + 3).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="vocabulary has 100 tokens, the target's 97"):
         core_of(draft=(str(tmp_path),))
+
+
+def test_layers_that_do_not_run_without_the_others_are_refused_in_words() -> None:
+    """Gemma 4 embeds each token once for every layer."""
+    model = prepare_model(census_model("gemma4_text"), torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="^prefix_layers: .* with some of its layers"):
+        build_engine_for(model, None, EngineConfig(**SIZES | {"prefix_layers": "2"}))
 
 
 def test_8_bit_floats_are_for_cuda() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from bench.census import tiny_model as census_model
 from engine.batch import NORMED, build_batch
 from engine.kernels.integers import can_multiply
 from engine.model.decoder import decoder_layers, kept_states
@@ -78,6 +79,15 @@ def check(model: PreTrainedModel, runner: ModelRunner, rtol: float, atol: float)
 def test_states_are_those_of_transformers(name: str) -> None:
     model = reference_model(name)
     check(model, make_runner(model, exact=False), 1e-3, 2e-4)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama4_text"])
+@torch.inference_mode()
+def test_what_the_head_reads_is_found_in_models_that_call_a_part_of_their_base(name: str) -> None:
+    model = census_model(name).eval()
+    with kept_states(model, (NORMED,)) as kept:
+        logits = model(input_ids=torch.tensor([TEXT])).logits[0]
+    assert torch.equal(model.get_output_embeddings()(kept[NORMED]), logits)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt2"])

@@ -81,6 +81,24 @@ TOOLS = {"tools": [{}], "tools.function.name": "f", "tools.type": "function"}
 
 
 @pytest.mark.parametrize(
+    ("schema", "is_told"),
+    [
+        ({"minProperties": 2}, True),
+        ({"minProperties": 2, "additionalProperties": {"type": "null"}}, True),
+        ({"minProperties": 2, "patternProperties": {"^a": True}}, True),
+        ({"minProperties": 1}, False),
+        ({"minProperties": 2, "required": ["a", "b"]}, False),
+        ({"minProperties": 2, "additionalProperties": False}, False),
+    ],
+)
+def test_a_number_of_names_that_may_be_repeated_is_told(schema: Any, is_told: bool) -> None:
+    properties = {name: {"type": "null"} for name in "abc"}
+    given = {"type": "object", "properties": properties, **schema}
+    ignored = json_grammar(given, "f").ignored
+    assert ignored == (("f.minProperties",) if is_told else ())
+
+
+@pytest.mark.parametrize(
     ("path", "where", "fields"),
     [
         (

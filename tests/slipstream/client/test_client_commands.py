@@ -247,7 +247,9 @@ def test_piped_lines_are_turns_and_commands(
     tmp_path: Path,
 ) -> None:
     saved = tmp_path / "talk.json"
-    turns = ["hi", "/drafter nasd", "again", f"/save {saved}", "/reset", "//new", "/history"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    turns = ["hi", "/drafter nasd", "again\\", "and\\", "so on", "/save ~/talk.json"]
+    turns += ["/reset", "//new", "/history"]
     pipe(monkeypatch, "\n".join([*turns, "/quit", "not sent"]))
     assert main(["chat", "--system", "be brief", "--drafter", "ngram", "--gamma", "2"]) == 0
     out, err = capsys.readouterr()
@@ -255,7 +257,7 @@ def test_piped_lines_are_turns_and_commands(
     start = "system: be brief\nuser: "
     assert [*map(prompt_text, engine.requests)] == [
         f"{start}hi\n",
-        f"{start}hi\nassistant: hello world\nuser: again\n",
+        f"{start}hi\nassistant: hello world\nuser: again\nand\nso on\n",
         f"{start}/new\n",
     ]
     drafters = [each.speculative.draft_strategy for each in engine.requests]
@@ -263,13 +265,13 @@ def test_piped_lines_are_turns_and_commands(
     assert "drafting with nasd, without the adaptive_depth, num_speculative_tokens given" in err
     assert "# user: /new\n# assistant: hello world" in err
     assert [each["content"] for each in json.loads(saved.read_text())["messages"]] == [
-        *("be brief", "hi", "hello world", "again", "hello world")
+        *("be brief", "hi", "hello world", "again\nand\nso on", "hello world")
     ]
 
-    pipe(monkeypatch, f"/load {saved}\nmore\n")
+    pipe(monkeypatch, "/load ~/talk.json\nmore\n")
     assert main(["chat"]) == 0
     last = prompt_text(engine.requests[-1])
-    assert last.endswith("user: again\nassistant: hello world\nuser: more\n")
+    assert last.endswith("so on\nassistant: hello world\nuser: more\n")
 
 
 @pytest.mark.parametrize("line", ["/drafter nope", "/bogus", "/load /nowhere/x", "/save"])

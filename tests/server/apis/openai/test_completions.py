@@ -147,9 +147,10 @@ async def test_choices_share_a_seed_and_differ_in_their_index() -> None:
             for seed in ({"seed": 9}, {}, {})
         ]
     keys = [(each.sampling.seed, each.sampling.choice_index) for each in engine.requests]
-    # Drawn seeds are reported, and equal by chance once in 2**63 runs.
+    # Drawn seeds are reported, and equal by chance once in 2**53 runs; no client rounds them.
     _, first, second = seeds = [reply["seed"] for reply in replies]
     assert seeds[0] == 9
+    assert max(seeds) < 2**53
     assert first != second
     assert keys == [(seed, index) for seed in seeds for index in (0, 1, 0, 1)]
     prompts = [each.prompt_token_ids for each in engine.requests]
