@@ -3,13 +3,15 @@ floats of every type in memory, and products with sums that stay in registers.""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
+from llvmlite.binding import add_symbol, get_host_cpu_features
 from numba import config, types
 from numba.core import cgutils
 from numba.core.datamodel import register_default
@@ -23,6 +25,14 @@ from engine.kernels.records import elements
 FLOAT, INT8, INT16, INT32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 FLOATS = ir.VectorType(FLOAT, LANES)
 INTS = ir.VectorType(INT32, LANES)
+
+
+# A CPU without F16C calls functions that widen and narrow floats of 16 bits; LLVM does not find them by
+# itself, and ends the process.
+with suppress(OSError, AttributeError):
+    _library = ctypes.CDLL("libgcc_s.so.1")
+    for _name in ("__extendhfsf2", "__truncsfhf2"):
+        add_symbol(_name, ctypes.cast(getattr(_library, _name), ctypes.c_void_p).value)
 
 
 class _Lanes(types.Type):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -20,3 +24,18 @@ def test_rows_are_divided_by_their_root_mean_square(
     expected = reference(rows, weight, 1e-5, is_rounded)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(got, expected, rtol=4 * step, atol=step)
+
+
+NORM = """
+import torch
+from engine.kernels.rms_norm import reference, rms_norm
+rows, weight = torch.randn(3, 1, 64).half(), torch.randn(64)
+torch.testing.assert_close(rms_norm(rows, weight, 1e-5, True), reference(rows, weight, 1e-5, True))
+"""
+
+
+def test_floats_of_16_bits_are_read_where_no_instructions_do() -> None:
+    """On a CPU of before 2012, or a small one of 2021: without F16C, which is imitated."""
+    cpu = {"NUMBA_CPU_NAME": "westmere", "NUMBA_CPU_FEATURES": "+sse4.2"}
+    done = subprocess.run([sys.executable, "-c", NORM], env=os.environ | cpu, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
