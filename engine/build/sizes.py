@@ -13,7 +13,7 @@ from engine.model.loader import check_length, max_position, state_shapes
 from engine.ranks.group import Ranks
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import StatesInfo
-from engine.states.build import StateSizes, size_states
+from engine.states.build import LEAST_PLACES, StateSizes, size_states
 from kvpool.state_slots import StateSlots
 from kvpool.state_store import StateStore
 
@@ -41,7 +41,10 @@ def sizes_of_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes 
     num_drafted = config.max_num_seqs * config.max_num_nodes
     shares = config.quantized_model == "target" and config.quantized is not None
     num_rows = num_drafted
-    if not shares and config.prefix_layers is None:
+    if shares or config.prefix_layers is not None:
+        # And of the tokens before, of which there are few where there are few drafts.
+        num_rows = config.max_num_seqs * (max(config.max_num_nodes, LEAST_PLACES) + 1)
+    else:
         num_rows = min(num_drafted, config.max_num_batched_tokens)
     sizes = size_states(shapes, _kv_bytes(model, config, None), config.max_num_seqs, num_rows)
     if sizes.num_seats < config.max_num_seqs:

@@ -109,10 +109,29 @@ def load_model(
             **options,
             **ranks,
         )
+        if isinstance(wanted, torch.dtype) and _is_dequantized(config):
+            _convert(loaded, wanted)
     prepared = prepare_model(loaded, device, packed)
     if half is not None:
         _adopt(half, prepared)
     return prepared
+
+
+def _is_dequantized(config: Any) -> bool:
+    found = getattr(config, "quantization_config", None)
+    given = (
+        found.get("dequantize") if isinstance(found, Mapping) else getattr(found, "dequantize", 0)
+    )
+    return bool(given)
+
+
+def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Gives floats that were never quantized the type of those that were: transformers leaves them as
+    they are stored where it dequantizes."""
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, each in model.named_parameters():
+        if each.is_floating_point() and kept.isdisjoint(name.split(".")):
+            each.data = each.data.to(dtype)
 
 
 def _adopt(half: TextHalf, model: PreTrainedModel) -> None:

@@ -116,7 +116,8 @@ class GroupedProduct:
         result = self._result
         if result is None or inputs is not self._inputs:
             flat = inputs.reshape(-1, inputs.shape[-1])
-            result = self(flat).view(*inputs.shape[:-1], -1)
+            result = self(flat)
+            result = result.view(*inputs.shape[:-1], result.shape[-1])  # of no rows, too
             self._inputs, self._result, self._num_read = inputs, result, 0
         self._num_read += 1
         if self._num_read == self._num_layers:

@@ -14,6 +14,7 @@ from engine.batch import RequestRows, build_batch, slot_of
 from engine.model.quantization import is_rounded
 from engine.model.runner import ModelRunner
 from engine.request.errors import UnsupportedModelError
+from engine.states.build import LEAST_PLACES
 from kvpool.state_slots import NOWHERE, StateRows
 
 logger = logging.getLogger(__name__)
@@ -181,6 +182,7 @@ def _run_tree(runner: ModelRunner, table: Sequence[int]) -> torch.Tensor:
     other = (token_ids[_FORK] + 1) % _vocab_size(runner.model)
     right = token_ids[_FORK : _FORK + 3]
     nodes = [right[0], other, right[1], other, right[2], other]
+    assert len(nodes) <= LEAST_PLACES
     known = token_ids[:_FORK]
     states = StateRows(NOWHERE, target=0, places=range(len(nodes)))
     part = RequestRows([*known, *nodes], _FORK, 0, _PARENTS, table, 1 + len(nodes), states=states)

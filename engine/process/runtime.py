@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine.core import EngineCore
 from engine.machine import device_memory
 from engine.process.backlog import Backlog
+from engine.process.batches import Batches
 from engine.process.pulse import Pulse
 from engine.request.errors import (
     AdapterError,
@@ -68,6 +69,7 @@ class EngineRuntime:
         self._open: dict[str, Request] = {}
         self._backlog = Backlog()
         self._limits = TenantLimits()
+        self._batches = Batches()
         self.pulse = Pulse()
 
     # --- requests ---
@@ -81,23 +83,31 @@ class EngineRuntime:
             request, adapter = self._adapters.applied_to(request)
         elif request.adapter is not None:
             raise UnknownAdapterError(request.adapter)
+        if request.batch is not None and request.batch.num_choices > self._max_num_open:
+            field = "prompt" if request.batch.num_prompts > 1 else "n"
+            most = f"at most {self._max_num_open} at a time (max_num_seqs and max_num_waiting)"
+            raise RequestError(
+                field, f"{request.batch.num_choices} choices: this server takes {most}"
+            )
         prepared = self.core.prepare(request)
         prepared.adapter = adapter
         with self._lock:
             if request.request_id in self._open:
                 raise RequestError("request_id", f"request id {request.request_id!r} is in use")
-            self._check_room()
-            self._limits.admit(prepared)
+            num_in, num_missing = self._batches.counted(request.batch)
+            self._check_room(num_missing)
+            self._limits.admit(prepared, num_missing, num_in > 0)
+            self._batches.add(request.batch)
             self._open[request.request_id] = prepared
         return prepared
 
     def check_room(self, num_waiting: int) -> None:
         """Raises QueueFullError where so many that wait for admission take all places that are left."""
         with self._lock:
-            self._check_room(num_waiting)
+            self._check_room(num_waiting + 1)
 
-    def _check_room(self, num_waiting: int = 0) -> None:
-        if len(self._open) + num_waiting >= self._max_num_open:
+    def _check_room(self, num_more: int) -> None:
+        if len(self._open) + num_more > self._max_num_open:
             low, high = _RETRY_SECONDS
             wait = self._backlog.seconds(self._open.values())
             raise QueueFullError(float(math.ceil(min(high, max(low, wait)))))

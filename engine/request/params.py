@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from drafters.options import PLAIN as PLAIN
 from drafters.options import SpeculativeParams as SpeculativeParams
@@ -72,6 +72,16 @@ class Tenant:
     max_concurrent_requests: int | None = None
 
 
+class Batch(NamedTuple):
+    """The choices that a client asked for at once: they are let in together, or none is. ``num_tokens``:
+    of all its prompts."""
+
+    name: str
+    num_choices: int
+    num_prompts: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One completion to write. ``priority``: lower runs first. ``cache_salt``: what is cached or learned
@@ -90,6 +100,7 @@ class GenerationRequest:
     deadline: float | None = None
     """On the same clock: what is not done by then ends with ``DeadlineExceededError``."""
     tenant: Tenant = Tenant()
+    batch: Batch | None = None
     prediction_token_ids: tuple[int, ...] = ()
     """The client expects the output to be this for the most part; for drafters that take it."""
     pooling: Pooling = "none"

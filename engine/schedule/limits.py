@@ -82,17 +82,22 @@ class TenantLimits:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    def admit(self, request: Request) -> None:
-        """Take in a request, until ``release``. Raises TenantLimitError, and then has taken nothing."""
+    def admit(self, request: Request, num_choices: int = 1, follows: bool = False) -> None:
+        """Take in a request, until ``release``. ``num_choices``: of its batch, so many that are not in
+        yet; ``follows``: another one is, and its rates were checked for all. Raises TenantLimitError,
+        and then has taken nothing."""
         tenant = request.params.tenant
         if not tenant.name:
             return
         now = self._clock()
         account = self._settled(tenant, now)
         num_prompts, num_tokens = _cost(request.params)
-        _check_seats(account)
-        _check_rate("requests", tenant.requests_per_minute, account.requests, num_prompts)
-        _check_rate("tokens", tenant.tokens_per_minute, account.tokens, num_tokens)
+        _check_seats(account, num_choices)
+        if not follows:
+            batch = request.params.batch
+            asked = (num_prompts, num_tokens) if batch is None else batch[2:]
+            _check_rate("requests", tenant.requests_per_minute, account.requests, asked[0])
+            _check_rate("tokens", tenant.tokens_per_minute, account.tokens, asked[1])
         account.requests.take(num_prompts)
         account.tokens.take(num_tokens)
         account.open[request.params.request_id] = _Open(request, now)
@@ -120,7 +125,9 @@ class TenantLimits:
         account.settle(now)
         each = account.open.pop(request.params.request_id)
         if request.first_scheduled_time is None:
-            account.tokens.take(-_cost(request.params)[1])
+            num_prompts, num_tokens = _cost(request.params)
+            account.requests.take(-num_prompts)
+            account.tokens.take(-num_tokens)
             return
         weight = _WEIGHT if account.mean_seconds else 1.0
         account.mean_seconds += weight * (now - each.since - account.mean_seconds)
@@ -131,9 +138,9 @@ def _cost(params: GenerationRequest) -> tuple[int, int]:
     return (0, 0) if params.sampling.choice_index else (1, len(params.prompt_token_ids))
 
 
-def _check_seats(account: _Account) -> None:
+def _check_seats(account: _Account, num_choices: int) -> None:
     most = account.tenant.max_concurrent_requests
-    if most is not None and len(account.open) >= most:
+    if most is not None and len(account.open) + num_choices > most:
         message = f"This key may have {most} choices written at a time (max_concurrent_requests)."
         seconds = math.ceil(account.mean_seconds / most)
         raise TenantLimitError("too_many_concurrent", message, max(1.0, seconds))

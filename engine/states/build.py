@@ -19,6 +19,9 @@ _SHARE = 0.5
 _SNAPSHOTS_PER_SEAT = 8
 """More are of no use: what they stand for has long left the prefix cache."""
 
+LEAST_PLACES = 6
+"""Drafts of the start-up checks."""
+
 
 class StateSizes(NamedTuple):
     """So many requests may run at a time (``num_seats``), with ``num_snapshots`` kept beside;
@@ -42,7 +45,7 @@ def size_states(
 ) -> StateSizes:
     """Returns what a part of ``num_bytes`` has room for, for at most ``num_seqs`` requests at a time and
     ``num_rows`` draft rows in a step, which may wait beside those of the step before."""
-    num_places, most = 2 * num_rows, num_seqs * (1 + _SNAPSHOTS_PER_SEAT)
+    num_places, most = max(2 * num_rows, LEAST_PLACES), num_seqs * (1 + _SNAPSHOTS_PER_SEAT)
     left = _SHARE * num_bytes - num_places * StateStore.bytes_per_place(shapes)
     num_slots = max(2, min(most, int(left / StateStore.bytes_per_slot(shapes))))
     num_seats = min(num_seqs, num_slots // 2)

@@ -16,7 +16,13 @@ from functools import partial
 from typing import Any
 
 from engine.request.info import AdapterInfo, EngineInfo
-from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
+from engine.request.params import (
+    PLAIN,
+    Batch,
+    GenerationRequest,
+    SamplingParams,
+    SpeculativeParams,
+)
 from engine.sampling.processor import Vocabulary, sampling_values
 from server.errors import SAME, OwnNames, bad_request, refused, unknown_model
 from server.plan import ChoicePlan, RequestPlan, TextOptions
@@ -160,7 +166,11 @@ class Translator:
         plan = self.plan(asked, arrival_time, OwnNames({"prompt": field}), MAX_TEXTS)
         pooling = self.info.embeddings
         choices = (
-            replace(each, request=replace(each.request, pooling=pooling, speculative=PLAIN))
+            # Not a batch: they are queued in parts.
+            replace(
+                each,
+                request=replace(each.request, pooling=pooling, speculative=PLAIN, batch=None),
+            )
             for each in plan.choices
         )
         return replace(plan, choices=tuple(choices), ignored=())
@@ -369,7 +379,9 @@ class Translator:
         prediction = self._prediction(body)
         seconds = body.timeout or self._max_seconds
         limit = body.limit[1]
-        for index in range(len(prompts) * body.n):
+        num_choices = len(prompts) * body.n
+        batch = Batch(request_id, num_choices, len(prompts), sum(map(len, prompts)))
+        for index in range(num_choices):
             token_ids = prompts[index // body.n]
             room = self.info.max_model_len - len(token_ids)
             most = room if limit is None else min(room, limit)
@@ -388,6 +400,7 @@ class Translator:
                 adapter=self.check_model(body.model),
                 arrival_time=arrival_time,
                 deadline=None if seconds is None else arrival_time + seconds,
+                batch=batch if num_choices > 1 else None,
                 prediction_token_ids=prediction,
             )
 

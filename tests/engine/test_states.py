@@ -16,6 +16,7 @@ from engine.model.loader import attach_attention
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import StatesInfo
 from engine.request.params import GenerationRequest, SamplingParams
+from engine.states.build import LEAST_PLACES
 from worlds.engine_driver import ORACLE, OracleDrafter, register_oracle
 from worlds.engine_harness import ErrorDriver, request
 from worlds.tiny_models import VOCAB_SIZE, greedy_text, random_ids, reference_model, tiny_model
@@ -137,6 +138,18 @@ def test_what_states_are_not_served_with_is_refused_by_name() -> None:
     config = EngineConfig(num_blocks=8, tensor_parallel_size=2)
     with pytest.raises(UnsupportedModelError, match="^tensor_parallel_size: not for models whose"):
         sizes_of_states(model, config)
+
+
+@pytest.mark.parametrize("changes", [{"max_num_batched_tokens": 2}, {"max_num_nodes": 1}])
+def test_what_is_checked_at_start_has_places_however_few_drafts_there_are(changes: Any) -> None:
+    """Without them it would write behind the memory of states."""
+    config = EngineConfig(block_size=SIZE, num_blocks=99, max_num_seqs=1, **changes)
+    model = tiny_model("nemotron_h")
+    attach_attention(model)
+    sizes = sizes_of_states(model, config)
+    assert sizes is not None
+    assert sizes.num_places >= LEAST_PLACES
+    build_engine_for(tiny_model("nemotron_h"), None, config)
 
 
 def test_the_engine_says_what_room_states_have() -> None:

@@ -119,7 +119,7 @@ class ScaledLinear(WordsLinear):
 
     def group_scales(self, first: int, end: int) -> torch.Tensor:
         scales = self.weight_scale.detach()
-        if scales.ndim < 2 or len(scales) == 1:
+        if scales.numel() == 1:
             return scales.reshape(1, 1).expand(end - first, 1)
         return scales[first:end]
 

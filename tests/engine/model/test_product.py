@@ -45,6 +45,7 @@ def test_layers_that_share_an_input_share_one_product(monkeypatch: pytest.Monkey
         for got, each in zip(outputs, alone, strict=True):
             assert torch.equal(got, each(rows.view(-1, 64)).view(*rows.shape[:2], -1))
     assert [count for used, count in calls if used is product] == [3, 4]
+    assert [layer(drawn(0, 64)).shape for layer in layers] == [(0, 64), (0, 32), (0, 8)]
     # Called with another input each, they compute what is theirs.
     a, b = drawn(2, 64, seed=8), drawn(2, 64, seed=9)
     mixed = [layers[0](a), layers[1](b), layers[2](a)]

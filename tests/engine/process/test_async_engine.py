@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.request.errors import QueueFullError, RequestError
+from engine.request.params import Batch, GenerationRequest
 from engine.request.stats import StepStats
 from worlds.engine_harness import drafting, request
 from worlds.gated_engine import (
@@ -166,6 +167,31 @@ async def test_an_id_in_use_is_refused_and_free_afterwards() -> None:
         await collect(first)
         events = await collect(engine.generate(asking("r")))
         assert tokens_of(events) == text_of(asking("r"))
+
+
+@within(HANG)
+async def test_a_batch_is_let_in_whole_or_not_at_all() -> None:
+    async with running(Engine(gated=True, max_num_open=4)) as engine:
+        reader = asyncio.create_task(collect(engine.generate(asking("alone"))))
+        await until(lambda: engine.num_open == 1)
+        too_many = [batched(f"x{index}", "x", 4) for index in range(4)]
+        for each in too_many:  # for the first three alone there would be room
+            with pytest.raises(QueueFullError):
+                await anext(engine.generate(each))
+        assert engine.num_open == 1
+        fitting = [batched(f"y{index}", "y", 3) for index in range(3)]
+        readers = [asyncio.create_task(collect(engine.generate(each))) for each in fitting]
+        await until(lambda: engine.num_open == 4)
+        with pytest.raises(RequestError, match="5 choices: this server takes at most 4") as error:
+            await anext(engine.generate(batched("z", "z", 5)))
+        assert error.value.param == "prompt"
+        engine.runner.open_gate()
+        found = await asyncio.gather(reader, *readers)
+        assert [tokens_of(each) for each in found[1:]] == [text_of(each) for each in fitting]
+
+
+def batched(name: str, batch: str, size: int) -> GenerationRequest:
+    return replace(asking(name), batch=Batch(batch, size, size, size))
 
 
 @within(HANG)

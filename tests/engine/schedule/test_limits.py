@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from engine.request.errors import TenantLimitError
-from engine.request.params import GenerationRequest, SamplingParams, Tenant
+from engine.request.params import Batch, GenerationRequest, SamplingParams, Tenant
 from engine.schedule.limits import TenantLimits
 
 
@@ -25,14 +26,16 @@ class World:
         self.limits = TenantLimits(lambda: self.now)
         self.num_sent = 0
 
-    def admit(self, num_prompt: int = 1, choice: int = 0) -> OpenRequest:
+    def admit(
+        self, num_prompt: int = 1, choice: int = 0, batch: Batch | None = None, **known: Any
+    ) -> OpenRequest:
         self.num_sent += 1
         sampling = SamplingParams(choice_index=choice)
         prompt = (0,) * num_prompt
         request = OpenRequest(
-            GenerationRequest(str(self.num_sent), prompt, sampling, tenant=self.tenant)
+            GenerationRequest(str(self.num_sent), prompt, sampling, tenant=self.tenant, batch=batch)
         )
-        self.limits.admit(request)
+        self.limits.admit(request, **known)
         return request
 
     def refused(self, num_prompt: int = 1) -> TenantLimitError:
@@ -63,6 +66,39 @@ def test_requests_per_minute() -> None:
     for _ in range(3):
         world.admit()
     world.refused()
+
+
+def test_a_batch_waits_for_as_many_as_it_has_and_what_never_ran_is_given_back() -> None:
+    world = World(Tenant("a", requests_per_minute=60, tokens_per_minute=6000))
+    for _ in range(50):
+        world.limits.release(world.admit())
+    batch = Batch("b", 30, 30, 30)
+    with pytest.raises(TenantLimitError) as caught:
+        world.admit(batch=batch)
+    assert caught.value.retry_after_seconds == 20
+    world.now += 20
+    admitted = [world.admit(batch=batch, num_choices=30)]
+    admitted += [world.admit(batch=batch, follows=True) for _ in range(29)]
+    assert world.refused().code == "rate_limited"
+    for each in admitted:
+        each.first_scheduled_time = None
+        world.limits.release(each)
+    for _ in range(30):
+        world.admit()
+    # A batch of more tokens than are there is refused by its first prompt.
+    world.now += 60
+    world.admit(2)
+    with pytest.raises(TenantLimitError, match="tokens per minute"):
+        world.admit(batch=Batch("c", 2, 2, 5999))
+
+
+def test_a_batch_has_as_many_seats_as_choices() -> None:
+    world = World(Tenant("a", max_concurrent_requests=3))
+    world.admit()
+    with pytest.raises(TenantLimitError, match="3 choices"):
+        world.admit(num_choices=3)
+    world.admit(num_choices=2)
+    world.admit(num_choices=1, follows=True)
 
 
 def test_further_choices_of_a_prompt_are_no_request_and_cost_no_prompt() -> None:

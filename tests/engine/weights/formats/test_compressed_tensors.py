@@ -135,6 +135,16 @@ def test_one_scale_for_a_whole_layer_is_each_channels() -> None:
     assert torch.equal(layer.dequantized(torch.float32), tensors["weight"] * 0.25)
 
 
+def test_a_layer_of_one_output_has_a_scale_for_each_group() -> None:
+    """As the gate of a shared expert."""
+    scales = torch.tensor([[0.5, 0.25]])
+    tensors = {"weight": torch.randint(-8, 8, (1, 64), dtype=torch.int8), "weight_scale": scales}
+    found = configuration("int-quantized", INT8 | {"strategy": "group", "group_size": 32})
+    layer = fill(read(found), nn.Linear(64, 1), tensors)
+    expected = tensors["weight"] * scales.repeat_interleave(32, 1)
+    assert torch.equal(layer.dequantized(torch.float32), expected)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_that_do_not_fill_their_last_word_are_read(bits: int) -> None:
     codes = draw(7, 45, bits, 32)  # the last group is short, too

@@ -167,3 +167,21 @@ def test_experts_are_made_floats_by_transformers(
     assert torch.equal(made, torch.cat(expert).to(made.dtype))
     query = weights[f"{name}.self_attn.q_proj.weight"].to(made.dtype)
     assert torch.equal(layer.self_attn.q_proj.weight, query)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mixture_of_experts_becomes_floats_of_one_type(tmp_path: Path, dtype: str) -> None:
+    """Experts are dequantized by transformers, which leaves other floats as they are stored."""
+
+    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
+        if name == "lm_head":
+            return None
+        codes, scales, weight = draw(linear, (32, 32))
+        return {"weight": codes, "weight_scale_inv": scales}, weight
+
+    found = FP8 | {"weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head"]}
+    experts = ("w1", "w3", "w2")
+    write_folder(tmp_path, found, make, "mixtral", torch.bfloat16, experts)
+    model = load_model(str(tmp_path), CPU, dtype)
+    assert {str(each.dtype) for each in model.parameters()} == {f"torch.{dtype}"}
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
