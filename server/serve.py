@@ -207,8 +207,13 @@ def check(settings: Settings, config: EngineConfig) -> None:
     keys_of(settings.api_key, settings.api_keys_file, known)
     parse_adapters(config.lora)
     check_telemetry(settings.otlp_endpoint)
+    if settings.restart_engine and not settings.engine_process:
+        raise ValueError("restart_engine: the engine needs a process of its own")
     if settings.request_log is not None:
-        add_line(Path(settings.request_log), b"")
+        try:
+            add_line(Path(settings.request_log), b"")
+        except OSError as error:
+            raise ValueError(f"request_log: {error}") from error
 
 
 def _follow(config: EngineConfig) -> None:

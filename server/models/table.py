@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal
@@ -316,7 +316,7 @@ class Models:
             if not ending:
                 idle = [each for each in others if each.is_idle]
                 if not idle:
-                    raise _no_room(model, others)
+                    raise _no_room(model, others, self.settings.max_loaded_models)
                 oldest = min(idle, key=lambda each: each.used_at)
                 ending = {self._begin_end(oldest, "memory")}
             await asyncio.wait(ending)
@@ -334,10 +334,12 @@ def _not_loaded(model: Model, reason: str) -> ApiError:
     return _later(f"The model '{model.name}' {reason}.", "model_not_loaded")
 
 
-def _no_room(model: Model, others: Iterable[Model]) -> ApiError:
+def _no_room(model: Model, others: Sequence[Model], most: int | None) -> ApiError:
     assert model.launcher is not None
     size = model.launcher.needed_bytes
     takes = f", which takes {size / _GIB:.1f} GiB" if size else ""
+    if most is not None and len(others) >= most:
+        takes = f" beside {most} (max_loaded_models)"
     held = ", ".join(
         f"'{each.name}' {'is being loaded' if each.is_loading else 'has requests running'}"
         for each in others

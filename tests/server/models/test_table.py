@@ -241,7 +241,7 @@ async def test_so_many_models_are_loaded_at_a_time() -> None:
         await until(lambda: served.state("two") == "loading")
         refused = await served.complete("one")
         assert refused.status_code == 503
-        assert "'two' is being loaded" in refused.text
+        assert "beside 1 (max_loaded_models): 'two' is being loaded" in refused.text
         served.launchers["two"].gate.set()
         assert (await loading).status_code == 200
         assert served.state("one") == "not loaded"
