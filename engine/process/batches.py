@@ -7,7 +7,7 @@ from collections import OrderedDict
 from engine.request.params import Batch
 
 _MOST_KEPT = 1024
-"""Of batches whose other choices may still come, or never do, where a client has gone."""
+"""Batches whose other choices may still come, or never do, where a client has gone."""
 
 
 class Batches:
