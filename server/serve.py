@@ -73,6 +73,8 @@ def serve(settings: Settings, config: EngineConfig) -> None:
         return
     with _listening(settings) as listener:
         if not settings.engine_process:
+            if settings.restart_engine:
+                raise ValueError("restart_engine: the engine needs a process of its own")
             if settings.api_workers > 1:
                 raise ValueError("api_workers: several need the engine in a process of its own")
             if config.tensor_parallel_size > 1:
@@ -207,8 +209,6 @@ def check(settings: Settings, config: EngineConfig) -> None:
     keys_of(settings.api_key, settings.api_keys_file, known)
     parse_adapters(config.lora)
     check_telemetry(settings.otlp_endpoint)
-    if settings.restart_engine and not settings.engine_process:
-        raise ValueError("restart_engine: the engine needs a process of its own")
     if settings.request_log is not None:
         try:
             add_line(Path(settings.request_log), b"")

@@ -70,7 +70,6 @@ class GrammarCompiler:
         """
         _, ends = self._built, self._vocabulary.eos_token_ids
         grammar = self._vocabulary.with_ids(grammar)
-        fields = tuple((name, self._vocabulary.with_ids(part)) for name, part in fields)
         if self._compiled.get(grammar) is not None:
             matcher = self._fresh(grammar)
         else:
@@ -85,7 +84,7 @@ class GrammarCompiler:
         if not fault:
             return
         blamed = whole = ""
-        for field, part in fields:
+        for field, part in ((name, self._vocabulary.with_ids(text)) for name, text in fields):
             is_sound = field != whole and f"{field}.".startswith(f"{whole}.")
             if is_sound or part == grammar or (blamed and not field.startswith(f"{blamed}.")):
                 continue

@@ -95,9 +95,10 @@ class TenantLimits:
         _check_seats(account, num_choices)
         if not follows:
             batch = request.params.batch
-            asked = (num_prompts, num_tokens) if batch is None else batch[2:]
-            _check_rate("requests", tenant.requests_per_minute, account.requests, asked[0])
-            _check_rate("tokens", tenant.tokens_per_minute, account.tokens, asked[1])
+            wanted = num_prompts if batch is None else batch.num_prompts
+            _check_rate("requests", tenant.requests_per_minute, account.requests, wanted)
+            wanted = num_tokens if batch is None else batch.num_tokens
+            _check_rate("tokens", tenant.tokens_per_minute, account.tokens, wanted)
         account.requests.take(num_prompts)
         account.tokens.take(num_tokens)
         account.open[request.params.request_id] = _Open(request, now)

@@ -425,9 +425,9 @@ def test_ranks_need_the_engine_in_a_process_of_its_own() -> None:
 
 
 def test_what_cannot_be_is_refused_by_its_setting_before_anything_is_loaded(tmp_path: Path) -> None:
-    settings = Settings(engine_process=False, restart_engine=True)
+    settings = Settings(engine_process=False, restart_engine=True, port=0)
     with pytest.raises(ValueError, match="^restart_engine: "):
-        check(settings, settings.engine_config())
+        serve(settings, settings.engine_config())
     settings = Settings(request_log=str(tmp_path / "no" / "log.jsonl"))
     with pytest.raises(ValueError, match="^request_log: .*No such file"):
         check(settings, settings.engine_config())

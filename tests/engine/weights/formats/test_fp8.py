@@ -46,17 +46,21 @@ def layer_of(tensors: Tensors, linear: nn.Linear, **changes: Any) -> Any:
     return fill(read(FP8 | changes), linear, tensors)
 
 
+BLOCKS = FP8 | {"weight_block_size": [32, 48], "modules_to_not_convert": ["lm_head"]}
+
+
+def make_blocks(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
+    """A layer of ``BLOCKS`` for ``write_folder``."""
+    if name == "lm_head":
+        return None
+    codes, scales, weight = draw(linear, (32, 48))
+    return {"weight": codes, "weight_scale_inv": scales}, weight
+
+
 def test_a_checkpoint_of_blocks_means_its_products(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
-        if name == "lm_head":
-            return None
-        codes, scales, weight = draw(linear, (32, 48))
-        return {"weight": codes, "weight_scale_inv": scales}, weight
-
-    found = FP8 | {"weight_block_size": [32, 48], "modules_to_not_convert": ["lm_head"]}
-    expected = write_folder(tmp_path, found, make)
+    expected = write_folder(tmp_path, BLOCKS, make_blocks)
     with caplog.at_level(logging.INFO, "engine.weights.formats"):
         model = load(tmp_path)
     assert "ranges" not in caplog.text
@@ -172,16 +176,8 @@ def test_experts_are_made_floats_by_transformers(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_mixture_of_experts_becomes_floats_of_one_type(tmp_path: Path, dtype: str) -> None:
     """Experts are dequantized by transformers, which leaves other floats as they are stored."""
-
-    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
-        if name == "lm_head":
-            return None
-        codes, scales, weight = draw(linear, (32, 32))
-        return {"weight": codes, "weight_scale_inv": scales}, weight
-
-    found = FP8 | {"weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head"]}
     experts = ("w1", "w3", "w2")
-    write_folder(tmp_path, found, make, "mixtral", torch.bfloat16, experts)
+    write_folder(tmp_path, BLOCKS, make_blocks, "mixtral", torch.bfloat16, experts)
     model = load_model(str(tmp_path), CPU, dtype)
     assert {str(each.dtype) for each in model.parameters()} == {f"torch.{dtype}"}
     assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
