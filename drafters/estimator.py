@@ -55,9 +55,10 @@ class AcceptanceEstimator:
         self.shared_decay = shared_decay
         self._priors: dict[str, dict[int, DiscountedMean]] = {}
 
-    def for_request(self, drafter: str) -> RequestAcceptance:
-        """A new request's view, of the drafter with this name."""
-        return RequestAcceptance(self, drafter)
+    def for_request(self, drafter: str, initial: Sequence[float] = ()) -> RequestAcceptance:
+        """A new request's view, of the drafter with this name. ``initial``: the belief by feature, where
+        it is another."""
+        return RequestAcceptance(self, drafter, initial)
 
     def priors(self, drafter: str) -> dict[int, DiscountedMean]:
         """Returns the labels of all requests of a drafter by feature, live."""
@@ -71,9 +72,11 @@ class RequestAcceptance:
     features. Holds at most one proposal that waits for more text.
     """
 
-    def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
+    def __init__(
+        self, estimator: AcceptanceEstimator, drafter: str, initial: Sequence[float] = ()
+    ) -> None:
         self.drafter = drafter
-        self._estimator = estimator
+        self._estimator, self._initial = estimator, initial
         self._priors = estimator.priors(drafter)
         self._own: dict[tuple[int, int], DiscountedMean] = {}
         """Labels by feature and depth."""
@@ -104,7 +107,8 @@ class RequestAcceptance:
     def _acceptance(self, feature: int, depth: int) -> float:
         if feature == FORCED:
             return 1.0
-        belief = self._estimator.initial
+        known = feature < len(self._initial)
+        belief = self._initial[feature] if known else self._estimator.initial
         for labels in (self._priors.get(feature), self._own.get(_key(feature, depth))):
             if labels is not None:
                 belief = labels.over(belief, self._estimator.strength)

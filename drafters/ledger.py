@@ -45,6 +45,8 @@ _STAY = 32
 """Steps over which what a request has missed is paid for."""
 _CHEAP = 1.0
 """Tokens' time that requests which join in one step may take besides."""
+_MOST_UNWORTHY = 256
+"""Choices without any but trials, after which the drafter is believed not to pay."""
 _MOST_QUIET = 32
 """Steps in which no request is asked before the ledger looks again."""
 
@@ -140,8 +142,13 @@ class Ledger:
         """The gain that one request more needed to be asked, when requests were last chosen."""
         self._num_joined = 0
         """Requests that were asked in the last step for what they are expected to gain."""
-        self.pays = True
-        """Whether any request was last asked for other than as a trial."""
+        self._num_unworthy = 0
+        """Choices since one of some that were not trials."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether requests were asked of late other than as a trial."""
+        return self._num_unworthy < _MOST_UNWORTHY
 
     def gain(self, kind: Hashable = None) -> Gain:
         """Returns the estimate of a new request."""
@@ -199,9 +206,9 @@ class Ledger:
         """Returns the part of ``worthy`` that is asked in this step: of requests that have rested, as
         many as were asked in the last step, or as take little time. The first ``num_free`` weigh no cost
         and are always asked."""
-        self.pays = bool(worthy)
-        if self.pays:
-            self._num_vain = 0
+        self._num_unworthy += 1
+        if worthy:
+            self._num_unworthy = self._num_vain = 0
         each = max((hopes[at].tokens_per_second for at in worthy), default=0.0) * self._one_trial
         most = max(1, self._num_joined, int(_CHEAP / each) if each else 0)
         rested = [at for at in worthy[num_free:] if hopes[at].has_rested]
@@ -234,7 +241,8 @@ class Ledger:
             return [at for at in left if hopes[at].request_id == self._trier]
         tried = left[self._num_trials % len(left)]
         most = hopes[tried].tokens_per_second * self._one_trial
-        price = (max(price, most) + hopes[tried].rows) * self._num_trial_steps
+        number = self._num_trial_steps
+        price = max(price, most) + (number - 1) * price + number * hopes[tried].rows
         is_vain = self._num_vain >= _MOST_VAIN and price > 1.0
         share = _VAIN_SHARE if is_vain else _TRIAL_SHARE
         self._num_missing = price / share - self._num_written

@@ -8,6 +8,8 @@ token is verified may depend on everything but itself, or its distribution is bi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from drafters.base import Observation
 from drafters.estimator import AcceptanceEstimator
 from drafters.tree import FORCED, DraftTree, chain
@@ -21,9 +23,11 @@ _PATIENCE = 8
 class Acceptance:
     """One request's estimates and their labels: whole proposals are judged by the text."""
 
-    def __init__(self, estimator: AcceptanceEstimator, drafter: str) -> None:
+    def __init__(
+        self, estimator: AcceptanceEstimator, drafter: str, priors: Sequence[float] = ()
+    ) -> None:
         self._estimator = estimator
-        self._estimates = estimator.for_request(drafter)
+        self._estimates = estimator.for_request(drafter, priors)
 
     @property
     def is_waiting(self) -> bool:
@@ -93,11 +97,14 @@ class SampledAcceptance(Acceptance):
 
 
 def new_acceptance(
-    estimator: AcceptanceEstimator, drafter: str, verification: VerificationName
+    estimator: AcceptanceEstimator,
+    drafter: str,
+    verification: VerificationName,
+    priors: Sequence[float] = (),
 ) -> Acceptance:
-    """Estimates of one request. Different verifications share no counts."""
+    """Estimates of one request. Different verifications share no counts. ``priors``: see ``Drafter``."""
     if verification == "match":
-        return Acceptance(estimator, drafter)
+        return Acceptance(estimator, drafter, priors)
     return SampledAcceptance(estimator, f"{drafter} {verification}")
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from drafters.base import Drafter
+from drafters.base import Drafter, DrafterNeeds
 from drafters.ledger import Hope, Ledger
 from engine.request.params import GenerationRequest
 from engine.schedule.request import Plan, ScheduledRequest
@@ -26,6 +26,8 @@ from engine.speculation.drafting import Drafting, drafting_of
 from engine.speculation.parts import Ask, Part, able_guests
 
 _TRIAL_STEPS_OF_WINDOWS = 6
+_TRIAL_STEPS_OF_MODELS = 4
+"""The first of them takes in what was missed; what a call takes is seen in those that follow."""
 _LEAST_DRAFTED = 16
 """Steps with drafts before one without."""
 _PLAIN_SHARE = 0.002
@@ -77,23 +79,25 @@ class Ledgers:
 
     def of(self, drafter: Drafter, host: str = "") -> Ledger:
         """Returns the ledger of a drafter that requests name, or that is asked beside ``host``."""
-        name, is_whole = drafter.info.name, drafter.info.needs.all_or_nothing
+        name = drafter.info.name
         ledger = self._ledgers.get((name, host))
         if ledger is None:
             seconds = partial(self._cost.draft_seconds, name)
-            ledger = Ledger(seconds, _TRIAL_STEPS_OF_WINDOWS if is_whole else 1)
+            ledger = Ledger(seconds, _num_trial_steps(drafter.info.needs))
             self._ledgers[name, host] = ledger
         return ledger
 
-    def took(self, drafter: str, asked: Sequence[Part], seconds: float) -> None:
+    def took(self, drafter: str, asked: Sequence[Ask], seconds: float) -> None:
         """A call of the drafter for these took so long."""
-        rested = {each.ledger for each in asked if each.has_rested}
+        rested = {part.ledger for _, part in asked if part.has_rested}
         for ledger in rested:
             ledger.took(len(asked), seconds)
         if not rested:
             self._cost.observe_draft(drafter, len(asked), seconds)
-        for each in asked:
-            each.has_rested = False
+        for each, part in asked:
+            # A model that drafted nothing has not taken in all that it missed.
+            is_behind = part.drafter.info.needs.draft_slots and not part.draft_in(each)
+            part.has_rested = part.has_rested and is_behind
 
     def begin_step(self, plan: Plan) -> float:
         """Returns what the step would write per second without drafts and prompts: while these
@@ -198,3 +202,9 @@ class Ledgers:
             return
         drafting.row_tokens = num_verified * plan.row_tokens
         drafting.gain.observe(num_accepted - drafting.row_tokens - plan.waiting_tokens)
+
+
+def _num_trial_steps(needs: DrafterNeeds) -> int:
+    if needs.all_or_nothing:
+        return _TRIAL_STEPS_OF_WINDOWS
+    return _TRIAL_STEPS_OF_MODELS if needs.draft_slots else 1

@@ -117,7 +117,9 @@ class Speculation:
         verification = request.sampling.verification
         ledger = self._ledgers.of(drafter, host)
         gain = ledger.gain(Traffic.of(request.params, verification))
-        acceptance = new_acceptance(self._estimator, drafter.info.name, verification)
+        acceptance = new_acceptance(
+            self._estimator, drafter.info.name, verification, drafter.priors
+        )
         return drafter, ledger, gain, acceptance
 
     def _start(self, part: Part, request: Request, options: Options) -> None:
@@ -448,7 +450,7 @@ class Speculation:
         """Requests and the cost model hear what drafts took: their drafters' time and, of those who were
         asked, the engine's."""
         asked = {
-            name: [part for each, part, _ in group if each.num_asked > 0]
+            name: [(each, part) for each, part, _ in group if each.num_asked > 0]
             for name, group in told.items()
         }
         own = plan.speculation_seconds / max(1, sum(map(len, asked.values())))

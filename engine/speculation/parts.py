@@ -63,6 +63,10 @@ class Part:
         """Whether it computes something for others to find when the request leaves its blocks."""
         return self.is_asked
 
+    def draft_in(self, each: ScheduledRequest) -> DraftTree:
+        """Returns what the drafter itself has proposed in a step."""
+        return each.shares.get(self, each.proposal)
+
     def catch_up(self, request_id: str, text: Sequence[int]) -> None:
         """Tells the drafter what it has missed, as one long draft that was accepted."""
         num_missed, self.num_missed = self.num_missed, 0
