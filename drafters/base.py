@@ -183,6 +183,9 @@ class DraftSampling:
 GREEDY = DraftSampling()
 
 
+_CAUTION = 0.7
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
     """A request that is to be drafted for in this step.
@@ -192,9 +195,10 @@ class DraftRequest:
     their keys and values in the target's store. ``block_table`` is live, too; for drafters that need
     ``draft_slots`` it covers ``max_nodes`` slots after the known tokens. ``tokens_per_second`` is what
     the engine would write in this step without drafts, all requests together, so that a drafter can
-    weigh its time; 0 where the request's policy weighs none. Nodes that are less likely to be accepted
-    than ``least_survival`` will not be verified: a drafter that knows its survivals may leave out all of
-    them but the likeliest.
+    weigh its time; 0 where the request's policy weighs none. ``row_prices[n]``: as far as is known, a
+    node beside n others that is less likely to be accepted will not be verified; the last holds for
+    more. A drafter that knows its survivals may leave out all nodes below ``least_survival`` but the
+    likeliest.
     """
 
     request_id: str
@@ -205,7 +209,18 @@ class DraftRequest:
     num_computed_tokens: int = 0
     block_table: Sequence[int] = ()
     tokens_per_second: float = 0.0
-    least_survival: float = 0.0
+    row_prices: Sequence[float] = ()
+
+    def row_price(self, num_others: int) -> float:
+        """Returns the price of a node beside so many; 0: any is verified."""
+        prices = self.row_prices
+        return prices[min(num_others, len(prices) - 1)] if prices else 0.0
+
+    @property
+    def least_survival(self) -> float:
+        """What drafting takes, and who drafts besides, may still change prices: less than so likely, a
+        node is of no use in any case."""
+        return _CAUTION * self.row_price(0)
 
     @property
     def depth(self) -> int:

@@ -39,6 +39,8 @@ _VAIN_SHARE = 0.0025
 _MOST_VAIN = 8
 """Trials in a row after which nobody was asked; of those that follow, the ones that take longer than a
 token cost no more than ``_VAIN_SHARE``."""
+_MOST_TRIAL_STEPS = 4
+"""Steps of a trial whose first one takes as long as several others."""
 _MOST_SURPRISE = 8.0
 """Times what a trial was expected to take that the last one is believed to have taken."""
 _STAY = 32
@@ -147,7 +149,12 @@ class Ledger:
 
     @property
     def pays(self) -> bool:
-        """Whether requests were asked of late other than as a trial."""
+        """Whether any request was last asked for other than as a trial."""
+        return not self._num_unworthy
+
+    @property
+    def has_paid(self) -> bool:
+        """Whether that was so of late."""
         return self._num_unworthy < _MOST_UNWORTHY
 
     def gain(self, kind: Hashable = None) -> Gain:
@@ -242,6 +249,8 @@ class Ledger:
         tried = left[self._num_trials % len(left)]
         most = hopes[tried].tokens_per_second * self._one_trial
         number = self._num_trial_steps
+        if 0 < number * price < most:  # what was missed is taken in once
+            number = min(_MOST_TRIAL_STEPS, int(most / price))
         price = max(price, most) + (number - 1) * price + number * hopes[tried].rows
         is_vain = self._num_vain >= _MOST_VAIN and price > 1.0
         share = _VAIN_SHARE if is_vain else _TRIAL_SHARE
@@ -250,7 +259,7 @@ class Ledger:
             return []
         self._num_written = 0
         self._num_trials, self._num_vain = self._num_trials + 1, self._num_vain + 1
-        self._trier, self._num_left = hopes[tried].request_id, self._num_trial_steps - 1
+        self._trier, self._num_left = hopes[tried].request_id, number - 1
         return [tried]
 
     def forget(self, request_id: str) -> None:

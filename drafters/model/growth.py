@@ -82,12 +82,17 @@ class DraftGrowth:
         the chance that some child of a node is, once the node is.
 
         Of the nodes of a level one is accepted at most, so each adds what its children are worth, less
-        the node that these put out of a tree which is full."""
+        the price of their row beside all nodes that are likelier, or the node that they put out of a tree
+        which is full."""
         weights, most = self.nodes.weights, self.ask.max_nodes
-        kept = sorted(weights, reverse=True)[:most]
-        put_out = [0.0] * (most - len(kept)) + kept[::-1]
-        gains = zip((mean * weights[node] for node in self.frontier), put_out, strict=False)
-        return sum(max(0.0, gain - lost) for gain, lost in gains)
+        rising = sorted(weights)[-most:]
+        put_out = [0.0] * (most - len(rising)) + rising
+        total = 0.0
+        for node, lost in zip(self.frontier, put_out, strict=False):
+            expected = mean * weights[node]
+            num_likelier = len(rising) - bisect_right(rising, expected)
+            total += max(0.0, expected - max(lost, self.ask.row_price(num_likelier)))
+        return total
 
     @property
     def num_candidates(self) -> int:

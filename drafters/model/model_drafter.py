@@ -29,6 +29,7 @@ from drafters.base import (
     drafter,
 )
 from drafters.batch_times import BatchTimes
+from drafters.ledger import margin_of
 from drafters.model.block_contents import BlockContents, TextDigests
 from drafters.model.growth import PRIORS, DraftGrowth, is_first_child
 from drafters.model.protocol import DraftModel, DraftRows, Levels
@@ -238,7 +239,8 @@ class ModelDrafter(Drafter):
         levels: list[list[DraftRows]] = []
         for depth in range(1, max((each.most_levels for each in chains), default=0)):
             ready = [each for each in chains if each.most_levels > depth]
-            gain = len(ready) * self._calibration.mean ** (depth + 1)
+            expected = self._calibration.mean ** (depth + 1)
+            gain = sum(max(0.0, expected - each.ask.row_price(depth)) for each in ready)
             if not self._pays(ready, len(ready), gain):
                 break
             levels.append([DraftRows(each.ask, [0], each.base + depth - 1, 1) for each in ready])
@@ -250,7 +252,7 @@ class ModelDrafter(Drafter):
         rates = [growth.ask.tokens_per_second for growth in growths]
         if not min(rates):
             return True
-        return gain > max(rates) * self._times.expect(num_rows)
+        return gain > margin_of(len(growths)) * max(rates) * self._times.expect(num_rows)
 
     def _read_ahead(
         self, growths: Iterable[DraftGrowth], levels: Sequence[Sequence[DraftRows]], found: Levels

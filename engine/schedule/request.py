@@ -180,8 +180,8 @@ class ScheduledRequest:
     max_depth: int = 0
     num_asked: int = 0
     """So many of ``max_nodes`` the drafter is asked for; 0: it is not asked."""
-    least_survival: float = 0.0
-    """Less likely nodes will not be verified (``DraftRequest``)."""
+    row_prices: Sequence[float] = ()
+    """See ``DraftRequest``."""
     proposal: DraftTree = EMPTY
     draft: DraftTree = EMPTY
     """The part of the proposal that is verified; ``reason`` says why it is no larger."""

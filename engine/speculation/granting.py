@@ -20,11 +20,6 @@ from engine.speculation.gamma.policy import DraftCandidate, GammaPolicy, Grant, 
 from engine.speculation.parts import Asked
 from kvpool.block_pool import BlockPool
 
-_CAUTION = 0.7
-"""Share of the least survival that pays, as far as is known before drafts are made, below which a node
-is of no use: what drafting takes, and who drafts besides, may still change what pays."""
-
-
 @dataclass(frozen=True, slots=True)
 class Shedding:
     """Which drafts yield from ``queue`` waiting requests on."""
@@ -69,9 +64,10 @@ class Granting:
         for each, grant in zip(offered, grants, strict=True):
             self._take(each, grant)
 
-    def say_least(self, asked: Asked, plan: Plan, prompt_seconds: float) -> None:
+    def say_prices(self, asked: Asked, plan: Plan, prompt_seconds: float) -> None:
         """Says of requests whose drafters are asked how likely a node has to be: where one policy grants
-        by nothing but survivals and costs, and survivals are those of the drafters."""
+        by nothing but survivals and costs, and survivals are those of the drafters. Of several requests
+        all are believed to get as many nodes."""
         requests = [each for group in asked.values() for each, _ in group]
         policies = {drafting_of(each).policy for each in requests}
         floors = any(each.request.params.speculative.min_speculative_tokens for each in requests)
@@ -79,11 +75,11 @@ class Granting:
             return
         load = self._load(plan, prompt_seconds, {name: len(asked[name]) for name in asked})
         num_nodes = sum(each.num_asked for each in requests)
-        least = _CAUTION * policies.pop().least_survival(load, num_nodes)
+        prices = policies.pop().row_prices(load, num_nodes, len(requests))
         for each in requests:
             bound = each.request.params.speculative.target_acceptance_rate
             if bound is None and each.sampling.verification == "match":
-                each.least_survival = least
+                each.row_prices = prices
 
     def _load(self, plan: Plan, prompt_seconds: float, asked: Mapping[str, int]) -> Load:
         """``asked``: for how many requests each drafter is asked, the time of whose call is spent."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from drafters.base import Drafter, DrafterNeeds
+from drafters.base import Drafter
 from drafters.ledger import Hope, Ledger
 from engine.request.params import GenerationRequest
 from engine.schedule.request import Plan, ScheduledRequest
@@ -26,8 +26,6 @@ from engine.speculation.drafting import Drafting, drafting_of
 from engine.speculation.parts import Ask, Part, able_guests
 
 _TRIAL_STEPS_OF_WINDOWS = 6
-_TRIAL_STEPS_OF_MODELS = 4
-"""The first of them takes in what was missed; what a call takes is seen in those that follow."""
 _LEAST_DRAFTED = 16
 """Steps with drafts before one without."""
 _PLAIN_SHARE = 0.002
@@ -79,11 +77,11 @@ class Ledgers:
 
     def of(self, drafter: Drafter, host: str = "") -> Ledger:
         """Returns the ledger of a drafter that requests name, or that is asked beside ``host``."""
-        name = drafter.info.name
+        name, is_whole = drafter.info.name, drafter.info.needs.all_or_nothing
         ledger = self._ledgers.get((name, host))
         if ledger is None:
             seconds = partial(self._cost.draft_seconds, name)
-            ledger = Ledger(seconds, _num_trial_steps(drafter.info.needs))
+            ledger = Ledger(seconds, _TRIAL_STEPS_OF_WINDOWS if is_whole else 1)
             self._ledgers[name, host] = ledger
         return ledger
 
@@ -202,9 +200,3 @@ class Ledgers:
             return
         drafting.row_tokens = num_verified * plan.row_tokens
         drafting.gain.observe(num_accepted - drafting.row_tokens - plan.waiting_tokens)
-
-
-def _num_trial_steps(needs: DrafterNeeds) -> int:
-    if needs.all_or_nothing:
-        return _TRIAL_STEPS_OF_WINDOWS
-    return _TRIAL_STEPS_OF_MODELS if needs.draft_slots else 1

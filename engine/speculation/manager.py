@@ -156,7 +156,7 @@ class Speculation:
             self._num_closed_failures += drafting is None
             return all_of_them
         for each in _companions(drafter, has_prediction=False):
-            if self._ledgers.of(each, name).pays:
+            if self._ledgers.of(each, name).has_paid:
                 usable = min(usable, counted([], all_of_them, ask, each, otherwise=usable))
         num_recomputed = len(block_ids) * self._pool.block_size - usable
         return usable if num_recomputed <= drafter.most_recomputed else all_of_them
@@ -242,7 +242,7 @@ class Speculation:
             if drafting:
                 rate = self._ledgers.begin_step(plan)
                 asked = self._chosen(drafting, plan)
-                self._granting.say_least(asked, plan, self._ledgers.prompt_seconds)
+                self._granting.say_prices(asked, plan, self._ledgers.prompt_seconds)
                 self._propose(asked, plan, readback, rate)
                 drafting = [each for each in drafting if each.max_nodes > 0]
                 constrain(drafting)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import gt
 from typing import TypeAlias, TypeVar
 
 from drafters.base import Drafter, Observation
@@ -38,6 +39,8 @@ class Part:
     weighs_cost: bool
     num_free: float = field(default=0.0, init=False)
     """The tokens that the draft beside which it is asked was expected to bring."""
+    num_before: int = field(default=0, init=False)
+    """The nodes of that draft which are worth their rows."""
     row_tokens: float = field(default=0.0, init=False)
     """The tokens that the engine did not write while it verified the rows of the last draft."""
     num_whole: int = field(default=0, init=False)
@@ -67,6 +70,10 @@ class Part:
         """Returns what the drafter itself has proposed in a step."""
         return each.shares.get(self, each.proposal)
 
+    def prices_in(self, each: ScheduledRequest) -> Sequence[float]:
+        """Returns the prices of its nodes, beside those that others have drafted."""
+        return each.row_prices
+
     def catch_up(self, request_id: str, text: Sequence[int]) -> None:
         """Tells the drafter what it has missed, as one long draft that was accepted."""
         num_missed, self.num_missed = self.num_missed, 0
@@ -85,6 +92,9 @@ class Guest(Part):
     """A part beside the host's."""
 
     __slots__ = ()
+
+    def prices_in(self, each: ScheduledRequest) -> Sequence[float]:
+        return each.row_prices[self.num_before :] or each.row_prices[-1:]
 
     @property
     def leaves_rows(self) -> bool:
@@ -116,12 +126,15 @@ class Guest(Part):
 def able_guests(each: ScheduledRequest, host: Part, guests: Sequence[Guest]) -> list[Ask]:
     """Returns those that may add something to what the host has drafted."""
     tree = each.shares[host] = each.proposal
-    num_free = expected_tokens(tree, host.acceptance.survivals(tree)) if tree else 0.0
+    survivals = host.acceptance.survivals(tree) if tree else ()
+    num_free = expected_tokens(tree, survivals)
     if num_free >= _CERTAIN * min(each.num_asked, each.max_depth):
         return []
     able: list[Ask] = []
+    best = sorted(survivals, reverse=True)
+    num_before = sum(map(gt, best, each.row_prices))
     for guest in guests:
-        guest.num_free = num_free
+        guest.num_free, guest.num_before = num_free, num_before
         if guest.is_asked:
             able.append((each, guest))
     return able

@@ -40,7 +40,7 @@ class Proposing:
             with timed(plan, name):
                 for each, part in group:
                     part.catch_up(each.request.request_id, each.request.token_ids)
-                asks = [self._ask(each, drafter, rate) for each, _ in group]
+                asks = [self._ask(each, part, rate) for each, part in group]
                 finish = guarded(_blamed(group), drafter.begin, asks, readback)
             begun.append((name, group, asks, finish))
             if readback.num_added > num_before:
@@ -52,9 +52,10 @@ class Proposing:
             with timed(plan, name):
                 self._finish(group, asks, finish)
 
-    def _ask(self, each: ScheduledRequest, drafter: Drafter, plain_rate: float) -> DraftRequest:
+    def _ask(self, each: ScheduledRequest, part: Part, plain_rate: float) -> DraftRequest:
         request, drafting, num_nodes = each.request, drafting_of(each), each.num_asked
-        shape = drafting.shape
+        shape, drafter = drafting.shape, part.drafter
+        prices, worth = part.prices_in(each), drafting.drafter.row_worth
         if drafter.info.needs.draft_slots:
             room = lease(self._pool, request, max(num_nodes, drafter.num_slots))
             num_nodes = min(num_nodes, room)
@@ -69,7 +70,7 @@ class Proposing:
             request.num_computed_tokens,
             self._pool.block_table(request.request_id),
             plain_rate if drafting.policy.weighs_cost else 0.0,
-            max(0.0, each.least_survival - drafting.drafter.row_worth),
+            [max(0.0, price - worth) for price in prices] if worth else prices,
         )
 
     def _finish(

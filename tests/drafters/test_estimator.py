@@ -38,6 +38,15 @@ def test_twelve_refusals_end_drafting_and_hits_bring_it_back():
     assert view.survivals(chain([1]))[0] > 0.3
 
 
+def test_a_drafter_says_what_is_believed_of_its_features_before_any_was_judged():
+    view = AcceptanceEstimator(strength=4.0).for_request("head", (0.1, 0.9))
+    assert view.survivals(chain([1, 2, 3], [1, 0, 2])) == pytest.approx([0.9, 0.09, 0.045])
+    view.label_against(chain([1], 1), [9])
+    shared = 4 * 0.9 / 5
+    assert acceptance(view, 1, 1) == pytest.approx(4 * shared / 5)
+    assert acceptance(view, 0, 1) == 0.1
+
+
 def test_discounted_beta_over_the_shared_prior():
     estimator = AcceptanceEstimator(initial=0.5, strength=4.0, decay=0.9, shared_decay=0.8)
     view = estimator.for_request("d")

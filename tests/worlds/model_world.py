@@ -187,7 +187,8 @@ class World:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.requests: dict[str, Running] = {}
         self.sampling = sampling or DraftSampling()
-        self.tokens_per_second = self.least_survival = 0.0
+        self.tokens_per_second = 0.0
+        self.row_prices: Sequence[float] = ()
 
     def add(
         self,
@@ -261,7 +262,7 @@ class World:
             request.num_computed_tokens,
             self.pool.block_table(name),
             self.tokens_per_second,
-            self.least_survival,
+            self.row_prices,
         )
 
     def _verify(self, name: str, tree: DraftTree) -> Observation:

@@ -84,8 +84,10 @@ class GoodputPolicy(GammaPolicy):
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:  # noqa: ARG002
         return params.max_speculative_tokens
 
-    def least_survival(self, load: Load, num_nodes: int) -> float:
-        return _least_survival(load, self._table(load, min(num_nodes, load.num_spare_rows)))
+    def row_prices(self, load: Load, num_nodes: int, stride: int = 1) -> Sequence[float]:
+        table = self._table(load, min(num_nodes, load.num_spare_rows))
+        rate = load.expected_tokens / (load.other_seconds + table[0])
+        return [rate / stride * each for each in _least_steepness(table[::stride])]
 
     def grant(self, candidates: Sequence[DraftCandidate], load: Load) -> list[Grant]:
         offers: list[_Offer] = []
@@ -222,6 +224,25 @@ def _least_survival(load: Load, table: Sequence[float]) -> float:
     rows = enumerate(islice(table, 1, None), start=1)
     row_seconds = min(((seconds - table[0]) / number for number, seconds in rows), default=0.0)
     return row_seconds * load.expected_tokens / (load.other_seconds + table[0])
+
+
+def _least_steepness(table: Sequence[float]) -> list[float]:
+    """Returns, for all but the last, how much a number rises per further one on average up to any of
+    those behind it, where that is least."""
+    found: list[float] = []
+    ends = [len(table) - 1]  # of the lines below all that is behind, the nearest last
+    for start in range(len(table) - 2, -1, -1):
+        low = table[start]
+        steepness = (table[ends[-1]] - low) / (ends[-1] - start)
+        while len(ends) > 1:
+            further = (table[ends[-2]] - low) / (ends[-2] - start)
+            if further > steepness:
+                break
+            ends.pop()
+            steepness = further
+        ends.append(start)
+        found.append(steepness)
+    return found[::-1]
 
 
 def _grant_whole(candidate: DraftCandidate, load: Load) -> tuple[Grant, Load]:

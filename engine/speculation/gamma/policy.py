@@ -117,10 +117,11 @@ class GammaPolicy(ABC):
             num_spare -= grants[-1].gamma
         return grants
 
-    def least_survival(self, load: Load, num_nodes: int) -> float:  # noqa: ARG002
-        """Returns a survival up to which it grants no node, of up to ``num_nodes`` that it is offered
-        under such a load, but for requests that bound it otherwise; 0: it grants any."""
-        return 0.0
+    def row_prices(self, load: Load, num_nodes: int, stride: int = 1) -> Sequence[float]:  # noqa: ARG002
+        """Returns the survivals up to which it grants no node, of up to ``num_nodes`` that it is offered
+        under such a load, beside 0, ``stride``, 2 ``stride`` .. others, but for requests that bound it
+        otherwise; nothing: it grants any."""
+        return ()
 
     # A policy that learns nothing keeps nothing.
 

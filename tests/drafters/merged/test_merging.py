@@ -47,7 +47,7 @@ def test_of_what_is_less_likely_than_asked_for_only_the_likeliest_is_drafted() -
         say(writer, text, number % 4, [number % 4, 500_000 + number, 600_000 + number])
     whole = writer.propose(DraftRequest("r", text, 16, TREE))
     for least in (0.01, 0.1, 0.3, 1.0):
-        asked = DraftRequest("r", text, 16, TREE, least_survival=least)
+        asked = DraftRequest("r", text, 16, TREE, row_prices=(least / 0.7,))
         survivals = sorted(writer.propose(asked).survivals, reverse=True)
         likely = [each for each in whole.survivals if each >= least]
         assert survivals == sorted(whole.survivals, reverse=True)[: len(survivals)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from drafters.base import DraftRequest, DraftSampling, DraftShape, Observation
 from drafters.model.growth import NUM_LEVELS, NUM_RANKS, DraftGrowth, feature_of
-from drafters.model.model_drafter import Calibration
+from drafters.model.model_drafter import Calibration, ModelDrafter
 from drafters.model.protocol import Candidates
 from drafters.tree import ROOT, DraftTree, chain, chain_length
 from worlds.lanes import examples
@@ -144,7 +144,7 @@ def test_min_confidence_ends_a_chain_where_its_survival_falls_below() -> None:
 def test_what_cannot_be_verified_is_not_run_on() -> None:
     world = World(FakeDraftModel(confidences=(0.7,)))
     request = world.add("r", PROMPT, max_nodes=9, options={"min_confidence": 0.0})
-    world.least_survival = 0.3
+    world.row_prices = (0.3 / 0.7,)
     world.step()
     assert len(request.trees[0]) == 4
 
@@ -208,6 +208,22 @@ def test_a_level_brings_what_all_its_rows_do_less_what_they_put_out_of_a_full_tr
     # Its rows bring 0.4 and 0.2: the one puts out 0.125, the other would put out 0.25.
     assert full.frontier == [0, 1]
     assert full.expected_gain(0.8) == pytest.approx(0.4 - 0.125)
+
+
+def test_a_level_brings_no_more_than_its_rows_cost_beside_those_that_are_likelier() -> None:
+    shape, prices = DraftShape(width=3, depth=8), (0.0, 0.05, 0.3)
+    ask = DraftRequest("r", PROMPT, 8, shape, row_prices=prices)
+    growth = DraftGrowth(ask, 0.0, 8, lambda _, sure: sure)
+    growth.add_level([ROOT], [Candidates([1, 2, 3], [0.5, 0.25, 0.125])])
+    # 0.4 beside one node that is likelier, 0.2 beside two, 0.1 beside all three.
+    assert growth.expected_gain(0.8) == pytest.approx(0.4 - 0.05)
+
+
+def test_what_a_draft_model_thinks_is_believed_before_anything_was_judged() -> None:
+    assert len(ModelDrafter.priors) == NUM_LEVELS * NUM_RANKS
+    for sure in (0.0, 0.07, 0.33, 0.96, 1.0):
+        for rank in range(NUM_RANKS):
+            assert abs(ModelDrafter.priors[feature_of(sure, rank)] - sure) <= 0.05
 
 
 def test_features_tell_sure_from_unsure_and_stay_within_what_estimators_keep() -> None:
@@ -428,7 +444,7 @@ def test_levels_ahead_have_to_be_worth_it_by_what_is_accepted_on_average(
     monkeypatch.setattr(world.drafter._times, "expect", lambda _: 0.01)
     request = world.add("r", PROMPT, max_nodes=8, options={"min_confidence": 0.0})
     # The estimate before anything was verified: half of the nodes, so the next level brings 1/4, 1/8, ..
-    for rate, length in ((0.0, 8), (20.0, 2), (1000.0, 1)):
+    for rate, length in ((0.0, 8), (15.0, 2), (1000.0, 1)):
         world.tokens_per_second = rate
         monkeypatch.setattr(world.drafter, "observe", lambda _: None)
         world.step()

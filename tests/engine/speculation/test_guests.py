@@ -302,6 +302,27 @@ def test_drafts_of_host_and_guests_are_one_tree() -> None:
     assert len(each.proposal.survivals) == len(each.proposal) == 4
 
 
+@pytest.mark.parametrize(("row_seconds", "num_before"), [(0.1, 2), (0.4, 1), (0.9, 0)])
+def test_a_guests_nodes_are_priced_beside_those_of_the_host_that_pay(
+    row_seconds: float, num_before: int
+) -> None:
+    """The host's are believed to be right in 1 of 2 and of 4 cases."""
+    told: list[Sequence[float]] = []
+
+    class Priced(Head):
+        def _guessed(self, ask: DraftRequest) -> DraftTree:
+            told.append(ask.row_prices)
+            return super()._guessed(ask)
+
+    head = Priced()
+    host = Host(head, guess=lambda text: right(text)[:2])
+    world = Guests(head, host=host, row_seconds=row_seconds)
+    world.speculation.max_num_nodes = 4
+    (each,) = world.step()
+    assert len(each.row_prices) == 4
+    assert told == [each.row_prices[num_before:]]
+
+
 def test_two_half_right_guests_make_a_tree_that_is_always_right() -> None:
     def odd(text: Sequence[int]) -> list[int]:
         return right(text)[:1] if len(text) % 2 else wrong(text)[:1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafters.base import DrafterNeeds, DraftRequest
-from drafters.tree import DraftTree, chain
+from drafters.tree import EMPTY, DraftTree, chain
 from engine.request.outcome import Outcome
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
 from engine.sampling.state import SamplingState
@@ -45,6 +45,7 @@ def opened(world: World, name: str = "r", wanted: SpeculativeParams = GOODPUT) -
 
 
 WINDOW = DrafterNeeds(all_or_nothing=True)
+MODEL = DrafterNeeds(draft_slots=True)
 
 
 def story_of(
@@ -228,6 +229,23 @@ def test_a_window_is_tried_for_as_many_steps_as_it_needs() -> None:
     assert story.count("x") * 0.4 <= 0.01 * 1000 + 6 * 0.4
     (story,) = story_of(world, [request], 400, accepted=3)
     assert set(story[story.index("x") :]) == {"x"}
+
+
+def test_a_model_has_taken_in_a_text_once_it_drafts() -> None:
+    """Calls before say nothing of what a call takes, but what a trial does."""
+    told: list[DraftTree] = [EMPTY, EMPTY, chain([0]), chain([0])]
+    drafter = FakeDrafter("fake", lambda _: told.pop(0), needs=MODEL)
+    cost = DictatedCost(ROWS, {"fake": 0.0})
+    seen: list[int] = []
+    cost.observe_draft = lambda *_: seen.append(len(told))  # type: ignore[method-assign]
+    world = World(drafter, cost=cost)
+    request = opened(world)
+    rested = []
+    while told:
+        rested.append(request.drafting.has_rested)
+        world.observe(*world.draft(request))
+    assert rested == [True, True, True, False]
+    assert seen == [0]
 
 
 def test_a_trial_ends_with_its_request() -> None:

@@ -260,7 +260,7 @@ def test_drafters_are_told_how_likely_a_node_has_to_be(
     """But for what its row teaches, and where nothing else bounds what is granted."""
     told = []
     for worth in (0.0, 0.05):
-        drafter = fake(propose=lambda each: told.append(each.least_survival) or zeros(each))
+        drafter = fake(propose=lambda each: told.append(each.row_price(0)) or zeros(each))
         drafter.row_worth = worth
         world = World(drafter, cost=TimedCost(row_seconds=0.5))
         world.draft(world.open("r", replace(FIXED, **{"adaptive_depth": "goodput"} | bounds)))
@@ -272,7 +272,7 @@ def test_drafters_are_told_how_likely_a_node_has_to_be(
 @pytest.mark.parametrize("bounds", [{"min_speculative_tokens": 1}, {"adaptive_depth": "fixed"}])
 def test_nobody_is_told_beside_those_whose_rows_are_not_weighed(bounds: dict[str, Any]) -> None:
     told = []
-    drafter = fake(propose=lambda each: told.append(each.least_survival) or zeros(each))
+    drafter = fake(propose=lambda each: told.append(each.row_price(0)) or zeros(each))
     world = World(drafter, cost=TimedCost(row_seconds=0.5))
     wanted = replace(FIXED, adaptive_depth="goodput", min_speculative_tokens=1)  # always asked
     world.draft(world.open("one", wanted), world.open("other", replace(wanted, **bounds)))

@@ -66,9 +66,34 @@ def test_no_node_is_granted_that_is_less_likely_than_what_it_says_before(
 ) -> None:
     load = load_of(len(candidates), len(candidates) + 1, 20)
     policy = GoodputPolicy(cost)
-    least = policy.least_survival(load, sum(each.max_nodes for each in candidates))
-    for candidate, grant in zip(candidates, policy.grant(candidates, load), strict=True):
-        assert all(candidate.survivals[node] > least for node in grant.nodes)
+    prices = policy.row_prices(load, sum(each.max_nodes for each in candidates))
+    granted = [
+        candidate.survivals[node]
+        for candidate, grant in zip(candidates, policy.grant(candidates, load), strict=True)
+        for node in grant.nodes
+    ]
+    granted.sort(reverse=True)
+    assert all(survival > prices[0] for survival in granted)
+    for survival, price in zip(granted, prices, strict=False):
+        assert survival >= price - 1e-12
+
+
+@settings(max_examples=examples(200))
+@given(cost=random_costs(), most=st.integers(1, 20), stride=st.integers(1, 4))
+def test_a_price_is_what_a_row_costs_on_average_up_to_where_that_is_least(
+    cost: DictatedCost, most: int, stride: int
+) -> None:
+    load = load_of(1, 1, most)
+    prices = GoodputPolicy(cost).row_prices(load, most, stride)
+    table = cost.step_seconds_table(1, most, load.num_kv_tokens, load.num_requests)
+    rate = load.expected_tokens / (load.other_seconds + table[0])
+    at = range(0, most + 1, stride)
+    assert list(prices) == pytest.approx(
+        [
+            rate * min((table[end] - table[start]) / (end - start) for end in at if end > start)
+            for start in at[:-1]
+        ]
+    )
 
 
 @settings(max_examples=examples(100))
