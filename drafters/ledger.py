@@ -45,6 +45,8 @@ _MOST_SURPRISE = 8.0
 """Times what a trial was expected to take that the last one is believed to have taken."""
 _STAY = 32
 """Steps over which what a request has missed is paid for."""
+_LEAST_STAY = 4
+"""Steps of those that have joined before others do: until then nothing is known of what they gain."""
 _CHEAP = 1.0
 """Tokens' time that requests which join in one step may take besides."""
 _MOST_UNWORTHY = 256
@@ -142,8 +144,10 @@ class Ledger:
         """Whose trial lasts, and in how many steps more it is asked."""
         self._least = 0.0
         """The gain that one request more needed to be asked, when requests were last chosen."""
-        self._num_joined = 0
+        self._joined: set[str] = set()
         """Requests that were asked in the last step for what they are expected to gain."""
+        self._num_stayed = 0
+        """Steps since some joined."""
         self._num_unworthy = 0
         """Choices since one of some that were not trials."""
 
@@ -217,11 +221,17 @@ class Ledger:
         if worthy:
             self._num_unworthy = self._num_vain = 0
         each = max((hopes[at].tokens_per_second for at in worthy), default=0.0) * self._one_trial
-        most = max(1, self._num_joined, int(_CHEAP / each) if each else 0)
+        most, known = int(_CHEAP / each) if each else 0, self._joined
+        self._num_stayed += 1
+        if not known or self._num_stayed >= _LEAST_STAY:
+            most = max(1, len(known), most)
         rested = [at for at in worthy[num_free:] if hopes[at].has_rested]
+        rested = [at for at in rested if hopes[at].request_id not in known]
         late = set(rested[most:])
+        if len(late) < len(rested):
+            self._num_stayed = 0
         chosen = [at for at in worthy if at not in late]
-        self._num_joined = len(chosen) - num_free
+        self._joined = {hopes[at].request_id for at in chosen[num_free:]}
         return chosen
 
     def _rest(self, num_requests: int) -> None:
@@ -264,6 +274,7 @@ class Ledger:
 
     def forget(self, request_id: str) -> None:
         """The request is over, and its trial with it."""
+        self._joined.discard(request_id)
         if self._trier == request_id:
             self._trier, self._num_left = "", 0
 

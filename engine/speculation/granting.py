@@ -20,6 +20,7 @@ from engine.speculation.gamma.policy import DraftCandidate, GammaPolicy, Grant, 
 from engine.speculation.parts import Asked
 from kvpool.block_pool import BlockPool
 
+
 @dataclass(frozen=True, slots=True)
 class Shedding:
     """Which drafts yield from ``queue`` waiting requests on."""

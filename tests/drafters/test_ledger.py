@@ -131,11 +131,23 @@ def test_where_taking_in_a_text_is_dear_requests_join_by_doubling(
     for _ in range(2):
         ledger.took(1, trial)
     rested, found = [True] * 8, []
-    for _ in asked:
-        chosen = ledger.choose([Hope(2.0, RATE, has_rested=each) for each in rested])
+    for _ in range(4 * len(asked)):
+        chosen = ledger.choose(
+            [Hope(2.0, RATE, 0.0, str(at), each) for at, each in enumerate(rested)]
+        )
         rested = [each and at not in chosen for at, each in enumerate(rested)]
         found.append(len(chosen))
-    assert found == asked
+    assert found == [number for number in asked for _ in range(4)], "each time for four steps"
+
+
+def test_who_has_not_taken_in_all_yet_goes_on() -> None:
+    ledger = timed({1: 0.001})
+    for _ in range(2):
+        ledger.took(1, 0.1)
+    behind = [Hope(2.0, RATE, 0.0, name, has_rested=True) for name in "ab"]
+    assert [ledger.choose(behind) for _ in range(4)] == [[0]] * 4
+    ledger.forget("a")
+    assert ledger.choose(behind[1:]) == [0], "nobody is asked any more"
 
 
 def test_what_a_request_has_missed_is_paid_for_over_many_steps() -> None:
