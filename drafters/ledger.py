@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from drafters.batch_times import BatchTimes
+from drafters.batch_times import BatchTimes, margin_of
 from drafters.estimator import DiscountedMean
 from drafters.tree import ROOT, DraftTree
 
@@ -30,7 +30,6 @@ _HOPED = 1.0
 _STRENGTH = 4.0
 _OWN_STRENGTH = 16.0
 """A request's own drafts are few: a run of luck says little of the next steps."""
-_MARGIN, _MORE_MARGIN, _MOST_DOUBLINGS = 1.25, 0.25, 3
 _DECAY = 0.95
 _SHARED_DECAY = 0.99
 _TRIAL_SHARE = 0.01
@@ -53,13 +52,6 @@ _MOST_UNWORTHY = 256
 """Choices without any but trials, after which the drafter is believed not to pay."""
 _MOST_QUIET = 32
 """Steps in which no request is asked before the ledger looks again."""
-
-
-def margin_of(num_requests: int) -> float:
-    """Returns how many times its price the draft of one of so many requests has to be expected to bring:
-    1.25 for one, a quarter more for each doubling, and 2 from eight on. The largest of several estimates
-    is mostly too large: with SmolLM2 and 8 or 32 requests, drafts brought half of what was expected."""
-    return _MARGIN + _MORE_MARGIN * min(num_requests.bit_length() - 1, _MOST_DOUBLINGS)
 
 
 def expected_tokens(tree: DraftTree, survivals: Sequence[float]) -> float:

@@ -28,8 +28,7 @@ from drafters.base import (
     RequestState,
     drafter,
 )
-from drafters.batch_times import BatchTimes
-from drafters.ledger import margin_of
+from drafters.batch_times import BatchTimes, margin_of
 from drafters.model.block_contents import BlockContents, TextDigests
 from drafters.model.growth import PRIORS, DraftGrowth, is_first_child
 from drafters.model.protocol import DraftModel, DraftRows, Levels

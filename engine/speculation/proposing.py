@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from drafters.base import Drafter, DraftRequest, DraftShape
+from drafters.base import DraftRequest, DraftShape
 from drafters.containment import guarded
 from drafters.tree import DraftTree
 from engine.schedule.request import Plan, ScheduledRequest

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.batch_times import BatchTimes
-from drafters.ledger import Hope, Ledger, expected_tokens, margin_of
+from drafters.batch_times import BatchTimes, margin_of
+from drafters.ledger import Hope, Ledger, expected_tokens
 from drafters.tree import EMPTY, DraftTree, chain
 
 RATE = 100.0
