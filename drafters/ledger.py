@@ -207,13 +207,14 @@ class Ledger:
 
     def _join(self, hopes: Sequence[Hope], worthy: list[int], num_free: int) -> list[int]:
         """Returns the part of ``worthy`` that is asked in this step: of requests that have rested, as
-        many as were asked in the last step, or as take little time. The first ``num_free`` weigh no cost
+        many as were asked in the last steps, or as take little time. The first ``num_free`` weigh no cost
         and are always asked."""
         self._num_unworthy += 1
         if worthy:
             self._num_unworthy = self._num_vain = 0
         each = max((hopes[at].tokens_per_second for at in worthy), default=0.0) * self._one_trial
-        most, known = int(_CHEAP / each) if each else 0, self._joined
+        known = self._joined.intersection(hopes[at].request_id for at in worthy[num_free:])
+        most = int(_CHEAP / each) if each else 0
         self._num_stayed += 1
         if not known or self._num_stayed >= _LEAST_STAY:
             most = max(1, len(known), most)
@@ -251,8 +252,8 @@ class Ledger:
         tried = left[self._num_trials % len(left)]
         most = hopes[tried].tokens_per_second * self._one_trial
         number = self._num_trial_steps
-        if 0 < number * price < most:  # what was missed is taken in once
-            number = min(_MOST_TRIAL_STEPS, int(most / price))
+        if price:  # what was missed is taken in once
+            number = max(number, min(_MOST_TRIAL_STEPS, int(most / price)))
         price = max(price, most) + (number - 1) * price + number * hopes[tried].rows
         is_vain = self._num_vain >= _MOST_VAIN and price > 1.0
         share = _VAIN_SHARE if is_vain else _TRIAL_SHARE

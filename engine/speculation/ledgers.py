@@ -26,6 +26,8 @@ from engine.speculation.drafting import Drafting, drafting_of
 from engine.speculation.parts import Ask, Part, able_guests
 
 _TRIAL_STEPS_OF_WINDOWS = 6
+_MOST_BEHIND = 64
+"""Calls without a draft in which a model is believed to take in a text."""
 _LEAST_DRAFTED = 16
 """Steps with drafts before one without."""
 _PLAIN_SHARE = 0.002
@@ -93,9 +95,11 @@ class Ledgers:
         if not rested:
             self._cost.observe_draft(drafter, len(asked), seconds)
         for each, part in asked:
-            # A model that drafted nothing has not taken in all that it missed.
-            is_behind = part.drafter.info.needs.draft_slots and not part.draft_in(each)
-            part.has_rested = part.has_rested and is_behind
+            # A model that drafted nothing has not taken in all that it missed, or never can.
+            may_lack = part.drafter.info.needs.draft_slots and part.num_behind < _MOST_BEHIND
+            is_behind = part.has_rested and may_lack and not part.draft_in(each)
+            part.num_behind = part.num_behind + 1 if is_behind else 0
+            part.has_rested = is_behind
 
     def begin_step(self, plan: Plan) -> float:
         """Returns what the step would write per second without drafts and prompts: while these

@@ -50,6 +50,8 @@ class Part:
     """Tokens at the end of the text that the drafter was not told of yet."""
     has_rested: bool = field(default=True, init=False)
     """It was not asked in the step before, and has to take in what has come since."""
+    num_behind: int = field(default=0, init=False)
+    """Calls since then that have brought nothing."""
     is_open: bool = field(default=True, init=False)
     """False: the drafter could not start the request."""
 

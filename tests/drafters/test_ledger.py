@@ -146,8 +146,10 @@ def test_who_has_not_taken_in_all_yet_goes_on() -> None:
         ledger.took(1, 0.1)
     behind = [Hope(2.0, RATE, 0.0, name, has_rested=True) for name in "ab"]
     assert [ledger.choose(behind) for _ in range(4)] == [[0]] * 4
-    ledger.forget("a")
-    assert ledger.choose(behind[1:]) == [0], "nobody is asked any more"
+    gone = [behind[0]._replace(gain=0.0), behind[1]]
+    assert ledger.choose(gone) == [1], "nobody is asked any more"
+    ledger.forget("b")
+    assert ledger.choose(behind[:1]) == [0], "and again"
 
 
 def test_what_a_request_has_missed_is_paid_for_over_many_steps() -> None:

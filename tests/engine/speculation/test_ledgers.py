@@ -248,6 +248,16 @@ def test_a_model_has_taken_in_a_text_once_it_drafts() -> None:
     assert seen == [0]
 
 
+def test_a_model_that_can_never_draft_does_not_take_in_a_text_for_ever() -> None:
+    drafter = FakeDrafter("fake", lambda _: EMPTY, needs=MODEL)
+    world = World(drafter, cost=DictatedCost(ROWS, {"fake": 0.0}))
+    request = opened(world)
+    for _ in range(65):
+        assert request.drafting.has_rested
+        world.observe(*world.draft(request))
+    assert not request.drafting.has_rested
+
+
 def test_a_trial_ends_with_its_request() -> None:
     world = dear(0.0, 0.1, WINDOW)
     first = opened(world, "first")
