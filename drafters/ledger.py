@@ -45,7 +45,7 @@ _MOST_SURPRISE = 8.0
 _STAY = 32
 """Steps over which what a request has missed is paid for."""
 _LEAST_STAY = 4
-"""Steps of those that have joined before others do: until then nothing is known of what they gain."""
+"""Steps in which one is asked alone, since nothing is known of what drafts gain."""
 _CHEAP = 1.0
 """Tokens' time that requests which join in one step may take besides."""
 _MOST_UNWORTHY = 256
@@ -138,8 +138,8 @@ class Ledger:
         """The gain that one request more needed to be asked, when requests were last chosen."""
         self._joined: set[str] = set()
         """Requests that were asked in the last step for what they are expected to gain."""
-        self._num_stayed = 0
-        """Steps since some joined."""
+        self._num_joined = self._num_stayed = 0
+        """How many these were, and steps that had some, since drafts have paid."""
         self._num_unworthy = 0
         """Choices since one of some that were not trials."""
 
@@ -207,24 +207,25 @@ class Ledger:
 
     def _join(self, hopes: Sequence[Hope], worthy: list[int], num_free: int) -> list[int]:
         """Returns the part of ``worthy`` that is asked in this step: of requests that have rested, as
-        many as were asked in the last steps, or as take little time. The first ``num_free`` weigh no cost
+        many as were asked in the last step, or as take little time. The first ``num_free`` weigh no cost
         and are always asked."""
+        self._num_stayed = self._num_stayed + bool(worthy) if self.has_paid else 0
         self._num_unworthy += 1
         if worthy:
             self._num_unworthy = self._num_vain = 0
         each = max((hopes[at].tokens_per_second for at in worthy), default=0.0) * self._one_trial
         known = self._joined.intersection(hopes[at].request_id for at in worthy[num_free:])
         most = int(_CHEAP / each) if each else 0
-        self._num_stayed += 1
-        if not known or self._num_stayed >= _LEAST_STAY:
-            most = max(1, len(known), most)
+        if self._num_stayed > _LEAST_STAY:
+            most = max(1, self._num_joined, most)
+        elif not known:
+            most = max(1, most)
         rested = [at for at in worthy[num_free:] if hopes[at].has_rested]
         rested = [at for at in rested if hopes[at].request_id not in known]
         late = set(rested[most:])
-        if len(late) < len(rested):
-            self._num_stayed = 0
         chosen = [at for at in worthy if at not in late]
         self._joined = {hopes[at].request_id for at in chosen[num_free:]}
+        self._num_joined = len(chosen) - num_free
         return chosen
 
     def _rest(self, num_requests: int) -> None:
