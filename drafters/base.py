@@ -393,7 +393,7 @@ class Drafter:
     row_worth: float = 0.0
     """The tokens that a node's row brings later, accepted or not, since the drafter learns from what the
     target found likely there. So where rows cost less than that, they are verified however unlikely."""
-    priors: Sequence[float] = ()
+    initial_acceptance: Sequence[float] = ()
     """By feature, how likely a node is believed to be accepted, once its parent is, before any was
     judged. Features beyond these: as likely as not."""
     most_recomputed: float = math.inf

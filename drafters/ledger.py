@@ -138,8 +138,8 @@ class Ledger:
         """The gain that one request more needed to be asked, when requests were last chosen."""
         self._joined: set[str] = set()
         """Requests that were asked in the last step for what they are expected to gain."""
-        self._num_joined = self._num_stayed = 0
-        """How many these were, and steps that had some, since drafts have paid."""
+        self._num_stayed = 0
+        """Steps that had some, since drafts have paid."""
         self._num_unworthy = 0
         """Choices since one of some that were not trials."""
 
@@ -209,7 +209,7 @@ class Ledger:
         """Returns the part of ``worthy`` that is asked in this step: of requests that have rested, as
         many as were asked in the last step, or as take little time. The first ``num_free`` weigh no cost
         and are always asked."""
-        self._num_stayed = self._num_stayed + bool(worthy) if self.has_paid else 0
+        self._num_stayed = (self._num_stayed + bool(worthy)) if self.has_paid else 0
         self._num_unworthy += 1
         if worthy:
             self._num_unworthy = self._num_vain = 0
@@ -217,15 +217,17 @@ class Ledger:
         known = self._joined.intersection(hopes[at].request_id for at in worthy[num_free:])
         most = int(_CHEAP / each) if each else 0
         if self._num_stayed > _LEAST_STAY:
-            most = max(1, self._num_joined, most)
+            most = max(1, len(self._joined), most)
         elif not known:
             most = max(1, most)
-        rested = [at for at in worthy[num_free:] if hopes[at].has_rested]
-        rested = [at for at in rested if hopes[at].request_id not in known]
-        late = set(rested[most:])
+        joining = [
+            at
+            for at in worthy[num_free:]
+            if hopes[at].has_rested and hopes[at].request_id not in known
+        ]
+        late = set(joining[most:])
         chosen = [at for at in worthy if at not in late]
         self._joined = {hopes[at].request_id for at in chosen[num_free:]}
-        self._num_joined = len(chosen) - num_free
         return chosen
 
     def _rest(self, num_requests: int) -> None:
@@ -268,7 +270,6 @@ class Ledger:
 
     def forget(self, request_id: str) -> None:
         """The request is over, and its trial with it."""
-        self._joined.discard(request_id)
         if self._trier == request_id:
             self._trier, self._num_left = "", 0
 

@@ -25,7 +25,7 @@ from drafters.base import (
     RequestState,
     drafter,
 )
-from drafters.model.growth import PRIORS, product_tree
+from drafters.model.growth import INITIAL_ACCEPTANCE, product_tree
 from drafters.model.protocol import PredictionHeads
 from drafters.tree import EMPTY, DraftTree
 
@@ -53,7 +53,7 @@ class MedusaDrafter(Drafter):
         cost="One small product for all heads and the output head over a row per head.",
         samples=True,
     )
-    priors = PRIORS
+    initial_acceptance = INITIAL_ACCEPTANCE
 
     def __init__(self, heads: PredictionHeads) -> None:
         super().__init__()

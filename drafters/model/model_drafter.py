@@ -30,7 +30,7 @@ from drafters.base import (
 )
 from drafters.batch_times import BatchTimes, margin_of
 from drafters.model.block_contents import BlockContents, TextDigests
-from drafters.model.growth import PRIORS, DraftGrowth, is_first_child
+from drafters.model.growth import INITIAL_ACCEPTANCE, DraftGrowth, is_first_child
 from drafters.model.protocol import DraftModel, DraftRows, Levels
 from drafters.tree import EMPTY, FORCED, ROOT, DraftTree, chain_length
 
@@ -111,7 +111,7 @@ class ModelDrafter(Drafter):
     """See the module. Nothing learned from one tenant's text reaches another: calibration counts hold
     no tokens, and rows are found by digests that start with the tenant's cache_salt."""
 
-    priors = PRIORS
+    initial_acceptance = INITIAL_ACCEPTANCE
 
     def __init__(self, model: DraftModel) -> None:
         super().__init__()

@@ -24,10 +24,10 @@ class Acceptance:
     """One request's estimates and their labels: whole proposals are judged by the text."""
 
     def __init__(
-        self, estimator: AcceptanceEstimator, drafter: str, priors: Sequence[float] = ()
+        self, estimator: AcceptanceEstimator, drafter: str, initial: Sequence[float] = ()
     ) -> None:
         self._estimator = estimator
-        self._estimates = estimator.for_request(drafter, priors)
+        self._estimates = estimator.for_request(drafter, initial)
 
     @property
     def is_waiting(self) -> bool:
@@ -100,11 +100,12 @@ def new_acceptance(
     estimator: AcceptanceEstimator,
     drafter: str,
     verification: VerificationName,
-    priors: Sequence[float] = (),
+    initial: Sequence[float] = (),
 ) -> Acceptance:
-    """Estimates of one request. Different verifications share no counts. ``priors``: see ``Drafter``."""
+    """Estimates of one request. Different verifications share no counts. ``initial``: the belief by
+    feature before any node was judged."""
     if verification == "match":
-        return Acceptance(estimator, drafter, priors)
+        return Acceptance(estimator, drafter, initial)
     return SampledAcceptance(estimator, f"{drafter} {verification}")
 
 

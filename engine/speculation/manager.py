@@ -118,7 +118,7 @@ class Speculation:
         ledger = self._ledgers.of(drafter, host)
         gain = ledger.gain(Traffic.of(request.params, verification))
         acceptance = new_acceptance(
-            self._estimator, drafter.info.name, verification, drafter.priors
+            self._estimator, drafter.info.name, verification, drafter.initial_acceptance
         )
         return drafter, ledger, gain, acceptance
 

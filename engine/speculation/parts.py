@@ -74,7 +74,7 @@ class Part:
 
     def prices_in(self, each: ScheduledRequest) -> Sequence[float]:
         """Returns the prices of its nodes, beside those that others have drafted."""
-        return each.row_prices
+        return each.row_prices[self.num_before :] or each.row_prices[-1:]
 
     def catch_up(self, request_id: str, text: Sequence[int]) -> None:
         """Tells the drafter what it has missed, as one long draft that was accepted."""
@@ -94,9 +94,6 @@ class Guest(Part):
     """A part beside the host's."""
 
     __slots__ = ()
-
-    def prices_in(self, each: ScheduledRequest) -> Sequence[float]:
-        return each.row_prices[self.num_before :] or each.row_prices[-1:]
 
     @property
     def leaves_rows(self) -> bool:

@@ -220,10 +220,10 @@ def test_a_level_brings_no_more_than_its_rows_cost_beside_those_that_are_likelie
 
 
 def test_what_a_draft_model_thinks_is_believed_before_anything_was_judged() -> None:
-    assert len(ModelDrafter.priors) == NUM_LEVELS * NUM_RANKS
+    assert len(ModelDrafter.initial_acceptance) == NUM_LEVELS * NUM_RANKS
     for sure in (0.0, 0.07, 0.33, 0.96, 1.0):
         for rank in range(NUM_RANKS):
-            assert abs(ModelDrafter.priors[feature_of(sure, rank)] - sure) <= 0.05
+            assert abs(ModelDrafter.initial_acceptance[feature_of(sure, rank)] - sure) <= 0.05
 
 
 def test_features_tell_sure_from_unsure_and_stay_within_what_estimators_keep() -> None:
