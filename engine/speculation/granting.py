@@ -76,7 +76,10 @@ class Granting:
             return
         load = self._load(plan, prompt_seconds, {name: len(asked[name]) for name in asked})
         num_nodes = sum(each.num_asked for each in requests)
-        prices = policies.pop().row_prices(load, num_nodes, len(requests))
+        parts = (part for each in requests for part in drafting_of(each).parts)
+        # Only models weigh a round of theirs against rows beside others.
+        first_only = not any(part.drafter.info.needs.draft_slots for part in parts)
+        prices = policies.pop().row_prices(load, num_nodes, len(requests), first_only)
         for each in requests:
             bound = each.request.params.speculative.target_acceptance_rate
             if bound is None and each.sampling.verification == "match":

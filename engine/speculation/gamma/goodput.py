@@ -84,8 +84,12 @@ class GoodputPolicy(GammaPolicy):
     def num_to_propose(self, request_id: str, params: SpeculativeParams) -> int:  # noqa: ARG002
         return params.max_speculative_tokens
 
-    def row_prices(self, load: Load, num_nodes: int, stride: int = 1) -> Sequence[float]:
+    def row_prices(
+        self, load: Load, num_nodes: int, stride: int = 1, first_only: bool = False
+    ) -> Sequence[float]:
         table = self._table(load, min(num_nodes, load.num_spare_rows))
+        if first_only:
+            return [_least_survival(load, table)]
         rate = load.expected_tokens / (load.other_seconds + table[0])
         return [rate / stride * each for each in _least_steepness(table[::stride])]
 

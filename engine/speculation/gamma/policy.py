@@ -117,10 +117,16 @@ class GammaPolicy(ABC):
             num_spare -= grants[-1].gamma
         return grants
 
-    def row_prices(self, load: Load, num_nodes: int, stride: int = 1) -> Sequence[float]:  # noqa: ARG002
+    def row_prices(
+        self,
+        load: Load,  # noqa: ARG002
+        num_nodes: int,  # noqa: ARG002
+        stride: int = 1,  # noqa: ARG002
+        first_only: bool = False,  # noqa: ARG002
+    ) -> Sequence[float]:
         """Returns the survivals up to which it grants no node, of up to ``num_nodes`` that it is offered
         under such a load, beside 0, ``stride``, 2 ``stride`` .. others, but for requests that bound it
-        otherwise; nothing: it grants any."""
+        otherwise; nothing: it grants any. ``first_only``: beside none, in a third of the time."""
         return ()
 
     # A policy that learns nothing keeps nothing.

@@ -66,7 +66,9 @@ def test_no_node_is_granted_that_is_less_likely_than_what_it_says_before(
 ) -> None:
     load = load_of(len(candidates), len(candidates) + 1, 20)
     policy = GoodputPolicy(cost)
-    prices = policy.row_prices(load, sum(each.max_nodes for each in candidates))
+    num_nodes = sum(each.max_nodes for each in candidates)
+    prices = policy.row_prices(load, num_nodes)
+    assert policy.row_prices(load, num_nodes, first_only=True) == pytest.approx(prices[:1] or [0.0])
     granted = [
         candidate.survivals[node]
         for candidate, grant in zip(candidates, policy.grant(candidates, load), strict=True)
