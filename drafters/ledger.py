@@ -138,8 +138,9 @@ class Ledger:
         """The gain that one request more needed to be asked, when requests were last chosen."""
         self._joined: set[str] = set()
         """Requests that were asked in the last step for what they are expected to gain."""
-        self._num_stayed = 0
-        """Steps that had some, since drafts have paid."""
+        self._num_joined = self._num_stayed = 0
+        """How many these were, with those that are over since, and steps that had some, since drafts
+        have paid."""
         self._num_unworthy = 0
         """Choices since one of some that were not trials."""
 
@@ -217,7 +218,7 @@ class Ledger:
         known = self._joined.intersection(hopes[at].request_id for at in worthy[num_free:])
         most = int(_CHEAP / each) if each else 0
         if self._num_stayed > _LEAST_STAY:
-            most = max(1, len(self._joined), most)
+            most = max(1, self._num_joined, most)
         elif not known:
             most = max(1, most)
         joining = [
@@ -228,6 +229,7 @@ class Ledger:
         late = set(joining[most:])
         chosen = [at for at in worthy if at not in late]
         self._joined = {hopes[at].request_id for at in chosen[num_free:]}
+        self._num_joined = len(self._joined)
         return chosen
 
     def _rest(self, num_requests: int) -> None:
@@ -270,6 +272,7 @@ class Ledger:
 
     def forget(self, request_id: str) -> None:
         """The request is over, and its trial with it."""
+        self._joined.discard(request_id)
         if self._trier == request_id:
             self._trier, self._num_left = "", 0
 
