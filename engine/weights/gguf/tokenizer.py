@@ -62,8 +62,8 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
         split(backend, splitter, GGUF_PRE_TOKENIZER_SPLITS)
     if kind == "llama" and header.architecture in ("phi3", "phimoe"):
         backend = _take_space_behind(backend)
-    if kind == "llama" and parts.get("add_prefix_space") is False:
-        _begin_without_space(backend)
+    if kind == "llama":
+        _begin(backend, parts.get("add_prefix_space"))
     options = _parts(header.metadata, GGUF_TOKENIZER_MAPPING["tokenizer_config"])
     if kind == "llama" or (kind == "gpt2" and splitter in WITH_BEGINNING):
         # As llama.cpp takes files that do not say.
@@ -187,21 +187,34 @@ def _take_runs(parts: dict[str, Any]) -> list[str]:
 
 def _match_whole(backend: Any, runs: Iterable[str]) -> None:
     """Has runs of spaces matched whole and longest first, before anything is merged, as sentencepiece and
-    llama.cpp do: 40 spaces are 31 and 9. Merges alone would make 16 and 24 of them."""
-    from tokenizers import AddedToken
+    llama.cpp do: 40 spaces are 31 and 9. Merges alone would make 16 and 24 of them. Where a space is put
+    before texts, it would be put before such a run too, which then is found in longer ones alone."""
+    from tokenizers import AddedToken, normalizers
 
+    if not isinstance(backend.normalizer, normalizers.Replace):
+        return
     known = [each for each in runs if backend.token_to_id(each) is not None]
     backend.add_tokens([AddedToken(each, normalized=True, special=False) for each in known])
 
 
-def _begin_without_space(backend: Any) -> None:
-    """Leaves the first word as it is, which transformers puts a space before whatever a file says."""
-    from tokenizers import decoders, pre_tokenizers
+def _begin(backend: Any, with_space: bool | None) -> None:
+    """Puts a space before texts and before what stands behind special tokens, as sentencepiece does,
+    unless the file says that there is none. transformers puts it before a whole text alone, and not where
+    there is one already. That is left where a file says that there is one: it does where the model asks
+    transformers for it (add_prefix_space), as Mistral 7B v0.3.
+    """
+    from tokenizers import decoders, normalizers, pre_tokenizers
 
-    if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        steps = [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-        backend.decoder = decoders.Sequence(steps)
+    if not isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace) or with_space:
+        return
+    if with_space is None:
+        steps = [normalizers.Prepend(_MARK), normalizers.Replace(" ", _MARK)]
+        backend.normalizer, backend.pre_tokenizer = normalizers.Sequence(steps), None
+        return
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
 
 
 def _take_space_behind(backend: Any) -> Any:
