@@ -23,10 +23,12 @@ _ENDS = ("eos", "eot", "eom")
 _NAMES_OF_ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
     "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "<end_of_utterance>",
+    "<|flush|>", "<|calls|>", "<eos>", "[EOS]", "[EOT]", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }  # fmt: skip
 """Control tokens that end a text wherever they are: files leave it to llama.cpp to know them by name
 (src/llama-vocab.cpp, special_eog_ids)."""
-_ENDS_OF_CHANNELS = {"<|return|>", "<|call|>"}
+_ENDS_OF_CHANNELS = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 _CALLS_FOLLOW = "<|tool_response>"
 """Gemma 4 ends its calls of tools so, whatever kind a file says."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
@@ -91,8 +93,8 @@ def end_token_ids(header: GgufHeader) -> tuple[int, ...]:
     for number, (token, kind) in enumerate(zip(_tokens(header), kinds, strict=False)):
         if (kind == _CONTROL and token in _NAMES_OF_ENDS) or token == _CALLS_FOLLOW:
             named[token] = number
-    if named.keys() >= _ENDS_OF_CHANNELS:
-        # Where these end a text, gpt-oss' "<|end|>" only ends a part of it, as its reasoning.
+    if any(named.keys() >= ends for ends in _ENDS_OF_CHANNELS):
+        # Where these end a text, "<|end|>" of gpt-oss and Solar only ends a part of it, as reasoning.
         found.discard(named.pop("<|end|>", None))
     found.update(named.values())
     return tuple(sorted(number for number in found if number is not None))

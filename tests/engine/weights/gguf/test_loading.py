@@ -317,6 +317,10 @@ def test_the_ends_and_the_sampling_that_a_file_says_are_taken(tmp_path: Path) ->
         (["<|end|>", "<|endoftext|>"], 0, [0, 1]),
         # Gemma 4's.
         (["<eos>", "<turn|>", "<|tool_call>", "<|tool_response>"], 0, [0, 1, 3]),
+        # Those of Solar Open, whose reasoning ends as gpt-oss' does, of Kimi K2, and of older Gemmas.
+        (["<|end|>", "<|flush|>", "<|calls|>"], 1, [1, 2]),
+        (["[EOS]", "[EOT]", "<|im_end|>"], 2, [0, 1, 2]),
+        (["<eos>", "<end_of_turn>"], 1, [0, 1]),
     ],
 )
 def test_texts_end_where_their_models_do(names: list[str], eos: int, ends: list[int]) -> None:
