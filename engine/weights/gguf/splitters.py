@@ -49,6 +49,7 @@ _DEEPSEEK = (r"\p{N}{1,3}", _KANJI_AND_KANA, _MARKED_WORDS)
 _SPLITTERS: dict[str, tuple[str, ...]] = {
     "afmoe": (r"\d{1,3}(?=(?:\d{3})*(?!\d))", _EAST_ASIAN, _MARKED_WORDS),
     "bailingmoe": (_words(r"\p{N}").replace(r"\s*[\r\n]+", r"\s*[\r\n]"),),
+    "bloom": (r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+",),
     "chatglm-bpe": (_words(r"\p{N}{1,3}"),),
     "deepseek-coder": (
         r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_AND_KOREAN, r"\p{N}",
@@ -65,26 +66,28 @@ _SPLITTERS: dict[str, tuple[str, ...]] = {
         ).replace(r"\s*[\r\n]+", r"\s*[\r\n]"),
     ),
     "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
-    "glm4": (_words(r"\p{N}{1,3}"),),
     "grok-2": (_words(r"\p{N}"),),
     "hunyuan": (_words(r"\p{N}"),),
-    "hunyuan-dense": _DEEPSEEK,
     "jais-2": (
         _words(r"\p{N}{1,3}").replace(r"\s+(?!\S)|\s+", rf"{_SPACES}|\s{{1,2}}(?!\S)|\s"),
     ),
-    "joyai-llm": _DEEPSEEK,
+    "laguna": (r"[^\n]+|\n+", _words(r"\p{N}")),
     "minicpm5": (r"\p{N}{1,3}", _words(r"\p{N}+")),
     "kimi-k2": (
         rf"\p{{Han}}+|{_cased(_HAN)}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDS_OF_LINES}",
     ),
     "seed-coder": (_words(r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+"),),
     "solar-open": (_words(r"\p{N}"),),
+    "spark2_5": (
+        r"\p{N}", _KANJI_AND_KANA, _MARKED_WORDS.replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]"),
+    ),
     "stablelm2": (_words(r"\p{N}"),),
     "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
     "tiny_aya": (
         r"\d{1,3}(?=(?:\d{3})*\b)",
         rf"{_cased()}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS_OF_LINES}",
     ),
+    "ufakzeka": (_words(r"\p{N}").removeprefix(f"{_CONTRACTIONS}|"),),
     "youtu": (
         f"[\uac00-\ud7a3\u3131-\u318e]+|{_WIDE_MARKS}|[\u3105-\u312f]+|{_KANJI_AND_KANA}",
         rf"{_cased()}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS_OF_LINES}",
@@ -92,7 +95,15 @@ _SPLITTERS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Ways of cutting that transformers does not know: patterns that cut one after the other what the earlier
 ones left (llama.cpp's src/llama-vocab.cpp)."""
-_SPLITTERS["bailingmoe2"] = _SPLITTERS["llada-moe"] = _SPLITTERS["bailingmoe"]
+_SAME = {
+    "bailingmoe": ["bailingmoe2", "llada-moe"],
+    "bloom": ["gpt3-finnish", "poro-chat"],
+    "chatglm-bpe": ["glm4", "glm5"],
+    "deepseek-v3": ["hunyuan-dense", "hy_v4", "joyai-llm"],
+    "tiny_aya": ["cohere2moe"],
+}
+_SPLITTERS |= {other: _SPLITTERS[name] for name, others in _SAME.items() for other in others}
+_SPLITTERS["viking"] = (*_SPLITTERS["bloom"], r"\p{N}")
 WITH_BEGINNING = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
 }  # fmt: skip
@@ -105,6 +116,7 @@ _DIGIT_SPLITTERS = {
 """Splitters like GPT-2's, with each digit apart; transformers would take GPT-2's."""
 _GPT2_SPLITTERS = {
     "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "exaone4", "trillion",
+    "a.x-4.0", "gigachat", "granite-docling", "mellum",
 }  # fmt: skip
 
 

@@ -60,6 +60,14 @@ CUTS = {
     "minicpm5": "Don|'t| |123|456|7| x漢字かなAb|!!\n\n| | foo|_bar",
     # East Asian letters and marks alone.
     "youtu": "Don't| |1|2|3|4|5|6|7| x|漢字かな|Ab|!!\n\n| | foo|_bar",
+    # Words with their marks, but those that end sentences.
+    "bloom": "Don't| 1234567| x漢字かなAb|!!\n\n | foo_bar",
+    "viking": "Don't| |1|2|3|4|5|6|7| x漢字かなAb|!!\n\n | foo_bar",
+    # Lines first.
+    "laguna": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!|\n\n| | foo|_bar",
+    "spark2_5": "Don|'t| |1|2|3|4|5|6|7| x|漢字かな|Ab|!!|\n|\n| | foo|_bar",
+    "hy_v4": "Don|'t| |123|456|7| x|漢字かな|Ab|!!\n\n| | foo|_bar",
+    "cohere2moe": "Don't| |1|234|567| x漢字かな|Ab|!!\n\n| | foo|_bar",
     "smollm": "Don|'t| |1|2|3|4|5|6|7| x漢字かなAb|!!|\n\n | foo|_|bar",
 }
 
@@ -80,6 +88,8 @@ def test_text_is_cut_as_the_vocabulary_was_trained(splitter: str) -> None:
             " \u675c\u7528\ud55c\uff01\u2026aBc!",
             " |\u675c\u7528|\ud55c|\uff01\u2026|a|Bc|!",
         ),
+        # Turkish endings behind an apostrophe are no contractions.
+        ("ufakzeka", "Van'dan 12", "Van|'dan| |1|2"),
         # Spaces by powers of two.
         ("jais-2", f"a{' ' * 7}b 1234", "a|    |  | b| |123|4"),
     ],
@@ -94,6 +104,7 @@ OTHERS = {
     "grok-2": "qwen2",
     "solar-open": "qwen2",
     "glm4": "llama-bpe",
+    "glm5": "llama-bpe",
     "chatglm-bpe": "llama-bpe",
     "kimi-k2": "gpt-4o",
 }
@@ -115,7 +126,8 @@ def test_families_that_share_a_pattern_cut_alike(splitter: str, text: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("splitter", "whole"), [("llama-bpe", True), ("youtu", True), ("qwen2", False)]
+    ("splitter", "whole"),
+    [("llama-bpe", True), ("youtu", True), ("qwen2", False)],
 )
 def test_some_vocabularies_have_words_that_no_merges_make(splitter: str, whole: bool) -> None:
     metadata = values_of(tiny_llama())
@@ -127,3 +139,11 @@ def test_some_vocabularies_have_words_that_no_merges_make(splitter: str, whole: 
     }
     found = gguf_tokenizer(GgufHeader(metadata, TensorIndex({}), {})).tokenize("zebra")
     assert found == (["zebra"] if whole else list("zebra"))
+
+
+@pytest.mark.parametrize("splitter", ["a.x-4.0", "gigachat", "granite-docling", "mellum"])
+def test_ways_that_are_gpt_2s_by_another_name_are_known(
+    splitter: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    split(Tokenizer(BPE()), splitter, {})
+    assert not caplog.records
