@@ -108,8 +108,11 @@ WITH_BEGINNING = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
 }  # fmt: skip
 """Ways of cutting of vocabularies with a token that texts begin with, unless a file says otherwise."""
-_WITHOUT_MERGES = WITH_BEGINNING | {"minicpm5", "youtu"}
-"""Ways of cutting whose pieces are taken whole where they are tokens, whatever merges would make."""
+_WITHOUT_MERGES = WITH_BEGINNING | {
+    "chatglm-bpe", "glm4", "glm5", "hunyuan", "kimi-k2", "minicpm5", "youtu",
+}  # fmt: skip
+"""Ways of cutting whose pieces are taken whole where they are tokens, whatever merges would make: as
+tiktoken always does, by which GLM's, Hunyuan's and Kimi's vocabularies are read at home."""
 _DIGIT_SPLITTERS = {
     "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
 }  # fmt: skip

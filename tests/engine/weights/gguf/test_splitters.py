@@ -127,7 +127,7 @@ def test_families_that_share_a_pattern_cut_alike(splitter: str, text: str) -> No
 
 @pytest.mark.parametrize(
     ("splitter", "whole"),
-    [("llama-bpe", True), ("youtu", True), ("qwen2", False)],
+    [("llama-bpe", True), ("youtu", True), ("glm4", True), ("kimi-k2", True), ("qwen2", False)],
 )
 def test_some_vocabularies_have_words_that_no_merges_make(splitter: str, whole: bool) -> None:
     metadata = values_of(tiny_llama())
