@@ -113,6 +113,9 @@ _WITHOUT_MERGES = WITH_BEGINNING | {
 }  # fmt: skip
 """Ways of cutting whose pieces are taken whole where they are tokens, whatever merges would make: as
 tiktoken always does, by which GLM's, Hunyuan's and Kimi's vocabularies are read at home."""
+_COMPOSED = {"qwen2", "qwen35", "command-r", "mpt", "olmo"}
+"""Ways of cutting of vocabularies whose own tokenizers compose letters and their marks first (NFC), which
+no file says and llama.cpp does not do."""
 _DIGIT_SPLITTERS = {
     "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
 }  # fmt: skip
@@ -126,8 +129,10 @@ _GPT2_SPLITTERS = {
 def split(backend: Any, splitter: str | None, known: Mapping[str, str]) -> None:
     """Has a tokenizer cut text as its vocabulary was trained, by the name of the way ("pre"). ``known``:
     ways that have been seen to. One that is unknown is GPT-2's, with a warning."""
-    from tokenizers import Regex, pre_tokenizers
+    from tokenizers import Regex, normalizers, pre_tokenizers
 
+    if splitter in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
     backend.model.ignore_merges = splitter in _WITHOUT_MERGES
     if splitter in _DIGIT_SPLITTERS:
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]

@@ -141,6 +141,20 @@ def test_some_vocabularies_have_words_that_no_merges_make(splitter: str, whole: 
     assert found == (["zebra"] if whole else list("zebra"))
 
 
+@pytest.mark.parametrize(
+    ("splitter", "composed"),
+    [("qwen2", True), ("qwen35", True), ("command-r", True), ("olmo", True), ("llama-bpe", False)],
+)
+def test_some_vocabularies_have_letters_with_their_marks_alone(
+    splitter: str, composed: bool
+) -> None:
+    metadata = values_of(tiny_llama()) | {"tokenizer.ggml.pre": splitter}
+    tokenizer = gguf_tokenizer(GgufHeader(metadata, TensorIndex({}), {}))
+    apart = tokenizer.tokenize("cafe\u0301 <|start|>")
+    assert (apart == tokenizer.tokenize("caf\u00e9 <|start|>")) == composed
+    assert apart[-1] == "<|start|>"
+
+
 @pytest.mark.parametrize("splitter", ["a.x-4.0", "gigachat", "granite-docling", "mellum"])
 def test_ways_that_are_gpt_2s_by_another_name_are_known(
     splitter: str, caplog: pytest.LogCaptureFixture
