@@ -55,6 +55,8 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     kind, splitter = parts.get("tokenizer_type"), parts.get("pre_tokenizer_type")
     plain = _take_plain(parts) if kind == "gpt2" else {}
     runs = _take_runs(parts)
+    if kind == "llama" and len({*parts.get("scores", ())}) == 1:
+        parts["scores"] = _scores(tokens)
     converted, _ = convert_gguf_tokenizer(
         _BUILT_AS.get(header.architecture, header.architecture), parts
     )
@@ -185,6 +187,12 @@ def _take_runs(parts: dict[str, Any]) -> list[str]:
             kinds[number] = _NORMAL if _MARK in token else kind
     parts["token_type"] = kinds
     return runs
+
+
+def _scores(tokens: Sequence[str]) -> list[float]:
+    """Returns the order of merges where a file has one score for all, as llama.cpp's conversion of a
+    tokenizer.json writes: that of the tokens, with runs of spaces last, as in Llama's and Mistral's."""
+    return [-float(number) if token.strip(_MARK) else -1e9 for number, token in enumerate(tokens)]
 
 
 def _match_whole(backend: Any, runs: Iterable[str]) -> None:
