@@ -72,6 +72,9 @@ def gguf_tokenizer(header: GgufHeader, chat_template: str | None = None) -> PreT
     if kind == "llama" or (kind == "gpt2" and splitter in WITH_BEGINNING):
         # As llama.cpp takes files that do not say.
         options.setdefault("add_bos_token", True)
+    if kind == "gemma4":
+        # Early files deny it, and its models write nothing sensible without.
+        options["add_bos_token"] = True
     if chat_template is not None:
         options["chat_template"] = chat_template
     elif named := _named_templates(header.metadata):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.weights.gguf.file import GgufHeader
 from engine.weights.gguf.tokenizer import gguf_tokenizer
 from engine.weights.index import TensorIndex
@@ -23,3 +25,21 @@ def test_one_score_for_all_leaves_the_order_of_merges_to_the_tokens() -> None:
     tokenizer = gguf_tokenizer(GgufHeader(values, TensorIndex({}), {}))
     assert tokenizer.tokenize("abcd") == ["ab", "cd"]
     assert tokenizer.tokenize("  a") == ["\u2581", "\u2581a"]
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+def test_texts_of_gemma_4_begin_with_its_token_whatever_the_file_says(said: bool | None) -> None:
+    values = gemma_vocabulary("\u2581") | {
+        "general.architecture": "gemma4",
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    if said is not None:
+        values["tokenizer.ggml.add_bos_token"] = said
+    tokenizer = gguf_tokenizer(GgufHeader(values, TensorIndex({}), {}))
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("ab a")) == [
+        "<bos>",
+        "ab",
+        "\u2581",
+        "a",
+    ]
