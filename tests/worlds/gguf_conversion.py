@@ -288,6 +288,12 @@ _MORE: dict[str, Callable[[Values], Values]] = {
     "kimi-linear": _kimi,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
+    "llama4": lambda own: {
+        "attention.key_length": own["head_dim"],
+        "expert_feed_forward_length": own["intermediate_size"],
+        "feed_forward_length": own["intermediate_size_mlp"],
+        "interleave_moe_layer_step": own["interleave_moe_layer_step"],
+    },
     "mamba2": _mamba,
     "minicpm3": lambda own: {
         **_latent(own),
@@ -306,6 +312,7 @@ _MORE: dict[str, Callable[[Values], Values]] = {
     "olmo2": lambda own: _windows(own) if "sliding_window" in own else {},
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
+    "starcoder": lambda own: {"attention.head_count_kv": 1, "rope.freq_base": None},
     "qwen3next": _gated_delta,
 }
 
@@ -334,7 +341,9 @@ def _neighbours_apart(weight: Array, config: Any) -> Array:
 
 
 _TURNING = [
+    "internlm2",
     "llama",
+    "minicpm",
     "granite",
     "granitemoe",
     "granitehybrid",
@@ -392,6 +401,10 @@ def _split(architecture: str, config: Any, name: str, weight: Array) -> Tensors:
             name.replace("kv_b", "k_b"): keys.swapaxes(1, 2),
             name.replace("kv_b", "v_b"): values,
         }
+    if architecture == "llama4" and "experts." in name:
+        weight = weight.swapaxes(1, 2)
+        if "gate_up" not in name:
+            return {f"{name}.weight": weight}
     if architecture == "gpt-oss" and "experts" in name:
         is_bias = name.endswith("_bias")
         weight = weight if is_bias else weight.swapaxes(1, 2)

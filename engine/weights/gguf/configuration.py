@@ -46,7 +46,7 @@ _COUNTS = {
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
     "leading_dense_block_count": "first_k_dense_replace num_dense_layers moe_layer_start_index",
-    "interleave_moe_layer_step": "moe_layer_interval",
+    "interleave_moe_layer_step": "moe_layer_interval interleave_moe_layer_step",
     "moe_latent_size": "moe_latent_size",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim mamba_d_conv conv_kernel",
@@ -164,10 +164,11 @@ def described(said: Said, kind: Any, known: Values) -> dict[str, Any]:
     be."""
     found: dict[str, Any] = {"num_hidden_layers": said.num_layers}
     names = {field.name for field in fields(kind)} | {*kind.attribute_map}
-    # The last: values that change nothing, of keys that a class need not know.
+    # The last: values that change nothing, of keys that a class need not know; the third is what norms
+    # without a setting add.
     for keys, read, usual in (
         (_COUNTS, said.count, None),
-        (_NUMBERS, said.number, (0, 1)),
+        (_NUMBERS, said.number, (0, 1, 1e-5)),
         (_FLAGS, said.value, (True,)),
     ):
         for key, several in keys.items():
@@ -186,6 +187,8 @@ def described(said: Said, kind: Any, known: Values) -> dict[str, Any]:
     found["tie_word_embeddings"] = "output.weight" not in said.tensors
     found["lm_head_bias"] = "output.bias" in said.tensors
     found["layer_types"] = _layer_types(said)
+    if said.count("attention.head_count"):
+        found["head_dim"] = said.head_dim
     found["sliding_window"] = found.get("sliding_window") or None  # 0: none
     if (dense := said.count("leading_dense_block_count")) is not None:
         found["mlp_layer_types"] = [
@@ -213,6 +216,9 @@ def _vocab_size(said: Said) -> int | None:
 
 
 def _layer_types(said: Said) -> list[str] | None:
+    states = said.list("attention.recurrent_layers")
+    if states is not None:
+        return ["linear_attention" if each else "full_attention" for each in states]
     interval = said.count("full_attention_interval")
     if interval:
         return _every(interval, said.num_layers, "linear_attention")

@@ -145,14 +145,21 @@ def _in_turn(config: Any, parts: Sequence[Array]) -> Array:
     return both.swapaxes(1, 2) if both.ndim == 3 else both
 
 
-GATES_IN_TURN = (
-    Undo(r"experts\.gate_up_proj(_bias)?$", join=_in_turn),
-    Undo(r"experts\.down_proj$", join=lambda _, parts: parts[0].swapaxes(1, 2)),
+_TURNED = Undo(r"experts\.down_proj$", join=lambda _, parts: parts[0].swapaxes(1, 2))
+GATES_IN_TURN = (Undo(r"experts\.gate_up_proj(_bias)?$", join=_in_turn), _TURNED)
+TURNED = (
+    Undo(
+        r"experts\.gate_up_proj$",
+        join=lambda _, parts: np.concatenate(parts, axis=1).swapaxes(1, 2),
+    ),
+    _TURNED,
 )
+"""Experts' matrices turned about."""
 
 SOURCES = (
     (r"experts\.gate_up_proj$", "ffn_gate_exps.weight ffn_up_exps.weight"),
     (r"experts\.gate_up_proj_bias$", "ffn_gate_exps.bias ffn_up_exps.bias"),
+    (r"experts\.gate_up_proj$", "ffn_gate_up_exps.weight"),
     (r"experts\.up_proj$", "ffn_up_exps.weight"),
     (r"experts\.down_proj$", "ffn_down_exps.weight"),
     (r"experts\.down_proj_bias$", "ffn_down_exps.bias"),

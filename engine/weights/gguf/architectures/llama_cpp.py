@@ -17,6 +17,7 @@ from engine.weights.gguf.conversion import (
     PERMUTED,
     TILED_VALUES,
     TRANSPOSED,
+    TURNED,
     less_one,
 )
 
@@ -215,6 +216,29 @@ def _falcon(said: Said) -> Mapping[str, Any]:
     }
 
 
+def _llama4(said: Said) -> Mapping[str, Any]:
+    found = {
+        "intermediate_size": said.needed("expert_feed_forward_length"),
+        "intermediate_size_mlp": said.needed("feed_forward_length"),
+        # llama.cpp knows the larger of the two models by its experts.
+        "use_qk_norm": said.count("expert_count") != _MOST_EXPERTS,
+    }
+    if said.count("attention.sliding_window") != 0:
+        return found
+    layers = said.num_layers
+    return {**found, "layer_types": ["full_attention"] * layers, "no_rope_layers": [1] * layers}
+
+
+def _minicpm(said: Said) -> Mapping[str, Any]:
+    """Older files leave out the first two models' scales."""
+    return {
+        "attention_multiplier": said.head_dim**-0.5,
+        "embedding_multiplier": said.number("embedding_scale") or 12.0,
+        "residual_multiplier": said.number("residual_scale") or 1.4 / said.num_layers**0.5,
+        "logits_scaling": said.number("logit_scale") or said.needed("embedding_length") / 256,
+    }
+
+
 def _hunyuan_moe(said: Said) -> Mapping[str, Any]:
     layers = said.num_layers
     return {
@@ -228,6 +252,7 @@ _SIGMOID = 2
 _TEMPERATURE = "attention.temperature_scale"
 """The key of what queries grow by down a text."""
 _ENDLESS = 1e29
+_MOST_EXPERTS = 128
 _EXPERTS_IN_GROUPS = 256
 """DeepSeek V3's and R1's. Older files say no groups, and other models of the type have none."""
 _NORMS = less_one(r"norm\.weight$")
@@ -244,6 +269,7 @@ ARCHITECTURES = {
     "dots1": Architecture("dots1"),
     "ernie4_5": Architecture("ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5_moe"),
+    "exaone": Architecture("llama"),
     "exaone-moe": Architecture("exaone_moe"),
     "exaone4": Architecture("exaone4", (), _exaone4),
     "falcon": Architecture("falcon", (GROUPED_QKV,), _falcon),
@@ -265,12 +291,15 @@ ARCHITECTURES = {
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", (), _hunyuan_moe),
+    "internlm2": Architecture("llama", PERMUTED),
     "jais2": Architecture("jais2"),
     "kimi-linear": Architecture("kimi_linear", (LATENT,), _kimi_linear),
     "lfm2": Architecture("lfm2", (), _lfm2),
     "lfm2moe": Architecture("lfm2_moe", (), _lfm2),
     "llama": Architecture("llama", PERMUTED, _where("expert_count", "mixtral")),
+    "llama4": Architecture("llama4_text", TURNED, _llama4),
     "mamba2": Architecture("mamba2", (), _mamba2),
+    "minicpm": Architecture("granite", PERMUTED, _minicpm),
     "minicpm3": Architecture("minicpm3", (LATENT,), latent),
     "minimax-m2": Architecture("minimax_m2", (), _always(use_routing_bias=True)),
     "mistral3": Architecture("ministral3", PERMUTED, _mistral3),
@@ -298,5 +327,6 @@ ARCHITECTURES = {
     "seed_oss": Architecture("seed_oss"),
     "smollm3": Architecture("smollm3", PERMUTED),
     "stablelm": Architecture("stablelm"),
+    "starcoder": Architecture("gpt_bigcode"),
     "starcoder2": Architecture("starcoder2"),
 }

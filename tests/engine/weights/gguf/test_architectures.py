@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
@@ -63,6 +64,20 @@ LONG = {
     "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
     "short_factor": [1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.3],
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SCALES = {
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.25,
+}
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 MSCALES = dict.fromkeys(("long_mscale", "short_mscale"), 1.243163121016122)
 GROUPED = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
@@ -85,6 +100,7 @@ CASES = [
     Case("dots1", "dots1"),
     Case("ernie4_5", "ernie4_5"),
     Case("ernie4_5-moe", "ernie4_5_moe"),
+    Case("exaone", "llama", {"rope_parameters": LLAMA3}),
     Case("exaone-moe", "exaone_moe", {"mlp_layer_types": SPARSE}),
     Case("exaone4", "exaone4"),
     Case("falcon", "falcon"),
@@ -112,13 +128,16 @@ CASES = [
     Case("granitemoe", "granitemoeshared"),
     Case("hunyuan-dense", "hunyuan_v1_dense"),
     Case("hunyuan-moe", "hunyuan_v1_moe"),
+    Case("internlm2", "llama"),
     Case("jais2", "jais2"),
     Case("kimi-linear", "kimi_linear", {"mlp_layer_types": SPARSE, "linear_num_heads": 4}),
     Case("lfm2", "lfm2", {"block_auto_adjust_ff_dim": False}),
     Case("lfm2moe", "lfm2_moe"),
     Case("llama", "llama", {"rope_parameters": YARN}),
     Case("llama", "mixtral"),
+    Case("llama4", "llama4_text", {"interleave_moe_layer_step": 2, "moe_layers": [1, 3]}),
     Case("mamba2", "mamba2"),
+    Case("minicpm", "granite", SCALES),
     Case("minicpm3", "minicpm3"),
     Case("minimax-m2", "minimax_m2"),
     Case("mistral3", "ministral3"),
@@ -147,6 +166,7 @@ CASES = [
     Case("seed_oss", "seed_oss"),
     Case("smollm3", "smollm3"),
     Case("stablelm", "stablelm"),
+    Case("starcoder", "gpt_bigcode"),
     Case("starcoder2", "starcoder2"),
 ]
 
@@ -188,12 +208,26 @@ UNSAID = [
         Case("exaone4", "exaone4", {"sliding_window": None, "layer_types": FULL}),
         {"exaone4.attention.sliding_window_pattern": None},
     ),
+    (Case("chatglm", "glm", {"head_dim": 16}), {"chatglm.attention.key_length": None}),
+    (
+        Case("llama4", "llama4_text", {"layer_types": FULL, "no_rope_layers": [1] * 4}),
+        {"llama4.attention.sliding_window": 0},
+    ),
+    (
+        Case("minicpm", "granite", SCALES),
+        dict.fromkeys(f"minicpm.{each}_scale" for each in ("embedding", "residual", "logit")),
+    ),
     (Case("mistral3", "mistral", {"sliding_window": None}), {}),
     (Case("mistral3", "mistral", {"sliding_window": None, "rope_parameters": YARN | MSCALE}), {}),
+    (Case("olmo", "olmo"), {"olmo.attention.layer_norm_epsilon": 1e-5}),
     (Case("olmo2", "olmo3"), {"olmo2.rope.freq_base_swa": None}),
     (
         Case("deepseek2", "deepseek_v3", {"n_group": 1, "topk_group": 1}),
         {"deepseek2.expert_group_count": None, "deepseek2.expert_group_used_count": None},
+    ),
+    (
+        Case("qwen35", "qwen3_5_text", {"layer_types": [*reversed(RECURRENT)]}),
+        {"qwen35.attention.recurrent_layers": [False, True] * 2},
     ),
     (Case("llama", "llama", {"rope_parameters": LINEAR}), {"llama.rope.scaling.type": None}),
     (
@@ -317,6 +351,23 @@ def products(module: GgufExperts) -> dict[str, torch.Tensor]:
 
 def interleaved(values: torch.Tensor) -> torch.Tensor:
     return values.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def test_gates_may_lie_beside_what_they_gate(tmp_path: Path) -> None:
+    """llama.cpp's conversion does so when it is told to."""
+    model = random_model("qwen3_moe", norm_topk_prob=True)
+
+    def fused(tensors: dict[str, Any]) -> None:
+        for layer in range(model.config.num_hidden_layers):
+            parts = [tensors.pop(f"blk.{layer}.ffn_{each}_exps.weight") for each in ("gate", "up")]
+            tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
+
+    whole, apart = tmp_path / "whole.gguf", tmp_path / "apart.gguf"
+    write_converted(whole, "qwen3moe", model, Kind.Q8_0, change_tensors=fused)
+    write_converted(apart, "qwen3moe", model, Kind.Q8_0)
+    found, expected = read(whole), plain(read(apart))
+    assert sum(isinstance(each, GgufExperts) for each in found.modules()) == 4
+    assert all(torch.equal(each, expected[name]) for name, each in plain(found).items())
 
 
 _HYBRIDS = ("granitehybrid",)
