@@ -37,6 +37,7 @@ from engine.model.layers import is_plain
 from engine.model.linear import pack_linears
 from engine.model.quantization import (
     has_packed_weights,
+    num_parameters,
     quantize_linears,
     round_inputs,
     rounds_inputs,
@@ -45,7 +46,6 @@ from engine.model.quantization import (
 )
 from engine.model.runner import ModelRunner
 from engine.names import locate
-from engine.weights.gguf.file import find_gguf
 from engine.weights.shards import whole_layer
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,7 @@ class DraftHeads:
     _loaded: dict[str, HeadModel | MedusaHeads] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sizes = {
-            name: sum(parameter.numel() for parameter in network.parameters())
-            for name, network in self.networks.items()
-        }
+        self.sizes = {name: num_parameters(network) for name, network in self.networks.items()}
 
     def bytes_per_block(self) -> int:
         """Returns the bytes that one more block of the pool costs: in the stores of all heads, and for
@@ -151,7 +148,8 @@ def prepare_heads(
         if draft.method == SMALL_MODEL:
             continue
         try:
-            path = checkpoint_folder(config) if draft.path == MTP else Path(draft.path)
+            is_own = draft.path == MTP
+            path = Path(locate(config.served_model, config.revision) if is_own else draft.path)
             networks[name] = read_network(draft.method, path, facts, target)
         except DraftRefusedError as error:
             if not draft.is_bundled:
@@ -182,15 +180,6 @@ def quantize_head(network: nn.Module, target: PreTrainedModel) -> None:
     reads_context = hasattr(network, "block_size")
     share_named(network, _SIBLINGS[1:] if reads_context else _SIBLINGS)
     round_inputs(network, rounds_inputs(target))
-
-
-def checkpoint_folder(config: EngineConfig) -> Path:
-    """Returns the folder that the target was loaded from. Raises DraftRefusedError where it is no such
-    checkpoint: a GGUF file."""
-    path = locate(config.served_model, config.revision)
-    if find_gguf(path) is not None:
-        raise DraftRefusedError(Path(path), "MTP modules are not read from GGUF files")
-    return Path(path)
 
 
 def _ends(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:

@@ -312,7 +312,7 @@ _MORE: dict[str, Callable[[Values], Values]] = {
     "olmo2": lambda own: _windows(own) if "sliding_window" in own else {},
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
-    "starcoder": lambda own: {"attention.head_count_kv": 1, "rope.freq_base": None},
+    "starcoder": lambda _: {"attention.head_count_kv": 1, "rope.freq_base": None},
     "qwen3next": _gated_delta,
 }
 

@@ -186,6 +186,7 @@ def write_any(
         value = 10000.0 if name == "rope_theta" else getattr(config, str(name), None)
         if value is not None:
             said[f"{architecture}.{key}"] = value
+    said[f"{architecture}.attention.key_length"] = config.head_dim
     own_values = values_of(tiny_llama()).items()
     said |= {key: value for key, value in own_values if key.startswith("tokenizer.")}
     for key, value in (said | {**(values or {})}).items():

@@ -18,6 +18,8 @@ from engine.drafting import published
 from engine.drafting.facts import TargetFacts
 from engine.drafting.published.folder import DraftFolder
 from engine.drafting.published.mtp import read_mtp
+from engine.drafting.published.mtp_gguf import read_gguf_mtp
+from engine.weights.gguf.file import find_gguf
 
 MTP = "mtp"
 _MODULES = (f"{published.__name__}.{each.name}" for each in iter_modules(published.__path__))
@@ -37,7 +39,8 @@ def read_network(method: str, path: Path, facts: TargetFacts, target: PreTrained
     """Returns the network of a folder of this method, which is still to be placed and bound. Raises
     DraftRefusedError with the reason."""
     if method == MTP:
-        return read_mtp(target, path, facts)
+        gguf = find_gguf(str(path))
+        return read_gguf_mtp(target, gguf, facts) if gguf else read_mtp(target, path, facts)
     folder = DraftFolder.open(path)
     module, found = _format_of(folder)
     if found != method:

@@ -13,13 +13,11 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.backend import KVShape
@@ -122,12 +120,10 @@ def read_mtp(target: PreTrainedModel, path: Path, facts: TargetFacts) -> MtpNetw
         fault = str(error).replace(own, module.root + module.form.layer)
         raise module.folder.refused(f"its MTP module: {fault}") from error
     network = MtpNetwork(body, shapes, module.form, _own_ends(target, module))
-    parts = network.token_norm, network.hidden_norm, network.join
-    for name, part in zip(module.form.parts, parts, strict=False):
-        tensor = module.read(f"{name}.weight", tuple(part.weight.shape))
-        part.weight = nn.Parameter(tensor.to(target.dtype))
-    network.to(target.device)
-    return network.requires_grad_(False).eval()
+    network.fill(
+        lambda name, shape: module.read(f"{name}.weight", shape), target.dtype, target.device
+    )
+    return network
 
 
 def _find(folder: DraftFolder, num_layers: int) -> _Module:
@@ -153,10 +149,8 @@ def _load_body(
             "its layer has no self_attn: state that is not keys and values is not kept"
         )
     _check_experts(module.folder, names)
-    said = {name: getattr(target.config, name, None) for name in _FIELDS}
-    found = Section(module.folder.path, "", said).values(_FIELDS, facts)
-    config = _layer_config(target.config, found, any(".experts." in name for name in names))
-    refuse_unservable(config)
+    has_experts = any(".experts." in name for name in names)
+    config = layer_config(target.config, module.folder.path, facts, has_experts)
     prefix, size = target.base_model_prefix, int(config.hidden_size)
     tensors = {
         f"{prefix}.{_FIRST_LAYER}{name.removeprefix(start)}": tensor.clone()
@@ -185,10 +179,12 @@ def _check_experts(folder: DraftFolder, names: list[str]) -> None:
             )
 
 
-def _layer_config(config: Any, found: Mapping[str, Any], has_experts: bool) -> Any:
+def layer_config(config: Any, path: Path, facts: TargetFacts, has_experts: bool) -> Any:
     """Returns the target's configuration for one layer, with a vocabulary of one token, since the layer
     has no embedding and head. Per-layer settings of model families are rewritten for this layer. Raises
-    UnsupportedModelError if the kind of the layer's attention cannot be derived."""
+    UnsupportedModelError if the kind of the layer's attention cannot be derived or is not served."""
+    said = {name: getattr(config, name, None) for name in _FIELDS}
+    found = Section(path, "", said).values(_FIELDS, facts)
     layer = copy.deepcopy(config)
     layer.num_hidden_layers = layer.vocab_size = 1
     layer.pad_token_id = layer.bos_token_id = layer.eos_token_id = None
@@ -201,7 +197,7 @@ def _layer_config(config: Any, found: Mapping[str, Any], has_experts: bool) -> A
             raise UnsupportedModelError(
                 f"its layer may be of kind {' or '.join(kinds)}: mtp_layer_types is not given"
             )
-    said = {
+    rewritten = {
         "layer_types": [*kinds[:1]] or ["full_attention"],
         "mlp_layer_types": ["sparse" if has_experts else "dense"],
         "first_k_dense_replace": 0 if has_experts else 1,
@@ -209,23 +205,22 @@ def _layer_config(config: Any, found: Mapping[str, Any], has_experts: bool) -> A
         "mlp_only_layers": [] if has_experts else [0],
         "num_nextn_predict_layers": 0,
     }
-    for name, value in said.items():
+    for name, value in rewritten.items():
         if getattr(config, name, None) is not None:
             setattr(layer, name, value)
+    refuse_unservable(layer)
     return layer
 
 
 def _own_ends(
     target: PreTrainedModel, module: _Module
-) -> tuple[nn.Module | None, nn.Module | None]:
-    """Returns the module's own embedding and output head; None: it has none, or the target's again."""
-    embedding = _own_end(target, module, _EMBEDDING, target.get_input_embeddings())
-    head = _own_end(target, module, _HEAD, target.get_output_embeddings())
-    linear = None
-    if head is not None:
-        linear = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(head)
-    return None if embedding is None else nn.Embedding.from_pretrained(embedding), linear
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns the weights of the module's own embedding and output head; None: it has none, or the
+    target's again."""
+    return (
+        _own_end(target, module, _EMBEDDING, target.get_input_embeddings()),
+        _own_end(target, module, _HEAD, target.get_output_embeddings()),
+    )
 
 
 def _own_end(target: PreTrainedModel, module: _Module, name: str, end: Any) -> torch.Tensor | None:

@@ -3,6 +3,7 @@ through one decoder layer of the target's own class, and normed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ class Form(NamedTuple):
 
 
 class MtpNetwork(nn.Module):
-    """A module as a ``ChainNetwork``. ``ends``: its own embedding and output head, where they are not
-    the target's."""
+    """A module as a ``ChainNetwork``. ``ends``: the weights of its own embedding and output head, where
+    they are not the target's."""
 
     hidden_layers: tuple[int, ...] = (NORMED,)
     candidate_layers: tuple[tuple[int, ...], ...] = ((NORMED,),)
@@ -42,7 +43,7 @@ class MtpNetwork(nn.Module):
         body: Any,
         shapes: list[KVShape],
         form: Form,
-        ends: tuple[nn.Module | None, nn.Module | None],
+        ends: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> None:
         super().__init__()
         config = body.config
@@ -55,9 +56,28 @@ class MtpNetwork(nn.Module):
         self.join = nn.Linear(2 * size, size, bias=False)
         body.embed_tokens = nn.Identity()  # rows arrive as vectors
         self.body = body
-        self.own_embed, self.own_head = ends
+        embedding, head = ends
+        self.own_embed = None if embedding is None else nn.Embedding.from_pretrained(embedding)
+        self.own_head: nn.Linear | None = None
+        if head is not None:
+            self.own_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
+            self.own_head.weight = nn.Parameter(head)
         # In a tuple, so that the target's modules are none of this network's own.
         self._bound: tuple[nn.Module, ...] = ()
+
+    def fill(
+        self,
+        read: Callable[[str, tuple[int, ...]], torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Gives the module's own parts their weights, which ``read`` returns by name and shape, and moves
+        all of it."""
+        parts = self.token_norm, self.hidden_norm, self.join
+        for name, part in zip(self._form.parts, parts, strict=False):
+            part.weight = nn.Parameter(read(name, tuple(part.weight.shape)).to(dtype))
+        self.to(device)
+        self.requires_grad_(False).eval()
 
     def bind(self, embed: nn.Module, output_head: nn.Module) -> None:
         self._bound = (self.own_embed or embed, self.own_head or output_head)

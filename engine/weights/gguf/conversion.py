@@ -6,6 +6,7 @@ Source: conversion/*.py of https://github.com/ggml-org/llama.cpp.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,10 @@ class Undo(NamedTuple):
     values: Callable[[Array], Array] | None = None
     join: Callable[[Any, Sequence[Array]], Array] | None = None
     num_parts: int = 0
+
+    def is_for(self, name: str, num_parts: int) -> bool:
+        """Whether it was done to a parameter that is made of so many tensors."""
+        return self.num_parts in (0, num_parts) and re.search(self.pattern, name) is not None
 
 
 def _halves(num_heads: int, num_rows: int) -> Array:

@@ -134,11 +134,7 @@ def plan(
     found, said, missing = {}, {}, []
     for name, parameter in wanted.items():
         if (sources := names.of(name)) is not None:
-            own = tuple(
-                each
-                for each in (*undo, DECAY)
-                if re.search(each.pattern, name) and each.num_parts in (0, len(sources[0]))
-            )
+            own = tuple(each for each in (*undo, DECAY) if each.is_for(name, len(sources[0])))
             found[name] = Making(sources[0], own, tuple(parameter.shape), sources[1])
         elif (value := _in_metadata(header, name)) is not None:
             said[name] = torch.tensor(value).reshape(parameter.shape)
