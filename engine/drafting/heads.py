@@ -29,7 +29,7 @@ from engine.drafting.facts import TargetFacts, target_facts
 from engine.drafting.head_model import ChainHead, HeadModel
 from engine.drafting.medusa import MedusaHeads
 from engine.drafting.published.folder import DraftRefusedError
-from engine.drafting.published.methods import read_network
+from engine.drafting.published.methods import brings_mtp, read_network
 from engine.drafting.published.networks import place
 from engine.machine import can_pack
 from engine.model.fusing import fuse
@@ -156,11 +156,20 @@ def prepare_heads(
                 raise ValueError(f"draft {name}: {error}") from error
             logger.warning("no %s drafter: %s", name, error)
             reasons[name] = str(error)
+    _tell_mtp(config, drafts, facts.num_layers)
     ends = None
     if networks and config.tensor_parallel_size > 1:
         embed, output_head = _ends(target)
         ends = whole_layer(embed), whole_layer(output_head)
     return DraftHeads(facts, networks, reasons, config, target.dtype, target.device, ends)
+
+
+def _tell_mtp(config: EngineConfig, drafts: Mapping[str, Draft], num_layers: int) -> None:
+    """Says that the checkpoint brings a draft that the settings do not use."""
+    if any(each.method == MTP for each in drafts.values()):
+        return
+    if brings_mtp(Path(locate(config.served_model, config.revision)), num_layers):
+        logger.info("the model brings a multi-token-prediction layer: --draft mtp drafts with it")
 
 
 def quantize_head(network: nn.Module, target: PreTrainedModel) -> None:

@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 
 from engine.drafting import published
 from engine.drafting.facts import TargetFacts
-from engine.drafting.published.folder import DraftFolder
-from engine.drafting.published.mtp import read_mtp
+from engine.drafting.published.folder import DraftFolder, DraftRefusedError
+from engine.drafting.published.mtp import find_module, read_mtp
 from engine.drafting.published.mtp_gguf import read_gguf_mtp
-from engine.weights.gguf.file import find_gguf
+from engine.request.errors import UnsupportedModelError
+from engine.weights.gguf.file import find_gguf, read_header
+from engine.weights.gguf.mtp import MtpLayer
 
 MTP = "mtp"
 _MODULES = (f"{published.__name__}.{each.name}" for each in iter_modules(published.__path__))
@@ -46,6 +48,19 @@ def read_network(method: str, path: Path, facts: TargetFacts, target: PreTrained
     if found != method:
         raise folder.refused(f"it is not of the method {method}")
     return module.read(folder, facts)
+
+
+def brings_mtp(path: Path, num_layers: int) -> bool:
+    """Returns whether a checkpoint, a folder or a GGUF file, has an MTP module of a kind that is known
+    behind so many layers."""
+    try:
+        gguf = find_gguf(str(path))
+        if gguf is not None:
+            return MtpLayer(read_header(gguf), num_layers).count > 0
+        find_module(DraftFolder.open(path), num_layers)
+    except (DraftRefusedError, UnsupportedModelError):
+        return False
+    return True
 
 
 def _format_of(folder: DraftFolder) -> tuple[Any, str | None]:

@@ -109,7 +109,7 @@ def read_mtp(target: PreTrainedModel, path: Path, facts: TargetFacts) -> MtpNetw
     Raises DraftRefusedError where the checkpoint has none that is known, its tensors are not those of
     such a module, or its layer keeps other state than keys and values.
     """
-    module = _find(DraftFolder.open(path), facts.num_layers)
+    module = find_module(DraftFolder.open(path), facts.num_layers)
     if module.count() > 1:
         logger.warning("%s has %d MTP modules: the first drafts all tokens", path, module.count())
     try:
@@ -126,8 +126,9 @@ def read_mtp(target: PreTrainedModel, path: Path, facts: TargetFacts) -> MtpNetw
     return network
 
 
-def _find(folder: DraftFolder, num_layers: int) -> _Module:
-    """Returns the first MTP module of a checkpoint whose model has so many layers."""
+def find_module(folder: DraftFolder, num_layers: int) -> _Module:
+    """Returns the first MTP module of a checkpoint whose model has so many layers. Raises
+    DraftRefusedError where it has none."""
     for form in FORMS:
         join = f"{form.parts[2]}.weight"
         joined = re.compile(rf".*\b{form.root.format(num_layers)}{re.escape(join)}")

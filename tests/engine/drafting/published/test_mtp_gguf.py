@@ -12,9 +12,12 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
+from engine.config import EngineConfig
+from engine.drafting.drafts import find_drafts
 from engine.drafting.facts import target_facts
+from engine.drafting.heads import prepare_heads
 from engine.drafting.published.folder import DraftRefusedError
-from engine.drafting.published.methods import read_network
+from engine.drafting.published.methods import brings_mtp, read_network
 from engine.drafting.published.mtp_network import MtpNetwork
 from engine.model.loader import load_model
 from engine.model.quantization import has_packed_weights
@@ -102,6 +105,21 @@ def test_a_module_keeps_the_files_bits(tmp_path: Path, name: str) -> None:
     features = target_states(floats)[:-1]
     rows, wanted = (Served(each).run(TEXT[1:], features) for each in (network, plain))
     assert float((rows - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_who_serves_such_a_file_is_told_of_its_draft(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "tiny.gguf", "qwen3_5")
+    target = load_model(str(path), CPU, "float32")
+    for draft, is_told in ((), True), (("mtp",), False):
+        config = EngineConfig(model=str(path), draft=draft)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            heads = prepare_heads(target, config, find_drafts(config))
+        assert [*heads.networks] == [*draft]
+        assert ("--draft mtp drafts with it" in caplog.text) == is_told
+    assert not brings_mtp(path, NUM_LAYERS + 1)
 
 
 def test_ends_of_its_own_are_used_and_the_models_again_take_no_memory(tmp_path: Path) -> None:
