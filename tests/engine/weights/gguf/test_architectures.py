@@ -202,6 +202,16 @@ def test_a_file_is_the_model_that_it_was_written_from(tmp_path: Path, case: Case
     assert float(expected.std()) > 0.01
 
 
+@pytest.mark.parametrize("architecture", ["qwen3moe", "glm4moe", "dots1", "granite", "lfm2"])
+def test_heads_are_as_wide_as_a_file_says(tmp_path: Path, architecture: str) -> None:
+    """As those of Qwen3 30B-A3B and GLM-4.5, whose classes of configurations have no word for it."""
+    case = next(each for each in CASES if each.architecture == architecture)
+    model = random_model(case.model_type, **{**case.changes, "head_dim": 32})
+    assert model.config.hidden_size // model.config.num_attention_heads != 32
+    path = write_converted(tmp_path / "tiny.gguf", architecture, model)
+    torch.testing.assert_close(logits(read(path)), logits(model), rtol=1e-4, atol=2e-5)
+
+
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 UNSAID = [
     (
