@@ -204,7 +204,7 @@ def test_other_types_are_dequantised_and_said_once(
         model=wide_llama(True),
         kinds={f"blk.{layer}.ffn_up.weight": kind for layer in range(NUM_LAYERS)},
     )
-    with caplog.at_level("INFO", "engine.weights.gguf.loading"):
+    with caplog.at_level("INFO", "engine.weights.gguf.reading"):
         loaded = load_packed(path)
     assert caplog.messages == ["dequantised: 2 tensors of type TQ1_0"]
     assert len(places_of(loaded)) == 7 * NUM_LAYERS
