@@ -165,9 +165,8 @@ def described(said: Said, kind: Any, known: Values) -> dict[str, Any]:
     found: dict[str, Any] = {"num_hidden_layers": said.num_layers}
     names = {field.name for field in fields(kind)} | {*kind.attribute_map}
     if not hasattr(kind, "head_dim"):
-        names.add(
-            "head_dim"
-        )  # models ask for it whether their class of configurations has it or not
+        # Models ask for it, whether or not their class of configurations has it.
+        names.add("head_dim")
     # The last: values that change nothing, of keys that a class need not know; the third is what norms
     # without a setting add.
     for keys, read, usual in (
