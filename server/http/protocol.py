@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -29,7 +30,13 @@ from uvicorn import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.errors import ApiError, bad_request, request_timeout, shutting_down
+from server.errors import (
+    REQUEST_ID_KEY,
+    ApiError,
+    bad_request,
+    request_timeout,
+    shutting_down,
+)
 from server.http.framing import Framing, HeadLimits
 
 # Unread bytes that the transport holds before it counts as a reader who does not read.
@@ -406,13 +413,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._end.is_closing() or (is_served and self.cycle.response_started):
             self._end.close()
             return
-        exchange = self._exchange
-        content = to_json(error.body_at(None if exchange is None else exchange.scope))
+        scope = None if self._exchange is None else self._exchange.scope
+        content = to_json(error.body_at(scope))
+        request_id = (scope or {}).get(REQUEST_ID_KEY) or uuid.uuid4().hex
         headers = {
             "date": formatdate(usegmt=True),
             "content-type": "application/json",
             "content-length": str(len(content)),
             "connection": "close",
+            "x-request-id": request_id,
+            "request-id": request_id,
             **error.headers,
         }
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
