@@ -63,12 +63,12 @@ slowly it returns what sends the piece once there is room."""
 class Patience:
     """Seconds that a client may take: ``read`` to send a request, from its first byte or the connection's
     start; ``write`` to take what waits for it; 0 is for ever. ``keep_alive``: to begin another request.
-    ``cut_off`` hears "read" or "write" of each client that took longer."""
+    ``count`` is told the counter and its label for each client that took longer or was refused."""
 
     read: float = 0.0
     write: float = 0.0
     keep_alive: int = 5
-    cut_off: Callable[[str], None] = lambda _: None
+    count: Callable[[str, str], None] = lambda *_: None
 
 
 class HttpConfig(Config):
@@ -404,7 +404,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_read_timeout(self) -> None:
         self._reading = None
-        self._patience.cut_off("read")
+        self._patience.count("connections_cut_off", "read")
         self._refuse(request_timeout())
 
     def _refuse(self, error: ApiError) -> None:
@@ -413,6 +413,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._end.is_closing() or (is_served and self.cycle.response_started):
             self._end.close()
             return
+        self._patience.count("rejections", error.code or str(error.status))
         scope = None if self._exchange is None else self._exchange.scope
         content = to_json(error.body_at(scope))
         request_id = (scope or {}).get(REQUEST_ID_KEY) or uuid.uuid4().hex
@@ -466,7 +467,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch_reader()
         else:
             self._writing = None
-            self._patience.cut_off("write")
+            self._patience.count("connections_cut_off", "write")
             self._end.abort()
 
     # --- a client that sends no more ---

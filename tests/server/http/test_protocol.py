@@ -105,8 +105,8 @@ class Unread:
 
 
 async def test_a_long_answer_may_take_several_times_as_long_as_it_is_being_read() -> None:
-    heard: list[str] = []
-    config = HttpConfig(Any, Patience(write=60, cut_off=heard.append))
+    heard: list[tuple[str, str]] = []
+    config = HttpConfig(Any, Patience(write=60, count=lambda *told: heard.append(told)))
     protocol = BoundedProtocol(config, ServerState(), {})
     transport: Any = Unread()
     protocol._call_later = transport.call_later
@@ -120,7 +120,7 @@ async def test_a_long_answer_may_take_several_times_as_long_as_it_is_being_read(
     transport.num_unread -= 1000
     transport.calls.pop()()
     assert transport.aborted
-    assert heard == ["write"]
+    assert heard == [("connections_cut_off", "write")]
     assert transport.calls == []
 
 
@@ -135,6 +135,7 @@ async def test_a_request_that_does_not_come_whole_is_a_408(sent: bytes) -> None:
         assert b'"code":"request_timeout"' in reply
         assert re.search(rb"\r\nx-request-id: \w{32}\r\n", reply)
         assert await figure(found, 'slipstream_connections_cut_off_total{waiting_for="read"}') == 1
+        assert await figure(found, 'slipstream_rejections_total{reason="request_timeout"}') == 1
 
 
 async def test_a_408_has_the_shape_of_its_path() -> None:
