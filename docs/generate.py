@@ -190,6 +190,7 @@ def make_metrics() -> Metrics:
         dtype="bfloat16",
         num_blocks=8,
         block_size=8,
+        max_num_open=8,
         num_parameters=8,
         determinism="fast",
         attention_backend="sdpa",

@@ -203,7 +203,11 @@ class EngineConfig:
         """Raises ValueError naming a setting of KV events that cannot be or is without effect."""
         for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
             given = getattr(self, name)
-            if given is not None and not re.fullmatch(r"tcp://[^/]+:\d{1,5}|ipc://.+", given):
+            if given is None:
+                continue
+            found = re.fullmatch(r"tcp://[^/]+:(\d{1,5})|ipc://.+", given)
+            # ZeroMQ takes a port that is too large modulo 65536.
+            if found is None or int(found[1] or 0) > 65535:
                 raise ValueError(f"{name}: {given!r} is not tcp://HOST:PORT, HOST * to listen")
         if self.kv_events_endpoint is None:
             for name in ("kv_events_replay_endpoint", "kv_events_topic", "kv_events_salted"):

@@ -250,7 +250,7 @@ def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
         read=settings.read_timeout,
         write=settings.write_timeout,
         keep_alive=settings.keep_alive_timeout,
-        cut_off=partial(app.state.models.metrics.count, "connections_cut_off"),
+        count=app.state.models.metrics.count,
     )
     limits = HeadLimits(settings.max_header_bytes, settings.max_headers)
     return HttpConfig(app, patience, limits)

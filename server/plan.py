@@ -10,7 +10,6 @@ from urllib.parse import quote
 from engine.request.params import GenerationRequest
 from server.errors import SAME, OwnNames
 
-POOLED_AT_ONCE = 64
 IGNORED_HEADER = "x-slipstream-ignored"
 """Lists the request's fields without effect."""
 _MAX_PATH_CHARS, _MAX_IGNORED_CHARS = 120, 2000
@@ -118,9 +117,10 @@ class RequestPlan:
         """How many choices run at once. The texts of one request for embeddings may be more than the
         engine's queue and the tenant's seats."""
         request = self.choices[0].request
-        if request.pooling == "none":
+        most = request.batch.num_at_once if request.batch else None
+        if most is None:
             return len(self.choices)
-        return min(POOLED_AT_ONCE, request.tenant.max_concurrent_requests or POOLED_AT_ONCE)
+        return min(most, request.tenant.max_concurrent_requests or most)
 
     @property
     def seed(self) -> int:

@@ -138,7 +138,7 @@ def build_engine_for(
     drafts = {key: draft for key, draft in checked.items() if key in drafters}
     info = _info(name, target, placed, core, drafts, adapters)
     logger.info("%s ready after %.1f s", name, time.perf_counter() - start)
-    return AsyncEngine(core, info, config.max_num_seqs + config.max_num_waiting, adapters)
+    return AsyncEngine(core, info, info.max_num_open, adapters)
 
 
 class _Placed(NamedTuple):
@@ -214,6 +214,7 @@ def _info(
         dtype=str(model.dtype).removeprefix("torch."),
         num_blocks=num_blocks,
         block_size=config.block_size,
+        max_num_open=config.max_num_seqs + config.max_num_waiting,
         num_parameters=target.num_parameters,
         determinism=target.determinism,
         attention_backend=runner.attention.name,

@@ -24,7 +24,8 @@ class Announcer:
         self._block_size = block_size
         self._salted = salted
         self._send = send
-        self._events: list[Event] = []
+        # What an engine before this one has told of is gone, and nobody takes it back.
+        self._events: list[Event] = [AllBlocksCleared()]
         self._last: bytes | None = None
         # Who was never told of a block is not told of its end either.
         self._announced: set[bytes] = set()

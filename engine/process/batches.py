@@ -17,11 +17,12 @@ class Batches:
         self._num_in: OrderedDict[str, int] = OrderedDict()
 
     def counted(self, batch: Batch | None) -> tuple[int, int]:
-        """Returns how many choices of a batch are in, and how many are not; None: of one choice."""
+        """Returns how many choices of a batch are in, and how many need a place with the next one; None:
+        of one choice."""
         if batch is None:
             return 0, 1
         num_in = self._num_in.get(batch.name, 0)
-        return num_in, batch.num_choices - num_in
+        return num_in, 1 if batch.num_at_once else batch.num_choices - num_in
 
     def add(self, batch: Batch | None) -> None:
         """One more choice of it is in."""

@@ -83,21 +83,20 @@ class EngineRuntime:
             request, adapter = self._adapters.applied_to(request)
         elif request.adapter is not None:
             raise UnknownAdapterError(request.adapter)
-        if request.batch is not None and request.batch.num_choices > self._max_num_open:
-            field = "prompt" if request.batch.num_prompts > 1 else "n"
+        batch = request.batch
+        if batch and not batch.num_at_once and batch.num_choices > self._max_num_open:
+            field = "prompt" if batch.num_prompts > 1 else "n"
             most = f"at most {self._max_num_open} at a time (max_num_seqs and max_num_waiting)"
-            raise RequestError(
-                field, f"{request.batch.num_choices} choices: this server takes {most}"
-            )
+            raise RequestError(field, f"{batch.num_choices} choices: this server takes {most}")
         prepared = self.core.prepare(request)
         prepared.adapter = adapter
         with self._lock:
             if request.request_id in self._open:
                 raise RequestError("request_id", f"request id {request.request_id!r} is in use")
-            num_in, num_missing = self._batches.counted(request.batch)
+            num_in, num_missing = self._batches.counted(batch)
             self._check_room(num_missing)
             self._limits.admit(prepared, num_missing, num_in > 0)
-            self._batches.add(request.batch)
+            self._batches.add(batch)
             self._open[request.request_id] = prepared
         return prepared
 

@@ -92,7 +92,8 @@ class StatesInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """``max_model_len`` counts prompt plus output tokens. ``exact_verified``: whether the start-up
+    """``max_model_len`` counts prompt plus output tokens. ``max_num_open``: requests that run or wait at
+    a time. ``exact_verified``: whether the start-up
     probe found bit-identical results (None: not probed, or no room to complete it); ``exact_probed``:
     what it compared, ``exact_failed``: what differed. ``unserved``: the checkpoint's parts other than
     text, as "vision". ``drafts``: the setting's drafts, for drafters with a model or heads.
@@ -112,6 +113,7 @@ class EngineInfo:
     dtype: str
     num_blocks: int
     block_size: int
+    max_num_open: int
     num_parameters: int
     determinism: Determinism
     attention_backend: str

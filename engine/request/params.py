@@ -74,12 +74,14 @@ class Tenant:
 
 class Batch(NamedTuple):
     """The choices that a client asked for at once: they are let in together, or none is. ``num_tokens``:
-    of all its prompts."""
+    of all its prompts. ``num_at_once``: only the tenant's rates have room for all of them, and so many
+    come at a time, further ones as others end."""
 
     name: str
     num_choices: int
     num_prompts: int
     num_tokens: int
+    num_at_once: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from email.utils import formatdate
@@ -29,7 +30,13 @@ from uvicorn import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.errors import ApiError, bad_request, request_timeout, shutting_down
+from server.errors import (
+    REQUEST_ID_KEY,
+    ApiError,
+    bad_request,
+    request_timeout,
+    shutting_down,
+)
 from server.http.framing import Framing, HeadLimits
 
 # Unread bytes that the transport holds before it counts as a reader who does not read.
@@ -56,12 +63,12 @@ slowly it returns what sends the piece once there is room."""
 class Patience:
     """Seconds that a client may take: ``read`` to send a request, from its first byte or the connection's
     start; ``write`` to take what waits for it; 0 is for ever. ``keep_alive``: to begin another request.
-    ``cut_off`` hears "read" or "write" of each client that took longer."""
+    ``count`` is told the counter and its label for each client that took longer or was refused."""
 
     read: float = 0.0
     write: float = 0.0
     keep_alive: int = 5
-    cut_off: Callable[[str], None] = lambda _: None
+    count: Callable[[str, str], None] = lambda *_: None
 
 
 class HttpConfig(Config):
@@ -397,7 +404,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_read_timeout(self) -> None:
         self._reading = None
-        self._patience.cut_off("read")
+        self._patience.count("connections_cut_off", "read")
         self._refuse(request_timeout())
 
     def _refuse(self, error: ApiError) -> None:
@@ -406,13 +413,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._end.is_closing() or (is_served and self.cycle.response_started):
             self._end.close()
             return
-        exchange = self._exchange
-        content = to_json(error.body_at(None if exchange is None else exchange.scope))
+        self._patience.count("rejections", error.code or str(error.status))
+        scope = None if self._exchange is None else self._exchange.scope
+        content = to_json(error.body_at(scope))
+        request_id = (scope or {}).get(REQUEST_ID_KEY) or uuid.uuid4().hex
         headers = {
             "date": formatdate(usegmt=True),
             "content-type": "application/json",
             "content-length": str(len(content)),
             "connection": "close",
+            "x-request-id": request_id,
+            "request-id": request_id,
             **error.headers,
         }
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
@@ -456,7 +467,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch_reader()
         else:
             self._writing = None
-            self._patience.cut_off("write")
+            self._patience.count("connections_cut_off", "write")
             self._end.abort()
 
     # --- a client that sends no more ---

@@ -21,7 +21,8 @@ MAX_STEPS = 128
 class ChoiceRecord:
     """``steps``: the first, with the times when they came, in ns since 1970; ``num_steps`` counts all.
     ``outcome`` as in the metrics; ``finish_reason`` and ``num_tokens`` as in the reply, and so many of
-    ``token_ids`` are in it. ``info`` is None where it did not come to an end of its own."""
+    ``token_ids`` are in it. ``info`` is None where it did not come to an end of its own; then all that
+    was written counts."""
 
     plan: ChoicePlan
     steps: list[tuple[int, TokenEvent]] = field(default_factory=list)
@@ -36,6 +37,7 @@ class ChoiceRecord:
         """A step's."""
         self.num_steps += 1
         self.token_ids.extend(event.token_ids)
+        self.num_tokens = len(self.token_ids)
         if self.num_steps <= MAX_STEPS:
             self.steps.append((time.time_ns(), event))
         self.info = event.finish

@@ -263,13 +263,14 @@ class BodyReader:
 
     def close(self) -> None:
         """Ends the pool. Its processes are killed: the interpreter would wait at its end for one that is
-        still starting, which takes minutes beside work that comes before it."""
+        still starting, which takes minutes beside work that comes before it. The pool's thread is waited
+        for: while it ends, the interpreter's end may write to a pipe that it closes."""
         self._is_closed = True
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
         for each in self._pool_processes.begun:
             each.kill()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
     def _get_pool(self) -> ProcessPoolExecutor | None:
         if self._pool is None and self._num_processes > 0:

@@ -256,7 +256,8 @@ class SpeculativeResolver:
         except OptionError as error:
             # Where the request gives none of those at fault, it has them from the server's default.
             name = next((f"options.{each}" for each in error.names if each in given), "options")
-            raise _refuse(name, str(error)) from error
+            fault = f": {error}".removeprefix(f": {name.removeprefix('options.')} ")
+            raise _refuse(name, fault) from error
 
     def _policy(self, given: Mapping[str, Any]) -> str:
         asked = given.get("adaptive_depth", self.defaults.adaptive_depth)

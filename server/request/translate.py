@@ -39,6 +39,8 @@ from server.request.speculative import SpeculativeResolver
 
 MAX_TEXTS = 2048
 """OpenAI's limit of texts in a request for embeddings."""
+_POOLED_AT_ONCE = 64
+"""Most of these that are in the engine's queue at a time."""
 GRAMMAR_DRAFTER = "grammar"
 SERVICE_TIER = "default"
 CLIENT_FIELDS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
@@ -164,12 +166,14 @@ class Translator:
             prompt=texts, max_tokens=1, seed=0, allow_special_tokens=False, **fields
         )
         plan = self.plan(asked, arrival_time, OwnNames({"prompt": field}), MAX_TEXTS)
+        batch = plan.choices[0].request.batch
+        if batch is not None:
+            batch = batch._replace(num_at_once=min(_POOLED_AT_ONCE, self.info.max_num_open))
         pooling = self.info.embeddings
         choices = (
-            # Not a batch: they are queued in parts.
             replace(
                 each,
-                request=replace(each.request, pooling=pooling, speculative=PLAIN, batch=None),
+                request=replace(each.request, pooling=pooling, speculative=PLAIN, batch=batch),
             )
             for each in plan.choices
         )

@@ -378,7 +378,10 @@ OFFLOAD: Any = {"kv_offload_bytes": 1000, "kv_offload_file": "kv"}
         (OFFLOAD, {"kv_offload_bytes": None}, "kv_offload_file: say by kv_offload_bytes how large"),
         (OFFLOAD, {"enable_prefix_cache": False}, "kv_offload_bytes: there is no prefix cache"),
         (OFFLOAD, ALONE, "kv_offload_bytes is 1000, which tensor_parallel_size > 1 rules out"),
-        *((KV_EVENTS, {"kv_events_endpoint": x}, NO_ADDRESS) for x in ("*:5557", "inproc://x")),
+        *(
+            (KV_EVENTS, {"kv_events_endpoint": x}, NO_ADDRESS)
+            for x in ("*:5557", "inproc://x", "tcp://*:65536")
+        ),
         (KV_EVENTS, {"kv_events_replay_endpoint": "tcp://*"}, "kv_events_replay_endpoint: .* is n"),
         (KV_EVENTS, {"kv_events_topic": None}, "kv_events_topic: kv_events_endpoint needs one"),
         (KV_EVENTS, {"kv_events_topic": "kv@pod"}, "kv_events_topic: kv_events_endpoint needs one"),

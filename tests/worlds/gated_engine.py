@@ -75,6 +75,7 @@ class Engine(AsyncEngine):
             dtype="none",
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
+            max_num_open=max_num_open,
             num_parameters=0,
             determinism="exact",
             attention_backend="paged",

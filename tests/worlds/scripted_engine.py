@@ -114,6 +114,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "dtype": "float32",
         "num_blocks": 100,
         "block_size": 16,
+        "max_num_open": 1000,
         "num_parameters": 7,
         "determinism": "exact",
         "attention_backend": "paged",

@@ -105,6 +105,8 @@ class ResponsesWriter(NamedEventWriter):
         return self._take()
 
     def failure(self, error: ApiError) -> bytes:
+        if self._open is not None:
+            self._open["status"] = "incomplete"
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": error.message}
         self._tell("response.failed", response=response)

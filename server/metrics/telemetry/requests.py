@@ -188,8 +188,7 @@ def _of_request(record: RequestRecord) -> Attributes:
     if record.plan is None:
         return {}
     plan, first = record.plan, record.plan.choices[0].request
-    infos = (choice.info for choice in record.choices)
-    total = sum((info.speculative for info in infos if info), SpeculativeStats())
+    stats = [choice.info.speculative for choice in record.choices if choice.info]
     return {
         "gen_ai.request.stream": plan.stream,
         "gen_ai.request.choice.count": plan.n,
@@ -208,7 +207,7 @@ def _of_request(record: RequestRecord) -> Attributes:
         "gen_ai.response.finish_reasons": [
             choice.finish_reason or choice.outcome for choice in record.choices
         ],
-        **_of_speculation(total),
+        **(_of_speculation(sum(stats, SpeculativeStats())) if stats else {}),
     }
 
 

@@ -20,6 +20,8 @@ def announced(
     """A pool, the batches that are told of it, and what ends a step."""
     batches: list[list[Event]] = []
     announcer = Announcer(SIZE, salted, batches.append)
+    announcer.flush()
+    batches.clear()
     return CheckedPool(num_blocks, SIZE, listener=announcer), batches, announcer.flush
 
 
@@ -77,6 +79,16 @@ def test_a_cache_that_is_emptied_says_so_once() -> None:
     pool.forget_blocks()
     flush()
     assert batches[1:] == [[AllBlocksCleared()]]
+
+
+def test_an_engine_that_begins_takes_back_what_one_before_it_held() -> None:
+    """A relaunched one comes under the same topic."""
+    batches: list[list[Event]] = []
+    announcer = Announcer(SIZE, salted=False, send=batches.append)
+    run(CheckedPool(8, SIZE, listener=announcer), "a", TOKENS[:8])
+    announcer.flush()
+    (events,) = batches
+    assert [type(each) for each in events] == [AllBlocksCleared, BlockStored]
 
 
 def test_nothing_is_said_of_salted_texts() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.request.errors import QueueFullError, RequestError
-from engine.request.params import Batch, GenerationRequest
+from engine.request.errors import QueueFullError, RequestError, TenantLimitError
+from engine.request.params import Batch, GenerationRequest, Tenant
 from engine.request.stats import StepStats
 from worlds.engine_harness import drafting, request
 from worlds.gated_engine import (
@@ -188,6 +188,20 @@ async def test_a_batch_is_let_in_whole_or_not_at_all() -> None:
         engine.runner.open_gate()
         found = await asyncio.gather(reader, *readers)
         assert [tokens_of(each) for each in found[1:]] == [text_of(each) for each in fitting]
+
+
+@within(HANG)
+async def test_a_batch_in_parts_needs_no_more_places_but_what_it_costs_in_all() -> None:
+    tenant = Tenant("t", tokens_per_minute=len(asking("z").prompt_token_ids))
+    size = 3  # of which the first alone costs what a minute has
+    asked = [replace(batched(f"z{index}", "z", size), tenant=tenant) for index in range(size)]
+    async with running(Engine(max_num_open=1)) as engine:
+        for each in asked:
+            assert each.batch is not None
+            part = replace(each, batch=each.batch._replace(num_at_once=1))
+            assert tokens_of(await collect(engine.generate(part))) == text_of(part)
+        with pytest.raises(TenantLimitError, match="tokens per minute"):
+            await anext(engine.generate(replace(asking("y"), tenant=tenant)))
 
 
 def batched(name: str, batch: str, size: int) -> GenerationRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -104,8 +105,8 @@ class Unread:
 
 
 async def test_a_long_answer_may_take_several_times_as_long_as_it_is_being_read() -> None:
-    heard: list[str] = []
-    config = HttpConfig(Any, Patience(write=60, cut_off=heard.append))
+    heard: list[tuple[str, str]] = []
+    config = HttpConfig(Any, Patience(write=60, count=lambda *told: heard.append(told)))
     protocol = BoundedProtocol(config, ServerState(), {})
     transport: Any = Unread()
     protocol._call_later = transport.call_later
@@ -119,7 +120,7 @@ async def test_a_long_answer_may_take_several_times_as_long_as_it_is_being_read(
     transport.num_unread -= 1000
     transport.calls.pop()()
     assert transport.aborted
-    assert heard == ["write"]
+    assert heard == [("connections_cut_off", "write")]
     assert transport.calls == []
 
 
@@ -132,17 +133,20 @@ async def test_a_request_that_does_not_come_whole_is_a_408(sent: bytes) -> None:
         assert reply.startswith(b"HTTP/1.1 408 ")
         assert b"connection: close" in reply
         assert b'"code":"request_timeout"' in reply
+        assert re.search(rb"\r\nx-request-id: \w{32}\r\n", reply)
         assert await figure(found, 'slipstream_connections_cut_off_total{waiting_for="read"}') == 1
+        assert await figure(found, 'slipstream_rejections_total{reason="request_timeout"}') == 1
 
 
 async def test_a_408_has_the_shape_of_its_path() -> None:
-    head = HALF.replace(b"/v1/completions", b"/v1/messages")
+    head = HALF.replace(b"/v1/completions HTTP/1.1", b"/v1/messages HTTP/1.1\r\nx-request-id: mine")
     async with live(endless(), read_timeout=IN_TIME) as found, RawConnection(found) as client:
         await client.send(head)
         reply = await client.read_to_end()
     body = json.loads(reply.partition(b"\r\n\r\n")[2])
     assert (body["type"], body["error"]["code"]) == ("error", "request_timeout")
-    assert body["request_id"]
+    assert body["request_id"] == "mine"
+    assert b"\r\nx-request-id: mine\r\n" in reply
 
 
 async def test_bytes_in_time_do_not_make_a_request_in_time() -> None:

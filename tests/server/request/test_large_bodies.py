@@ -132,8 +132,10 @@ async def test_a_body_that_ends_its_process_is_refused_and_its_neighbours_are_re
         processes = list(reader._pool_processes.begun)
         # One that is not known would be waited for at the interpreter's end, for ever.
         assert set(processes) >= set(reader._pool._processes.values())
+        thread = reader._pool._executor_manager_thread
     finally:
         reader.close()
+    assert not thread.is_alive()
     # The pool's own thread waits for them, too: who comes second may not be told that they ended.
     await until(lambda: not any(_runs(each.pid) for each in processes))
 

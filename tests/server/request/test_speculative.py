@@ -223,6 +223,19 @@ def test_options_are_judged_together(drafter: str, options: dict[str, Any], faul
     assert refused.value.param == f"speculative.options.{fault}"
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_match": 17}, "options.max_match must be at most 16"),
+        ({"colour": 1}, "options.colour: ngram has no option 'colour'; it has: max_match"),
+    ],
+)
+def test_a_refused_option_is_named_once(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        resolve({"draft_strategy": "ngram", "options": options})
+    assert refused.value.message == f"speculative.{said}"
+
+
 def test_a_request_answers_for_what_does_not_fit_the_servers_options() -> None:
     default = SpeculativeField(draft_strategy="nasd", options={"n": 6, "min_context": 4})
     subject = SpeculativeResolver(CORE, default, SpeculativeCaps())

@@ -37,14 +37,15 @@ async def test_the_openai_client_gets_vectors() -> None:
 
 
 async def test_as_many_texts_as_openai_takes_go_through_a_shorter_queue() -> None:
-    engine = embedding_engine()
-    engine.capacity = 64
-    async with serve(engine) as http:
-        for path, name in (("/embeddings", "data"), ("http://test/api/embed", "embeddings")):
-            reply = await http.post(path, json={"input": ["a"] * 2048})
-            assert len(reply.json()[name]) == 2048
-        await http.post("http://test/api/embed", json={"input": "a" * 600, "truncate": True})
-    assert len(engine.requests[-1].prompt_token_ids) == 511
+    for capacity in 64, 5:
+        engine = embedding_engine(max_num_open=capacity)
+        engine.capacity = capacity
+        async with serve(engine) as http:
+            for path, name in (("/embeddings", "data"), ("http://test/api/embed", "embeddings")):
+                reply = await http.post(path, json={"input": ["a"] * 2048})
+                assert len(reply.json()[name]) == 2048
+            await http.post("http://test/api/embed", json={"input": "a" * 600, "truncate": True})
+        assert len(engine.requests[-1].prompt_token_ids) == 511
 
 
 async def test_numbers_come_as_text_or_as_bytes() -> None:

@@ -124,6 +124,17 @@ async def test_a_response_without_a_text_has_an_empty_one() -> None:
     assert empty["output"][0]["content"][0]["text"] == ""
 
 
+async def test_what_a_failed_response_leaves_is_incomplete() -> None:
+    engine = ScriptedEngine(TEXT)
+    engine.break_after = 2
+    reply = await post("/responses", {"input": "hi", "stream": True}, engine)
+    *_, last = stream_events(reply.text)
+    assert last["response"]["status"] == "failed"
+    (item,) = last["response"]["output"]
+    assert item["content"][0]["text"] == TEXT[:4]
+    assert item["status"] == "incomplete"
+
+
 async def test_formats_tools_and_effort_are_those_of_chats() -> None:
     schema = {"type": "object", "properties": {"zulu": {"type": "string"}}}
     text = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}

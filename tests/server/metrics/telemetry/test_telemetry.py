@@ -115,6 +115,11 @@ async def test_a_client_that_leaves_is_seen(collector: Collector) -> None:
     choice = collector.below(request)["choice 0"]
     assert values(choice.attributes)["gen_ai.response.finish_reasons"] == ["abort"]
     assert choice.events
+    written = sum(values(each.attributes)["slipstream.num_tokens"] for each in choice.events)
+    assert values(choice.attributes)["gen_ai.usage.output_tokens"] == written > 0
+    assert values(request.attributes)["gen_ai.usage.output_tokens"] == written
+    # Drafts are known of choices that came to an end.
+    assert "slipstream.num_draft_tokens" not in values(request.attributes)
     assert collector.below(choice) == {}
 
 
