@@ -270,12 +270,14 @@ class OneOrderProducts(_Mode):
     def __init__(self, module: nn.Module, failures: set[str]) -> None:
         super().__init__()
         self._module, self._failures = module, failures
+        self._packed: dict[tuple[int, int], tuple[Any, Any, PackedWeight]] = {}
+        """Weights of the module's own, with their biases, by the identities of both."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.linear:
-            return _product(*args, **kwargs)
+            return self._product(*args, **kwargs)
         if func in _MATMULS and args[1].dim() == 2:
-            return _product(args[0], args[1].T)
+            return self._product(args[0], args[1].T)
         if func is torch.bmm:
             experts = _packed_whole(self._module, args[1])
             if experts is not None:
@@ -284,14 +286,23 @@ class OneOrderProducts(_Mode):
             self._failures.add(f"products by {func.__name__}")
         return func(*args, **kwargs)
 
+    def _product(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Computes ``F.linear``."""
+        product = self._pack(weight, bias).times(rows.reshape(-1, rows.shape[-1]))
+        return product.view(*rows.shape[:-1], product.shape[-1])
 
-def _product(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Computes ``F.linear``. The weight is packed anew: routers are small."""
-    packed = DeviceWeight if weight.device.type != "cpu" else pack_floats
-    product = packed(weight, bias).times(rows.reshape(-1, rows.shape[-1]))
-    return product.view(*rows.shape[:-1], product.shape[-1])
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
+        """Returns a weight packed: once if it is a parameter, else anew, since it may change."""
+        kept = self._packed.get((id(weight), id(bias)))
+        if kept is not None:
+            return kept[2]
+        pack = DeviceWeight if weight.device.type != "cpu" else pack_floats
+        packed = pack(weight, bias)
+        if isinstance(weight, nn.Parameter):
+            self._packed[id(weight), id(bias)] = weight, bias, packed
+        return packed
 
 
 def _packed_whole(module: nn.Module, weights: object) -> Experts | None:

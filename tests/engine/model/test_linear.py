@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.float_product import PackedFloats
 from engine.kernels.triton.row_ops import row_product
@@ -343,6 +344,42 @@ def test_weights_outside_of_layers_give_a_row_the_same_bits_too(
         assert torch.equal(model(rows[:count]), alone[:count])
         behind = model(rows[None, 70 - count :]).view(count, -1)
         assert torch.equal(behind, alone[70 - count :])
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of what any operation makes."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.num_elements = max(self.num_elements, found.numel())
+        return found
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_experts", [8, 64])
+def test_a_routers_weight_is_packed_once(num_experts: int) -> None:
+    """In every step of every layer it costs more than its product."""
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = make_linear(256, num_experts, dtype=torch.float32).weight
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return F.linear(rows, self.weight)
+
+    model, row = nn.Sequential(Router()), torch.randn(1, 256)
+    assert pack_linears(model, MOST_ROWS, exact=True) == set()
+    expected = model(row)
+    with Largest() as largest:
+        assert torch.equal(model(row), expected)
+    assert largest.num_elements <= 256
 
 
 @every_dtype
