@@ -271,7 +271,8 @@ class OneOrderProducts(_Mode):
         super().__init__()
         self._module, self._failures = module, failures
         self._packed: dict[tuple[int, int], tuple[Any, Any, PackedWeight]] = {}
-        """Weights of the module's own, with their biases, by the identities of both."""
+        """Weights of the module's own by their identities and their biases'. These are kept beside them,
+        so that no other tensor gets an identity that is known."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.linear:

@@ -92,16 +92,16 @@ class StatesInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """``max_model_len`` counts prompt plus output tokens. ``max_num_open``: requests that run or wait at
-    a time. ``exact_verified``: whether the start-up
-    probe found bit-identical results (None: not probed, or no room to complete it); ``exact_probed``:
-    what it compared, ``exact_failed``: what differed. ``unserved``: the checkpoint's parts other than
-    text, as "vision". ``drafts``: the setting's drafts, for drafters with a model or heads.
-    ``adapters``: the loaded ones; None: unsupported. ``architecture``: the model's kind in its
-    configuration's word, as "llama"; ``hidden_size``: features of a hidden state; ``embeddings``: how
-    states are pooled, if requests may ask for that. ``sampling_defaults``: ``SAMPLED`` parameters from
-    the model's files, unchecked. ``states``: None if the model's layers keep none. ``kv_bytes``: size
-    of keys and values, including drafts', once all of their memory has been used."""
+    """``max_model_len`` counts prompt plus output tokens. ``max_num_open``: requests that run or wait
+    at a time. ``exact_verified``: whether the start-up probe found bit-identical results (None: not
+    probed, or no room to complete it); ``exact_probed``: what it compared, ``exact_failed``: what
+    differed. ``unserved``: the checkpoint's parts other than text, as "vision". ``drafts``: the
+    setting's drafts, for drafters with a model or heads. ``adapters``: the loaded ones; None:
+    unsupported. ``architecture``: the model's kind in its configuration's word, as "llama";
+    ``hidden_size``: features of a hidden state; ``embeddings``: how states are pooled, if requests may
+    ask for that. ``sampling_defaults``: ``SAMPLED`` parameters from the model's files, unchecked.
+    ``states``: None if the model's layers keep none. ``kv_bytes``: size of keys and values, including
+    drafts', once all of their memory has been used."""
 
     model: str
     vocab_size: int

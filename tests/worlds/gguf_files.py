@@ -50,6 +50,17 @@ Values = dict[str, Any]
 Tensors = dict[str, np.ndarray[Any, Any]]
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""Frequencies scaled as in Llama 3.1 and later."""
+
+
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """Tied, with weights large enough for its scores to matter."""
     sizes = _SIZES | {

@@ -22,7 +22,7 @@ from engine.weights.gguf.architectures import ARCHITECTURES
 from engine.weights.gguf.blocks import GgufEmbedding, GgufWeight
 from engine.weights.gguf.loading import load_gguf, read_config
 from worlds.gguf_conversion import random_model, write_converted
-from worlds.gguf_files import tiny_llama, values_of, write_gguf
+from worlds.gguf_files import LLAMA3, tiny_llama, values_of, write_gguf
 
 IDS = torch.tensor([[5, 20, 31, 77, 14, 9, 9, 60, 3, 88, 41, 7]])
 
@@ -63,14 +63,6 @@ LONG = {
     "original_max_position_embeddings": 64,
     "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
     "short_factor": [1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.3],
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 SCALES = {
     "attention_multiplier": 0.25,

@@ -35,6 +35,7 @@ from engine.weights.index import TensorIndex
 from slipstream.cli import main
 from worlds.gguf_files import (
     CONTROL,
+    LLAMA3,
     NUM_LAYERS,
     TEMPLATE,
     TOKENS,
@@ -489,16 +490,7 @@ def test_the_servers_tokenizer_needs_no_torch(written: Path) -> None:
 
 def test_divided_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
     """llama.cpp's conversion stores by what each frequency is divided in place of how they are scaled."""
-    scaled = tiny_llama(
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    )
+    scaled = tiny_llama(rope_parameters=LLAMA3)
     factors = tiny_llama().model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq
     assert float(factors.max()) > 1
 
