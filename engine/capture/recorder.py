@@ -6,7 +6,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -16,15 +15,11 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
-from engine.kernels import Renewal, find_kernel, watch_kernels
+from engine.capture.stand_ins import kernels_for
+from engine.kernels import Renewal, watch_kernels
 
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _ALIGNMENT = 64
-_ADD = torch.ops.aten.add.Tensor
-_CONCATENATE = torch.ops.aten.cat.default
-_EMBED = torch.ops.aten.embedding.default
-_INDEX = torch.ops.aten.index.Tensor
-_SELECT = torch.ops.aten.index_select.default
 
 
 class KernelCall(NamedTuple):
@@ -70,8 +65,8 @@ class Recorder(TorchDispatchMode):
     (``~n``). A forward that does the same calls in the same order may give a block the memory of one that
     was given back.
 
-    Few kinds of torch's operations stand between a layer's kernels in most models: sums of residuals, and
-    rows that are chosen or put side by side. They are written down as kernels, too.
+    Few kinds of torch's operations stand between a layer's kernels: operations on elements, copies, and
+    rows that are chosen. They are written down as kernels, too (``engine.capture.stand_ins``).
     """
 
     def __init__(self, runs: bool = True) -> None:
@@ -125,11 +120,10 @@ class Recorder(TorchDispatchMode):
             return self._block_like(result)
         if isinstance(result, torch.Tensor) and result.numel() == 0:
             return result  # nothing is to be made again
-        find = None if named else _STANDS_FOR.get(func)
-        kernels = None if find is None else find(args, result)
+        kernels = None if named else kernels_for(func, args, result)
         if kernels is None:
             return self._note(func, args, named, result)
-        place = self._filled(result)
+        place = result if func._schema.is_mutable else self._filled(result)
         self.held.append(self.tell(args))
         for kernel, arguments, num_threads in kernels(place):
             self.calls.append(KernelCall(kernel.address, arguments, num_threads, None))
@@ -203,71 +197,6 @@ def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
         return False
     # Whole numbers choose as many rows as they are; masks do not.
     masks = (torch.bool, torch.uint8)
-    return func is not _INDEX or any(each is not None and each.dtype in masks for each in args[1])
-
-
-# --- operations that kernels stand for ---
-
-_Kernels_of = Callable[[torch.Tensor], list[Any]]
-"""Returns the kernels that write an operation's result to a place, each with its arguments and its
-threads."""
-
-
-def _sum(args: tuple[Any, ...], result: torch.Tensor) -> _Kernels_of | None:
-    sums = find_kernel("sums")
-    if len(args) != 2 or not all(isinstance(each, torch.Tensor) for each in args):
-        return None
-    if not sums.can_add(*args) or not result.is_contiguous():
-        return None
-    return lambda place: [sums.recorded_sum(*args, place)]
-
-
-def _selected_rows(args: tuple[Any, ...], _: torch.Tensor) -> _Kernels_of | None:
-    return _rows_of(*args)
-
-
-def _rows_of(source: torch.Tensor, dim: int, numbers: torch.Tensor) -> _Kernels_of | None:
-    """``source.index_select(dim, numbers)``, as far as nothing lies before ``dim``."""
-    rows = find_kernel("rows")
-    dim %= source.dim()
-    width = source.shape[dim + 1 :].numel()
-    if source.shape[:dim].numel() != 1 or not rows.can_copy(source, width, numbers):
-        return None
-    return lambda place: [rows.recorded_rows(source, numbers, width, place)]
-
-
-def _indexed_rows(args: tuple[Any, ...], _: torch.Tensor) -> _Kernels_of | None:
-    """``source[:, numbers]`` and the like."""
-    source, (*before, numbers) = args
-    if any(each is not None for each in before) or numbers is None or numbers.dim() != 1:
-        return None
-    return _rows_of(source, len(before), numbers)
-
-
-def _embedded_rows(args: tuple[Any, ...], _: torch.Tensor) -> _Kernels_of | None:
-    return _rows_of(args[0], 0, args[1])
-
-
-def _side_by_side(args: tuple[Any, ...], result: torch.Tensor) -> _Kernels_of | None:
-    """``cat(parts, -1)``."""
-    rows = find_kernel("rows")
-    parts, dim = args[0], args[1] if len(args) > 1 else 0
-    if result.dim() == 0 or dim not in (-1, result.dim() - 1) or not result.is_contiguous():
-        return None
-    if not all(
-        each.dtype == result.dtype and rows.can_copy(each, each.shape[-1]) for each in parts
-    ):
-        return None
-    starts = accumulate((each.shape[-1] for each in parts), initial=0)
-    return lambda place: [
-        rows.recorded_side(each, place, first) for each, first in zip(parts, starts, strict=False)
-    ]
-
-
-_STANDS_FOR: dict[Any, Callable[[tuple[Any, ...], torch.Tensor], _Kernels_of | None]] = {
-    _ADD: _sum,
-    _SELECT: _selected_rows,
-    _INDEX: _indexed_rows,
-    _EMBED: _embedded_rows,
-    _CONCATENATE: _side_by_side,
-}
+    return func is not torch.ops.aten.index.Tensor or any(
+        each is not None and each.dtype in masks for each in args[1]
+    )

@@ -316,6 +316,33 @@ def _silu(builder: Any, value: Any) -> Any:
     return builder.fmul(value, _logistic(builder, value))
 
 
+def _exponential_of_any(builder: Any, value: Any) -> Any:
+    """Returns e to the power of lanes; above 87 it is infinite."""
+    is_low = builder.fcmp_ordered("<", value, asm.constant(0.0))
+    decay = _exponential(builder, builder.select(is_low, value, builder.fneg(value)))
+    return builder.select(is_low, decay, builder.fdiv(asm.constant(1.0), decay))
+
+
+def _softplus(builder: Any, value: Any) -> Any:
+    """log(1 + e^x), which is the larger of x and 0, and log(1 + e^-|x|)."""
+    is_low = builder.fcmp_ordered("<", value, asm.constant(0.0))
+    decay = _exponential(builder, builder.select(is_low, value, builder.fneg(value)))
+    # log(1 + d) is twice the area tangent of d / (d + 2), which is at most a third.
+    ratio = builder.fdiv(decay, builder.fadd(decay, asm.constant(2.0)))
+    square = builder.fmul(ratio, ratio)
+    total = asm.constant(_float32(2 / _AREA_TERMS))
+    for power in range(_AREA_TERMS - 2, 0, -2):
+        total = asm.fused(builder, total, square, asm.constant(_float32(2 / power)))
+    high = builder.select(is_low, asm.constant(0.0), value)
+    return asm.fused(builder, total, ratio, high)
+
+
+def _inverse_root(builder: Any, value: Any) -> Any:
+    root = asm.called(builder, f"llvm.sqrt.v{LANES}f32", asm.FLOATS, value)
+    return builder.fdiv(asm.constant(1.0), root)
+
+
+_AREA_TERMS = 15
 _GELU_SHARE, _GELU_CUBE = 0.7978845608028654, 0.044715  # sqrt(2 / pi)
 
 
@@ -377,7 +404,12 @@ splat = operation("float -> lanes", asm.splatted)
 clean = operation("lanes float -> lanes", _clean)
 keep = operation("lanes int int -> lanes", _keep)
 exp = operation("lanes -> lanes", _exponential)
+exp_of_any = operation("lanes -> lanes", _exponential_of_any)
 tanh = operation("lanes -> lanes", _hyperbolic_tangent)
+logistic = operation("lanes -> lanes", _logistic)
+softplus = operation("lanes -> lanes", _softplus)
+inverse_root = operation("lanes -> lanes", _inverse_root)
+negative = operation("lanes -> lanes", lambda b, x: b.fneg(x))
 silu = operation("lanes -> lanes", _silu)
 gelu_tanh = operation("lanes -> lanes", _gelu_tanh)
 SILU, GELU_TANH = 1, 2

@@ -1,17 +1,17 @@
-"""Rows of a tensor copied, in an order that numbers give, or side by side with others' rows."""
+"""Rows of a tensor, or numbers of each row, copied in an order that numbers give."""
 
 from __future__ import annotations
 
-from array import array
 from typing import NamedTuple
 
 import torch
 
 from compiled.records import Counter, Int64s
+from engine.kernels import KINDS, threads_for
 from engine.kernels import lanes as v
-from engine.kernels import threads_for
-from engine.kernels.compiled import Kernel, TeamLoop
-from engine.kernels.records import NOWHERE
+from engine.kernels.compiled import Kernel
+from engine.kernels.elementwise import Recorded
+from engine.kernels.records import Floats
 
 _WORD = 8
 """Bytes that are copied at a time."""
@@ -22,9 +22,8 @@ def reference(source: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 class Arguments(NamedTuple):
-    """``source``: ``num_source_rows`` rows, of which ``numbers`` names those to copy, negative ones from
-    the end; without ``are_named`` the first ``num_rows``. ``output``: rows ``output_row`` apart. Rows
-    have ``num_words`` words of 8 bytes."""
+    """``source``: ``num_source_rows`` rows, of which ``numbers`` names those to copy to ``output``,
+    negative ones from the end. Rows have ``num_words`` words of 8 bytes."""
 
     source: Int64s
     numbers: Int64s
@@ -32,21 +31,17 @@ class Arguments(NamedTuple):
     num_source_rows: int
     num_rows: int
     num_words: int
-    output_row: int
-    are_named: bool
     next_row: Counter = 0
 
 
 def _copy(a: Arguments) -> None:
     for row in v.shared(a.next_row, a.num_rows):
-        number = row
-        if a.are_named:
-            number = a.numbers[row]
-            if number < 0:
-                number += a.num_source_rows
-            # Numbers were looked at when the forward was recorded; nothing else is read in any case.
-            number = max(0, min(number, a.num_source_rows - 1))
-        source, output = a.source + number * a.num_words, a.output + row * a.output_row
+        number = a.numbers[row]
+        if number < 0:
+            number += a.num_source_rows
+        # Numbers were looked at when the forward was recorded; nothing else is read in any case.
+        number = max(0, min(number, a.num_source_rows - 1))
+        source, output = a.source + number * a.num_words, a.output + row * a.num_words
         for at in range(a.num_words):
             output[at] = source[at]
 
@@ -54,68 +49,51 @@ def _copy(a: Arguments) -> None:
 copy_all = Kernel(_copy)
 
 
-class Recorded(NamedTuple):
-    """A kernel, what it is told, and in how many threads it runs."""
+class PickArguments(NamedTuple):
+    """``source`` ``[num_rows, num_features]``; ``output`` ``[num_rows, num_picked]``: of each row those
+    that ``numbers`` names."""
 
-    kernel: TeamLoop
-    arguments: array[int]
-    num_threads: int
+    source: Floats
+    numbers: Int64s
+    output: Floats
+    num_rows: int
+    num_features: int
+    num_picked: int
+    next_row: Counter = 0
 
 
-def can_copy(source: torch.Tensor, width: int, numbers: torch.Tensor = NOWHERE) -> bool:
-    """Whether ``copy_all`` is for rows of ``width`` elements, and for these numbers: on a CPU, rows that
-    lie together and are whole words."""
-    return (
-        source.device.type == numbers.device.type == "cpu"
-        and source.layout is numbers.layout is torch.strided
-        and source.is_contiguous()
-        and source.numel() > 0
-        and width * source.itemsize % _WORD == 0 < width
-        and source.data_ptr() % _WORD == 0
-        and numbers.is_contiguous()
-        and (numbers is NOWHERE or numbers.dtype == torch.int64)
-    )
+def _pick(a: PickArguments) -> None:
+    for row in v.shared(a.next_row, a.num_rows):
+        source, output = a.source + row * a.num_features, a.output + row * a.num_picked
+        for at in range(a.num_picked):
+            number = max(0, min(a.numbers[at], a.num_features - 1))
+            v.store_some(output + at, v.splat(v.one_of(source, number)), 1)
+
+
+pick_all = Kernel(_pick)
 
 
 def recorded_rows(
-    source: torch.Tensor, numbers: torch.Tensor, width: int, output: torch.Tensor
-) -> Recorded:
-    """Returns what copies the rows that ``numbers`` names to ``output``. It points to all three, which
-    have to outlive it."""
-    num_words = width * source.itemsize // _WORD
-    return _recorded(
-        Arguments(
-            source=source,
-            numbers=numbers,
-            output=output,
-            num_source_rows=source.numel() // width,
-            num_rows=numbers.numel(),
-            num_words=num_words,
-            output_row=num_words,
-            are_named=True,
+    source: torch.Tensor, dim: int, numbers: torch.Tensor, output: torch.Tensor
+) -> Recorded | None:
+    """Returns what writes ``source.index_select(dim, numbers)`` to ``output``; None: it is for other
+    tensors. It points to all three, which have to outlive it."""
+    given = source, numbers, output
+    are_plain = all(e.device.type == "cpu" and e.layout is torch.strided for e in given)
+    if not are_plain or not all(each.is_contiguous() and each.numel() for each in given):
+        return None
+    before, width = source.shape[:dim].numel(), source.shape[dim + 1 :].numel()
+    num_bytes = width * source.itemsize
+    if numbers.dtype != torch.int64:
+        return None
+    if before == 1 and num_bytes % _WORD == source.data_ptr() % _WORD == 0:
+        told, dtypes = copy_all.layout.pack(
+            Arguments(*given, source.shape[dim], numbers.numel(), num_bytes // _WORD)
         )
-    )
-
-
-def recorded_side(source: torch.Tensor, output: torch.Tensor, first: int) -> Recorded:
-    """Returns what copies rows into longer ones, from their element ``first`` on. It points to both."""
-    width, wide = source.shape[-1], output.shape[-1]
-    num_rows = source.numel() // width
-    return _recorded(
-        Arguments(
-            source=source,
-            numbers=NOWHERE,
-            output=output.view(-1, wide)[:, first:],
-            num_source_rows=num_rows,
-            num_rows=num_rows,
-            num_words=width * source.itemsize // _WORD,
-            output_row=wide * source.itemsize // _WORD,
-            are_named=False,
+        return Recorded(copy_all.loop(dtypes), told, threads_for(output.numel()))
+    if width == 1 and source.dtype in KINDS and bool((numbers >= 0).all()):
+        told, dtypes = pick_all.layout.pack(
+            PickArguments(*given, before, source.shape[dim], numbers.numel())
         )
-    )
-
-
-def _recorded(arguments: Arguments) -> Recorded:
-    told, dtypes = copy_all.layout.pack(arguments)
-    num_threads = threads_for(arguments.num_rows * arguments.num_words)
-    return Recorded(copy_all.loop(dtypes), told, num_threads)
+        return Recorded(pick_all.loop(dtypes), told, threads_for(output.numel()))
+    return None

@@ -182,13 +182,15 @@ class LookedUpAngles(Fused):
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any
     ) -> Any:
-        """``position_ids``: ``[1, num_rows]``, smaller than the number of positions. Returns cosines and
-        sines, ``[1, num_rows, dim]`` each."""
-        is_other = more or named or position_ids.shape[:-1] != (1,)
+        """``position_ids``: ``[1, num_rows]``, smaller than the number of positions, or these for each of
+        an image's axes, which a text's share. Returns cosines and sines, ``[1, num_rows, dim]`` each."""
+        are_shared = position_ids.dim() == 3 and position_ids.stride(0) == 0
+        positions = position_ids[0] if are_shared else position_ids
+        is_other = more or named or positions.shape[:-1] != (1,)
         if is_other or x.dtype != self._cosines.dtype:
             return self._own(x, position_ids, *more, **named)
         tables = self._cosines, self._sines
-        return tuple(each.index_select(0, position_ids[0])[None] for each in tables)
+        return tuple(each.index_select(0, positions[0])[None] for each in tables)
 
 
 def _find_angles(
@@ -291,21 +293,24 @@ class _Candidate(NamedTuple):
 def _find_gating(network: nn.Module) -> Fused | None:
     children = list(network.children())
     layers = [each for each in children if isinstance(each, GroupedLinear | PackedLinear)]
-    if len(children) != len(layers) + 1:
-        return None
-    candidates = [*_in_few_bits(layers), *_of_floats(layers)]
-    (other,) = (each for each in children if each not in layers)
-    activation = _activation_of(other) if candidates else None
-    if activation is None:
+    others = [each for each in children if each not in layers]
+    candidates = [*_in_few_bits(layers), *_of_floats(layers)] if len(others) < 2 else []
+    if not candidates:
         return None
     rows = _probe(candidates[0])
     expected = computed(network, rows)
-    for candidate in candidates:
-        found = candidate.fused(activation)
-        if is_near(found(rows), expected):
-            break
-    else:
+    if expected is None:
         return None
+    for candidate, found in _built(candidates, others):
+        if is_near(found(rows), expected):
+            return _placed(network, candidate, found)
+    return None
+
+
+def _placed(
+    network: nn.Module, candidate: _Candidate, found: GatedGroups | GatedFloats
+) -> FusedParts:
+    """Returns what is found, which then has the weights that it needs and its parts' names."""
     names = {child: name for name, child in network.named_children()}
     found.parts = {
         names[part]: LayerShape(part.in_features, part.out_features) for part in candidate.parts
@@ -316,6 +321,17 @@ def _find_gating(network: nn.Module) -> Fused | None:
             if isinstance(child, PackedLinear) and child is not found.down:
                 delattr(network, name)
     return found
+
+
+def _built(
+    candidates: Sequence[_Candidate], others: Sequence[nn.Module]
+) -> Iterator[tuple[_Candidate, GatedGroups | GatedFloats]]:
+    """Yields networks with the activation that one of the ``others`` is; without these, with each."""
+    from engine.kernels.lanes import ACTIVATIONS
+
+    activations = [_activation_of(each) for each in others] if others else [*ACTIVATIONS]
+    for candidate in candidates:
+        yield from ((candidate, candidate.fused(each)) for each in activations if each is not None)
 
 
 def _in_few_bits(layers: Sequence[nn.Module]) -> Iterator[_Candidate]:

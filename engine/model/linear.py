@@ -34,6 +34,7 @@ from engine.kernels.triton.row_ops import row_product
 from engine.machine import has_tiles, onednn_packs
 from engine.model.experts import is_experts, pack_float_experts
 from engine.model.layers import PackedLinear, PackedWeight, as_linear, is_plain
+from engine.model.row_functions import REPLACED, replaced
 
 _CPU = torch.device("cpu")
 _CHANNELS = 64
@@ -70,7 +71,8 @@ class PaddedFloats:
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         """See ``PackedWeight``."""
-        product = self._packed.times(F.pad(rows, (0, self._features)))
+        rows = F.pad(rows, (0, self._features)) if self._features else rows
+        product = self._packed.times(rows)
         return product[:, : self._out_features].contiguous()
 
 
@@ -321,19 +323,20 @@ def _packed_whole(module: nn.Module, weights: object) -> Experts | None:
 
 
 _MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
-_SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, F.silu, F.mish, F.softplus)
-_EXPONENTIALS = (F.elu, F.celu, torch.exp2, torch.Tensor.exp2, torch.rsqrt, torch.Tensor.rsqrt)
-_WITH_TAILS = {F.gelu, *_SIGMOIDS, *_EXPONENTIALS}
+_WITH_TAILS = (F.gelu, F.mish, F.elu, F.celu, torch.exp2, torch.Tensor.exp2)
 """Functions that torch computes in another way for the rest of a length that vectors do not divide; which
-elements are the rest depends on the number of rows."""
+elements are the rest depends on the number of rows. Of these there is no kernel."""
 _VECTORS = 64
 _OTHER_PRODUCTS = (*_MATMULS, torch.addmm, torch.bmm, torch.baddbmm, torch.einsum, F.grouped_mm)
 
 
-class WholeVectors(_Mode):
-    """A mode in which elements are computed alike wherever in a call they stand."""
+class RowFunctions(_Mode):
+    """A mode in which elements and rows are computed alike wherever in a call they stand."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = replaced(func, args, kwargs)
+        if result is not None:
+            return result
         if func not in _WITH_TAILS or not args:
             return func(*args, **kwargs)
         values = args[0]
@@ -343,26 +346,26 @@ class WholeVectors(_Mode):
         return padded[:, :width].reshape(values.shape)
 
 
-class _Noting(_Mode):
-    """Notes which modules compute with ``_WITH_TAILS``, and which with small weights of their layers."""
+class _Noting(RowFunctions):
+    """Notes which modules compute ``RowFunctions``, and which multiply by small weights of layers."""
 
     def __init__(self, running: list[nn.Module]) -> None:
         super().__init__()
         self._running = running
-        self.tails: set[nn.Module] = set()
+        self.functions: set[nn.Module] = set()
         self.products: set[nn.Module] = set()
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _WITH_TAILS:
-            self.tails.add(self._running[-1])
+        if func in _WITH_TAILS or func in REPLACED:
+            self.functions.add(self._running[-1])
         elif func is F.linear and args[1].numel() <= _LARGE_WEIGHT:
             self.products.add(self._running[-1])
-        return func(*args, **kwargs)
+        return super().compute(func, args, kwargs)
 
 
 def _watch_first(model: nn.Module, failures: set[str]) -> None:
-    """Has the first forward find the modules that compute with ``_WITH_TAILS``, or with weights of their
-    layers: from then on these run in whole vectors, and in one order of sums."""
+    """Has the first forward find the modules that compute what ``RowFunctions`` does, or with weights of
+    their layers: from then on these run in such modes."""
     own, before = model.forward, vars(model).get("forward")
     running = [model]
     noting = _Noting(running)
@@ -387,7 +390,7 @@ def _watch_first(model: nn.Module, failures: set[str]) -> None:
             for handle in handles:
                 handle.remove()
             _wrap(model, noting.products, lambda module: OneOrderProducts(module, failures))
-            _wrap(model, noting.tails, lambda _: WholeVectors())
+            _wrap(model, noting.functions, lambda _: RowFunctions())
 
     vars(model)["forward"] = first
 
