@@ -275,8 +275,15 @@ class OneOrderProducts(_Mode):
         self._packed: dict[tuple[int, int], tuple[Any, Any, PackedWeight]] = {}
         """Weights of the module's own by their identities and their biases'. These are kept beside them,
         so that no other tensor gets an identity that is known."""
+        self._converted: dict[tuple[Any, ...], nn.Parameter] = {}
+        """Own weights as other types, by what made them."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _CONVERSIONS and isinstance(args[0], nn.Parameter):
+            key = func, *args, *kwargs.items()
+            if key not in self._converted:
+                self._converted[key] = nn.Parameter(func(*args, **kwargs), requires_grad=False)
+            return self._converted[key]
         if func is F.linear:
             return self._product(*args, **kwargs)
         if func in _MATMULS and args[1].dim() == 2:
@@ -322,6 +329,7 @@ def _packed_whole(module: nn.Module, weights: object) -> Experts | None:
     return None
 
 
+_CONVERSIONS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
 _MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 _WITH_TAILS = (F.gelu, F.mish, F.elu, F.celu, torch.exp2, torch.Tensor.exp2)
 """Functions that torch computes in another way for the rest of a length that vectors do not divide; which

@@ -362,19 +362,20 @@ class Largest(TorchDispatchMode):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_experts", [8, 64])
-def test_a_routers_weight_is_packed_once(num_experts: int) -> None:
-    """In every step of every layer it costs more than its product."""
+def test_a_routers_weight_is_packed_once(num_experts: int, dtype: torch.dtype) -> None:
+    """In every step of every layer it costs more than its product. Some routers add as float32."""
 
     class Router(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = make_linear(256, num_experts, dtype=torch.float32).weight
+            self.weight = make_linear(256, num_experts, dtype=dtype).weight
 
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return F.linear(rows, self.weight)
+            return F.linear(rows.type(torch.float32), self.weight.type(torch.float32))
 
-    model, row = nn.Sequential(Router()), torch.randn(1, 256)
+    model, row = nn.Sequential(Router()), torch.randn(1, 256, dtype=dtype)
     assert pack_linears(model, MOST_ROWS, exact=True) == set()
     expected = model(row)
     with Largest() as largest:
