@@ -69,7 +69,7 @@ def _clamp(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
 
 
 def _copied(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
-    """What has the elements of the first, in their order."""
+    """Results with the elements of the first argument, in their order."""
     source, kernel = args[0], find_kernel("elementwise")
     is_view = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     if is_view or not (result.is_contiguous() or result.shape == source.shape):

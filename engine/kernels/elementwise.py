@@ -19,9 +19,9 @@ from engine.kernels.records import NOWHERE, Floats
 COPY, NEGATIVE, SQUARE, LOGISTIC, SILU, GELU_TANH, TANH, SOFTPLUS, EXPONENTIAL, INVERSE_ROOT = (
     range(10)
 )
-"""Of one element."""
+"""Operations on one element."""
 SUM, DIFFERENCE, PRODUCT, QUOTIENT, CLAMP = range(10, 15)
-"""Of two, the second of which may be one number for all; ``CLAMP``: between two such numbers."""
+"""Operations on two, the second of which may be one number for all; ``CLAMP``: between two numbers."""
 _MOST_DIMS = 4
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from engine.kernels import KINDS, LANES
+from engine.kernels import KINDS, LANES, find_kernel, is_host
 from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
-from engine.model.product import GroupedProduct
+from engine.model.product import GroupedProduct, kernels_for
 from engine.states.seam import gates_of
 from engine.weights.experts import ExpertWeights, StoredExperts, expert_sizes
 from engine.weights.layer import fixed
@@ -65,13 +65,13 @@ class PackedExperts(nn.Module):
         method: str = "",
         scheme: str = "",
     ) -> None:
-        from engine.kernels.routes import route, weighted_sum
-
         super().__init__()
+        on_host = is_host(down.packed.blocks.device) if method else True
+        routing = find_kernel("routes" if on_host else "triton.expert_ops")
         self.own, self.first, self.down = own, first, down
         self.method, self.scheme = method, scheme
-        self._route, self._weighted_sum = route, weighted_sum
-        self._gate = None if gates else kernel_gate(own, down.in_features)
+        self._route, self._weighted_sum = routing.route, routing.weighted_sum
+        self._gate = None if gates or not on_host else kernel_gate(own, down.in_features)
         self._applies = not gates and self._gate is None
 
     @property
@@ -254,12 +254,13 @@ def _joined(weights: list[ExpertWeights]) -> ExpertWeights:
 def _product(
     weights: ExpertWeights, num_experts: int, dtype: torch.dtype, keeps_inputs: bool
 ) -> GroupedProduct:
-    from engine.kernels.packing import pack
-
     if not weights.packs:
         raise UnpackableError("features in an order of each expert's own")
     parts = chain.from_iterable(weights.parts(expert) for expert in range(num_experts))
-    packed = pack(parts, weights.out_features, weights.in_features, weights.bias, num_experts)
+    first = next(parts)
+    packed = kernels_for(first.codes.device).pack(
+        chain([first], parts), weights.out_features, weights.in_features, weights.bias, num_experts
+    )
     return GroupedProduct(packed, dtype, keeps_inputs=keeps_inputs)
 
 

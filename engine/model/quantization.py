@@ -70,14 +70,13 @@ head's 60 million weights."""
 def pack_stored(model: PreTrainedModel, packed: bool = True) -> None:
     """Replaces the placeholders that a quantized checkpoint has filled by layers that multiply, one by
     one. Inputs keep their floats until ``round_inputs``. Without ``packed``, on devices without kernels
-    and for weights without a kernel, layers of floats are made; experts are packed on CPUs alone."""
+    and for weights without a kernel, layers of floats are made."""
     can_pack = packed and refusal(model.device) is None
-    has_routes = can_pack and is_host(model.device)
     pair = _tied_places(model)
     unpacked: Counter[str] = Counter()
     # By their names, which keep no place that is replaced.
     for name in [name for name, each in model.named_modules() if isinstance(each, StoredExperts)]:
-        _pack_stored_experts(model, name, has_routes, unpacked)
+        _pack_stored_experts(model, name, can_pack, unpacked)
     names = [name for name, each in model.named_modules() if isinstance(each, StoredWeight)]
     for name in [each for each in names if each not in pair[1:]]:
         module: Any = model.get_submodule(name)
@@ -203,14 +202,9 @@ def quantize_model(model: PreTrainedModel, with_head: bool = True) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def round_experts(model: PreTrainedModel, method: str) -> None:
-    """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone;
-    on devices they stay floats. Only where ``refusal`` has no reason."""
+    """Gives a model's experts 8 or 4 bits (``ROUNDED``), one by one, each weight by its own group alone.
+    Only where ``refusal`` has no reason."""
     names = [name for name, module in model.named_modules() if is_experts(module)]
-    if not is_host(model.device):
-        logger.log(
-            logging.WARNING if names else logging.DEBUG, "experts stay floats here: %s", names
-        )
-        return
     rounding: Callable[[torch.Tensor], GroupedWeight]
     rounding = quantize_weight if method == "int8" else round_to_nearest
     scheme = _said(8 if method == "int8" else BITS, GROUP)

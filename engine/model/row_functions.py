@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.kernels import KINDS, find_kernel
 
 Result = Any
-"""What the function returns; None: it is left to torch."""
+"""That of the function; None: it is left to torch."""
 
 
 def replaced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:

@@ -73,6 +73,7 @@ ROWS: dict[str, tuple[torch.dtype, bool, int, int]] = {
 }
 """Programs for rows with weights: types, whether chunks of inputs go to several programs, inputs and
 outputs."""
+EXPERTS = ("codes, experts", "codes, experts, more rows")
 CODES: dict[str, tuple[str, torch.dtype, int, int]] = {
     "codes, Q4_0": ("Q4_0", BF16, 1, 4096),
     "codes, Q4_K": ("Q4_K", BF16, 16, 4096),
@@ -83,6 +84,8 @@ CODES: dict[str, tuple[str, torch.dtype, int, int]] = {
     "codes, part of a unit": ("Q4_1", BF16, 17, 1568),
     "codes, W8A8": ("W8A8", torch.float16, 17, 4096),
     "codes, fp8": ("e4m3", BF16, 17, 4096),
+    EXPERTS[0]: ("Q4_K", BF16, 16, 2048),
+    EXPERTS[1]: ("Q4_0", BF16, 32, 2048),
 }
 """Programs for rows with weights in few bits: schemes, types of rows, rows and inputs."""
 JOINT: list[dict[str, Any]] = [
@@ -97,7 +100,7 @@ _NUMBER_TYPES = {
 }  # fmt: skip
 _INTS = {"codes": "*i16", "slots": "*i64", "plan": "*i32", "joins": "*i32", "best_tokens": "*i32"}
 _INTS |= dict.fromkeys(("noise_keys", "noise_positions", "chosen", "tokens", "drafted"), "*i64")
-_INTS |= {"told": "*i32", "texts": "*i32"}
+_INTS |= {"told": "*i32", "texts": "*i32", "pairs": "*i64", "blocks": "*i64"}
 _FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
 _DOUBLES = dict.fromkeys(("scores", "temperatures"), "*fp64")
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
@@ -191,6 +194,9 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
             kind = kind._replace(bits=8, kind="e4m3", zero=0, span=128)
         tile = code_tile(kind._replace(in_features=in_features), num_rows, 4096)
         lacking = dict.fromkeys({*NUMBERS} - {each for each, _ in kind.numbers})
+        # A launch makes constants of ones, too.
+        one = {"pairs": None, "blocks": None, "num_chosen": 1, "num_experts": 1}
+        lacking |= {"bias": None} if name in EXPERTS else one
         tile = tile._replace(constants=tile.constants | lacking | {"IS_DIVIDED": True})
         stored = ",".join(f"{each} {_NUMBER_TYPES[dtype]}" for each, dtype in kind.numbers)
         yield code_programs.multiply_codes, tile, TYPES[dtype], stored

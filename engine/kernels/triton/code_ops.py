@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from engine.kernels.triton import Variant, is_interpreted, num_processors
+from engine.kernels.triton.expert_ops import Routes
 from engine.kernels.triton.packed_codes import NUMBERS, CodeFormat, PackedCodes
 from engine.kernels.triton.row_ops import add_sums, launch_of, lying_together
 
@@ -40,16 +41,37 @@ def product(
     dtype: torch.dtype,
     gate: None = None,
     keeps_inputs: bool = True,
-    routes: None = None,
+    routes: Routes | None = None,
 ) -> torch.Tensor:
     """``rows`` ``[num_rows, in_features]`` of float32, bfloat16 or float16, as whose type codes are
-    multiplied. Returns ``[num_rows, out_features]``. Nothing is gated, rounded or routed here."""
-    assert (gate, keeps_inputs, routes) == (None, True, None)
-    kind, numbers = packed.format, [packed.tensors.get(name) for name in NUMBERS]
-    form = (kind.in_features, kind.bits, kind.zero, kind.span, kind.inner_span)
-    operands = (rows, packed.blocks, numbers, packed.bias)
-    result: torch.Tensor = code_product(*operands, kind.kind, form, dtype)
+    multiplied; of ``routes``, those of the pairs or what these are made of. Returns ``[num_rows or
+    num_pairs, out_features]``. Nothing is gated or rounded here."""
+    assert (gate, keeps_inputs) == (None, True)
+    if routes is not None:
+        return _pair_products(rows, packed, dtype, routes)
+    form, numbers = _told(packed)
+    routed: list[torch.Tensor] = []
+    operands = (rows, packed.blocks, numbers, packed.bias, routed)
+    result: torch.Tensor = code_product(*operands, packed.format.kind, form, dtype)
     return result
+
+
+def _pair_products(
+    rows: torch.Tensor, packed: PackedCodes, dtype: torch.dtype, routes: Routes
+) -> torch.Tensor:
+    form, numbers = _told(packed)
+    form += [packed.num_experts, len(routes.pairs) // max(1, len(rows)), routes.rows_of_block]
+    bias = packed.bias
+    operands = (rows, packed.blocks, numbers, None, [routes.pairs, routes.blocks])
+    own = dtype if bias is None else torch.float32
+    result: torch.Tensor = code_product(*operands, packed.format.kind, form, own)
+    return result if bias is None else (result + bias[routes.experts]).to(dtype)
+
+
+def _told(packed: PackedCodes) -> tuple[list[int], list[torch.Tensor | None]]:
+    kind = packed.format
+    form = [kind.in_features, kind.bits, kind.zero, kind.span, kind.inner_span]
+    return form, [packed.tensors.get(name) for name in NUMBERS]
 
 
 def look_up(packed: PackedCodes, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,30 +86,39 @@ def code_product(
     codes: torch.Tensor,
     numbers: Sequence[torch.Tensor | None],
     bias: torch.Tensor | None,
+    routes: Sequence[torch.Tensor],
     kind: str,
     form: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``codes``, ``numbers`` (``NUMBERS``) and ``bias`` of a ``PackedCodes``; ``form``: inputs, bits,
-    zero and spans of its format. Returns ``[num_rows, out_features]`` of ``dtype``."""
+    """``codes``, ``numbers`` (``NUMBERS``) and ``bias`` of a ``PackedCodes``; ``routes``: pairs and
+    blocks, or nothing. ``form``: inputs, bits, zero and spans of its format, and of routes how many
+    experts there are, pairs for each of the rows, and rows of a block. Returns ``[num_rows,
+    out_features]`` of ``dtype``, or of each pair; zeros of those that have no expert."""
     from engine.kernels.triton.code_programs import multiply_codes
 
-    (num_rows, in_features), out_features = rows.shape, codes.shape[1]
+    (num_rows, in_features), channels = rows.shape, codes.shape[1]
     rows = lying_together(rows)
-    output = rows.new_empty(num_rows, out_features, dtype=dtype)
+    num_experts, num_chosen, most_rows = form[5:] or (1, 1, num_rows)
+    num_rows, out_features = num_rows * num_chosen, channels // num_experts
+    output = (rows.new_zeros if routes else rows.new_empty)(num_rows, out_features, dtype=dtype)
     if not num_rows:
         return output
-    constants, launch = code_tile(CodeFormat._make((kind, *form, ())), num_rows, out_features)
+    constants, launch = code_tile(CodeFormat._make((kind, *form[:5], ())), most_rows, out_features)
     num_chunks = -(-in_features // constants["CHUNK"])
-    grid = (-(-num_rows // constants["ROWS"]), -(-out_features // constants["FEATURES"]))
+    pairs, blocks = routes or (None, None)
+    num_blocks = -(-num_rows // constants["ROWS"]) if blocks is None else blocks.shape[1]
+    grid = (num_blocks, -(-out_features // constants["FEATURES"]))
     is_divided = num_chunks > 1 and grid[0] * grid[1] < _enough_programs(rows.device)
     sums = output
     if is_divided:
-        sums = rows.new_empty(num_chunks, num_rows, out_features, dtype=torch.float32)
+        make = rows.new_zeros if routes else rows.new_empty
+        sums = make(num_chunks, num_rows, out_features, dtype=torch.float32)
     with torch.cuda.device_of(rows):
         multiply_codes[(*grid, num_chunks if is_divided else 1)](
-            rows, codes, *numbers, bias, output, sums, num_rows, out_features, in_features,
-            rows.stride(0), **constants, IS_DIVIDED=is_divided, **launch,
+            rows, codes, *numbers, bias, pairs, blocks, output, sums, num_rows, out_features,
+            in_features, rows.stride(0), num_blocks, num_chosen, num_experts,
+            **constants, IS_DIVIDED=is_divided, **launch,
         )  # fmt: skip
         if is_divided:
             add_sums(sums, bias, output)
@@ -96,7 +127,8 @@ def code_product(
 
 @code_product.register_fake
 def _(rows: torch.Tensor, codes: torch.Tensor, *more: Any) -> torch.Tensor:
-    return rows.new_empty(len(rows), codes.shape[1], dtype=more[-1])
+    num_experts, num_chosen, _most = more[-2][5:] or (1, 1, 0)
+    return rows.new_empty(num_chosen * len(rows), codes.shape[1] // num_experts, dtype=more[-1])
 
 
 def _enough_programs(device: torch.device) -> int:

@@ -8,6 +8,9 @@ those of several programs. No weight is ever rounded.
 How many ``ROWS`` a program takes says how many columns stand beside one another in its tiles, and how
 many ``FEATURES`` how many lines: what is multiplied and added for one of them, by which instruction and
 in what order, is the same for any number.
+
+Experts' outputs stand beside one another in one weight. Rows that are pairs of a row and an expert come
+in blocks of one expert's (``expert_ops``), of which a program takes one.
 """
 
 import triton
@@ -95,23 +98,28 @@ def dot(left, right, added, IS_INTERPRETED: tl.constexpr):
     return tl.dot(left, right, added, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def multiply_codes(
     rows,  # [num_rows, in_features]
-    codes,  # [units, out_features, 16] int16
-    scales,  # [spans, out_features], like those that follow; what a format does not have is None
+    codes,  # [units, num_channels, 16] int16
+    scales,  # [spans, num_channels], like those that follow; what a format does not have is None
     minima,
     zeros,
     inner_scales,
     inner_minima,
-    channel_scales,  # [1, out_features]
+    channel_scales,  # [1, num_channels]
     bias,  # [out_features]
+    pairs,  # [num_pairs] int64, by experts; None: rows are rows
+    blocks,  # [3, num_blocks] int64: an expert, its first pair and its last but one
     output,  # [num_rows, out_features]
     sums,  # [num_chunks, num_rows, out_features] float32
     num_rows,
     out_features,
     in_features,
     row_stride,
+    num_blocks,
+    num_chosen,
+    num_experts,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -128,12 +136,25 @@ def multiply_codes(
     """``TILES``: so many tiles of a unit, of which a word has codes, share their scales. ``IS_FULL``:
     inputs fill their units. ``IS_DIVIDED``: a program for each chunk, which leaves its sum."""
     unit: tl.constexpr = INPUTS * WORD // BITS
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
     lane = tl.arange(0, INPUTS)
-    is_row, is_feature = row < num_rows, feature < out_features
-    row_address = rows + row[None, :] * row_stride + lane[:, None]
-    code_address = codes + feature[:, None] * INPUTS + lane[None, :]
+    is_feature = feature < out_features
+    if pairs is None:
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        is_row, source, channel = row < num_rows, row, feature
+        num_inputs = in_features
+    else:
+        block = blocks + tl.program_id(0)
+        first_pair, end_pair = tl.load(block + num_blocks), tl.load(block + 2 * num_blocks)
+        pair = first_pair + tl.arange(0, ROWS)
+        is_row = pair < end_pair
+        row = tl.load(pairs + pair, mask=is_row, other=0)
+        source, channel = row // num_chosen, feature + tl.load(block) * out_features
+        # A block without pairs has nothing to add.
+        num_inputs = tl.where(first_pair < end_pair, in_features, 0)
+    num_channels = out_features * num_experts
+    row_address = rows + source[None, :] * row_stride + lane[:, None]
+    code_address = codes + channel[:, None] * INPUTS + lane[None, :]
     first_chunk = 0
     end_chunk = tl.cdiv(in_features, CHUNK)
     if IS_DIVIDED:
@@ -142,9 +163,9 @@ def multiply_codes(
     total = tl.zeros([FEATURES, ROWS], tl.float32)
     for chunk in range(first_chunk, end_chunk):
         added = tl.zeros([FEATURES, ROWS], tl.float32)
-        end = tl.minimum((chunk + 1) * CHUNK, in_features)
+        end = tl.minimum((chunk + 1) * CHUNK, num_inputs)
         for start in range(chunk * CHUNK, end, unit):
-            offset = tl.cast(start // unit, tl.int64) * out_features * INPUTS
+            offset = tl.cast(start // unit, tl.int64) * num_channels * INPUTS
             words = tl.load(code_address + offset, mask=is_feature[:, None], other=0)
             for tile in tl.static_range(0, unit // INPUTS, TILES):
                 first = start + tile * INPUTS
@@ -152,8 +173,8 @@ def multiply_codes(
                 is_there = is_feature
                 if not IS_FULL:
                     is_there = is_feature & (tl.full([FEATURES], first, tl.int32) < in_features)
-                span = place_of(first, feature, out_features, SPAN)
-                inner_span = place_of(first, feature, out_features, INNER_SPAN)
+                span = place_of(first, channel, num_channels, SPAN)
+                inner_span = place_of(first, channel, num_channels, INNER_SPAN)
                 zero = None
                 if zeros is not None:
                     zero = scale_of(zeros, None, span, span, is_there)
@@ -181,7 +202,7 @@ def multiply_codes(
                     least = scale_of(minima, inner_minima, span, inner_span, is_there)
                     added = tl.fma(plain, least, added)
         if channel_scales is not None:
-            added = added * tl.load(channel_scales + feature, mask=is_feature, other=0.0)[:, None]
+            added = added * tl.load(channel_scales + channel, mask=is_feature, other=0.0)[:, None]
         total = total + added
     where = row[None, :] * out_features + feature[:, None]
     is_output = is_row[None, :] & is_feature[:, None]

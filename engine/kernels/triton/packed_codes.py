@@ -61,17 +61,20 @@ class CodeFormat(NamedTuple):
 
 
 class PackedCodes:
-    """Weights ``[out_features, in_features]`` of a layer. ``tensors``, by their names: ``blocks``
-    ``[units, out_features, 16]`` int16, numbers ``[spans, out_features]``, and maybe ``bias`` ``[1,
-    out_features]``. The rest as ``packing.PackedGroups`` has it."""
+    """Weights ``[out_features, in_features]`` of a layer, or of several experts, one after another.
+    ``tensors``, by their names: ``blocks`` ``[units, channels, 16]`` int16, numbers ``[spans,
+    channels]``, and maybe ``bias`` ``[num_experts, out_features]``. The rest as ``packing.PackedGroups``
+    has it."""
 
-    num_experts = 1
     rounds_inputs = False
 
-    def __init__(self, kind: CodeFormat, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, kind: CodeFormat, tensors: dict[str, torch.Tensor], num_experts: int = 1
+    ) -> None:
         self.format = self.form = kind
         self.tensors, self.blocks, self.bias = tensors, tensors["blocks"], tensors.get("bias")
-        self.in_features, self.out_features = kind.in_features, self.blocks.shape[1]
+        self.in_features, self.num_experts = kind.in_features, num_experts
+        self.out_features = self.blocks.shape[1] // num_experts
 
     def weight_of(self, channels: torch.Tensor) -> GroupedWeight:
         """Returns the weights of some output ``channels`` ``[n]`` int64."""
@@ -101,22 +104,24 @@ def pack(
     out_features: int,
     in_features: int,
     bias: torch.Tensor | None = None,
+    num_experts: int = 1,
 ) -> PackedCodes:
-    """``parts``: all output channels in their order, of one scheme. Raises UnpackableError."""
+    """``parts``: all output channels in their order, of one expert after another, of one scheme;
+    ``bias``: ``[out_features]``, or of each expert. Raises UnpackableError."""
     packed: PackedCodes | None = None
-    first = 0
+    first, channels = 0, num_experts * out_features
     for part in parts:
         kind = format_of(part)
         numbers = _numbers(part)
         if packed is None:
             units = -(-in_features // kind.unit)
             empty = part.codes.new_empty
-            tensors = {"blocks": empty(units, out_features, INPUTS, dtype=torch.int16)}
+            tensors = {"blocks": empty(units, channels, INPUTS, dtype=torch.int16)}
             for name, each in numbers.items():
-                tensors[name] = each.new_empty(len(each), out_features)
-            packed = PackedCodes(
-                kind, tensors | ({} if bias is None else {"bias": bias.detach()[None]})
-            )
+                tensors[name] = each.new_empty(len(each), channels)
+            if bias is not None:
+                tensors["bias"] = bias.detach().view(num_experts, out_features)
+            packed = PackedCodes(kind, tensors, num_experts)
         elif kind != packed.format:
             raise UnpackableError("its parts are of several schemes")
         end = first + len(part.codes)

@@ -242,9 +242,22 @@ def test_every_float_of_8_bits_is_what_it_says(kind: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize(
     ("capability", "variants"),
     [
-        (80, ["Q4_0", "Q4_K, more rows", "fp8"]),
-        (90, ["Q4_0", "Q4_K, more rows", "Q4_K, fp32", "Q6_K", "AWQ", "part of a unit", "fp8"]),
-        (100, ["Q4_K", "Q4_K, more rows", "W8A8"]),
+        (80, ["Q4_0", "Q4_K, more rows", "fp8", "experts"]),
+        (
+            90,
+            [
+                "Q4_0",
+                "Q4_K, more rows",
+                "Q4_K, fp32",
+                "Q6_K",
+                "AWQ",
+                "part of a unit",
+                "fp8",
+                "experts",
+                "experts, more rows",
+            ],
+        ),
+        (100, ["Q4_K", "Q4_K, more rows", "W8A8", "experts", "experts, more rows"]),
     ],
 )
 def test_programs_are_compiled_for_devices_that_are_not_here(

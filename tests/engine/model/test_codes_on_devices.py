@@ -15,6 +15,7 @@ from engine.kernels.triton import code_ops
 from engine.kernels.triton.packed_codes import PackedCodes
 from engine.model import loader as loader_module
 from engine.model.calibration.sequence import quantize_4_bits
+from engine.model.experts import is_experts, packed_experts
 from engine.model.layers import GroupedLinear
 from engine.model.loader import load_model
 from engine.model.product import GroupedEmbedding
@@ -35,8 +36,6 @@ from worlds.packed_models import FORMATS
 from worlds.tiny_models import CPU, tiny_model
 
 pytestmark = ON_CPU
-EXPERTS = ("awq_of_experts", "mxfp4")
-"""Formats of models whose experts become floats."""
 BITS = {
     "Q4_0": 4.5, "Q4_1": 5, "Q8_0": 8.5, "awq": 4 + 24 / 32, "gptq_in_order": 4 + 24 / 32,
     "gptq_8_bits": 8 + 24 / 32, "w4a16": 4.5, "fp8": 9,
@@ -89,6 +88,7 @@ def test_every_format_stays_in_its_bits(
     layers = layers_of(model)
     stored = [each for each in plain.modules() if type(each) is torch.nn.Linear]
     assert name == "mxfp4" or len(layers) > len(stored) // 2
+    assert not any(map(is_experts, model.modules()))
     for layer_name, layer in layers.items():
         packed = layer.product.packed
         assert isinstance(packed, PackedCodes)
@@ -101,8 +101,7 @@ def test_every_format_stays_in_its_bits(
             embedding: Any = plain.get_input_embeddings()
             ids = torch.tensor([[3, 1]])
             assert torch.equal(each(ids), embedding(ids))
-    if name not in EXPERTS:
-        assert num_bytes(model) < 0.75 * num_bytes(plain)
+    assert num_bytes(model) < 0.75 * num_bytes(plain)
     expected = logits(plain)
     found = logits(model)
     assert (found - expected).abs().max() < 1e-4 * expected.std()
@@ -138,8 +137,7 @@ def test_layers_that_read_one_tensor_are_computed_together(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
-def test_floats_are_rounded_to_8_bits(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """But for experts, as the log says."""
+def test_floats_are_rounded_to_8_bits(name: str) -> None:
     model, plain = tiny_model(name), tiny_model(name)
     with torch.device("meta"):
         quantize_model(model)
@@ -153,9 +151,8 @@ def test_floats_are_rounded_to_8_bits(name: str, caplog: pytest.LogCaptureFixtur
     assert (info.method, info.source, info.bits, info.head) == ("int8", "start", 8, True)
     expected = logits(plain)
     assert (logits(model) - expected).abs().max() < 0.2 * expected.std()
-    experts = [each for key, each in model.named_parameters() if ".experts." in key]
-    assert bool(experts) == (name == "qwen3_moe")
-    assert ("experts stay floats" in caplog.text) == bool(experts)
+    assert len([*packed_experts(model)]) == (2 if name == "qwen3_moe" else 0)
+    assert not any(map(is_experts, model.modules()))
 
 
 def test_floats_are_rounded_to_4_bits_by_what_layers_read() -> None:
