@@ -16,6 +16,9 @@ from torch import Tensor
 
 from engine.kernels import KINDS, find_kernel
 
+_MOST_TOP = 64
+"""More are chosen faster by torch."""
+
 Result = Any
 """That of the function; None: it is left to torch."""
 
@@ -71,7 +74,7 @@ def _top(
     values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Result:
     del sorted  # it may be
-    if dim not in _lasts(values) or not largest or not 0 < k <= values.shape[-1]:
+    if dim not in _lasts(values) or not largest or not 0 < k <= min(_MOST_TOP, values.shape[-1]):
         return None
     return torch.return_types.topk(find_kernel("row_numbers").largest(values, k))
 
