@@ -280,10 +280,7 @@ class OneOrderProducts(_Mode):
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _CONVERSIONS and isinstance(args[0], nn.Parameter):
-            key = func, *args, *kwargs.items()
-            if key not in self._converted:
-                self._converted[key] = nn.Parameter(func(*args, **kwargs), requires_grad=False)
-            return self._converted[key]
+            return self._convert(func, args, kwargs)
         if func is F.linear:
             return self._product(*args, **kwargs)
         if func in _MATMULS and args[1].dim() == 2:
@@ -295,6 +292,15 @@ class OneOrderProducts(_Mode):
         if func in _OTHER_PRODUCTS:
             self._failures.add(f"products by {func.__name__}")
         return func(*args, **kwargs)
+
+    def _convert(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns an own weight as another type, made once where it is said which."""
+        key = func, *args, *kwargs.items()
+        if any(isinstance(each, torch.Tensor) for each in (*args[1:], *kwargs.values())):
+            return func(*args, **kwargs)
+        if key not in self._converted:
+            self._converted[key] = nn.Parameter(func(*args, **kwargs), requires_grad=False)
+        return self._converted[key]
 
     def _product(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -331,9 +337,11 @@ def _packed_whole(module: nn.Module, weights: object) -> Experts | None:
 
 _CONVERSIONS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
 _MATMULS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
-_WITH_TAILS = (F.gelu, F.mish, F.elu, F.celu, torch.exp2, torch.Tensor.exp2)
+_SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid, F.gelu, F.mish, F.silu, F.softplus)
+_EXPONENTIALS = (F.elu, F.celu, torch.exp2, torch.Tensor.exp2, torch.rsqrt, torch.Tensor.rsqrt)
+_WITH_TAILS = {*_SIGMOIDS, *_EXPONENTIALS}
 """Functions that torch computes in another way for the rest of a length that vectors do not divide; which
-elements are the rest depends on the number of rows. Of these there is no kernel."""
+elements are the rest depends on the number of rows. They run in whole vectors where no kernel does."""
 _VECTORS = 64
 _OTHER_PRODUCTS = (*_MATMULS, torch.addmm, torch.bmm, torch.baddbmm, torch.einsum, F.grouped_mm)
 

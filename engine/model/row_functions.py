@@ -16,6 +16,8 @@ from torch import Tensor
 
 from engine.kernels import KINDS, find_kernel
 
+_NAMES = {"approximate", "dim", "dtype", "inplace", "k", "keepdim", "largest", "sorted"}
+"""Arguments that are read; torch has other names for some, too."""
 _MOST_TOP = 64
 """More are chosen faster by torch."""
 
@@ -29,13 +31,18 @@ def replaced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result
     values = args[0] if compute is not None and args else None
     if compute is None or not isinstance(values, Tensor) or values.dtype not in KINDS:
         return None
+    if not kwargs.keys() <= _NAMES:
+        return None
     is_dense = values.layout is torch.strided and values.device.type == "cpu" and values.numel()
     return compute(*args, **kwargs) if is_dense and values.dim() else None
 
 
 def _elementwise(name: str, values: Tensor, *more: Any, inplace: bool = False) -> Result:
     kernel = find_kernel("elementwise")
-    return None if more or inplace else kernel.computed(getattr(kernel, name), values)
+    if more:
+        return None
+    found = kernel.computed(getattr(kernel, name), values)
+    return values.copy_(found) if inplace else found
 
 
 def _gelu(values: Tensor, approximate: str = "none") -> Result:
@@ -55,19 +62,19 @@ def _total(
     return sums if keepdim else sums.squeeze(-1)
 
 
-def _softmax(
-    values: Tensor,
-    dim: int | None = None,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
-) -> Result:
+def _softmax(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Result:
     if dim not in _lasts(values) or (dtype or values.dtype) not in KINDS:
         return None
     return find_kernel("row_numbers").softmax(values, dtype or values.dtype)
 
 
-def _softmax_of(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Result:
-    return _softmax(values, dim, dtype=dtype)
+def _functional_softmax(
+    values: Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Result:
+    return None if dim is None else _softmax(values, dim, dtype)
 
 
 def _top(
@@ -107,9 +114,9 @@ _KERNELS: dict[Any, Callable[..., Result]] = {
     Tensor.mean: _MEAN,
     torch.sum: _SUM,
     Tensor.sum: _SUM,
-    F.softmax: _softmax,
-    torch.softmax: _softmax_of,
-    Tensor.softmax: _softmax_of,
+    F.softmax: _functional_softmax,
+    torch.softmax: _softmax,
+    Tensor.softmax: _softmax,
     torch.topk: _top,
     Tensor.topk: _top,
 }

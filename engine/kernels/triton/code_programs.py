@@ -110,7 +110,7 @@ def multiply_codes(
     channel_scales,  # [1, num_channels]
     bias,  # [out_features]
     pairs,  # [num_pairs] int64, by experts; None: rows are rows
-    blocks,  # [3, num_blocks] int64: an expert, its first pair and its last but one
+    blocks,  # [3, num_blocks] int64: an expert, where its pairs begin and end
     output,  # [num_rows, out_features]
     sums,  # [num_chunks, num_rows, out_features] float32
     num_rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,9 +29,9 @@ SERVED: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 }
 LEFT: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "gelu": (F.gelu, (), {}),
-    "in place": (F.silu, (), {"inplace": True}),
     "softplus": (F.softplus, (2.0,), {}),
     "all": (Tensor.sum, (), {}),
+    "named otherwise": (Tensor.sum, (), {"axis": -1}),
     "columns": (Tensor.mean, (-2,), {}),
     "double": (Tensor.sum, (-1,), {"dtype": torch.float64}),
     "softmax": (F.softmax, (), {"dim": 0}),
@@ -64,6 +65,14 @@ def test_others_are_left_to_torch(name: str) -> None:
     assert replaced(func, (drawn(torch.float32, 2, 5, 100), *args), kwargs) is None
 
 
+def test_what_is_to_be_in_place_is() -> None:
+    values = drawn(torch.float32, 3, 20)
+    expected = F.silu(values)
+    got = replaced(F.silu, (values,), {"inplace": True})
+    assert got.data_ptr() == values.data_ptr()
+    torch.testing.assert_close(values, expected)
+
+
 def test_numbers_without_kernels_are_left_to_torch() -> None:
     for values in (torch.ones(3), torch.ones(2, 3, dtype=torch.int64), torch.ones(0, 3)):
         given = values if values.dim() > 1 else values.double()
@@ -84,7 +93,11 @@ class Gated(nn.Module):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("compute", [torch.sigmoid, F.silu, F.gelu, F.mish, F.softplus])
+@pytest.mark.parametrize(
+    "compute",
+    [torch.sigmoid, F.silu, F.gelu, F.mish, F.softplus, partial(F.softplus, beta=2.0)],
+    ids=["sigmoid", "silu", "gelu", "mish", "softplus", "of another slope"],
+)
 def test_a_row_has_the_bits_of_the_first_forward_in_every_other(
     compute: Callable[[Tensor], Tensor],
 ) -> None:
