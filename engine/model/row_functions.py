@@ -16,8 +16,18 @@ from torch import Tensor
 
 from engine.kernels import KINDS, find_kernel
 
-_NAMES = {"approximate", "dim", "dtype", "inplace", "k", "keepdim", "largest", "sorted"}
-"""Arguments that are read; torch has other names for some, too."""
+_NAMES = {
+    "approximate",
+    "dim",
+    "dtype",
+    "inplace",
+    "k",
+    "keepdim",
+    "largest",
+    "sorted",
+    "_stacklevel",
+}
+"""Arguments that are read, or of no effect; torch has other names for some, too."""
 _MOST_TOP = 64
 """More are chosen faster by torch."""
 
