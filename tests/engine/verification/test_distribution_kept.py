@@ -50,6 +50,11 @@ CASES: dict[str, tuple[SamplingParams, SpeculativeParams]] = {
 }
 
 
+RARE = "top_k_random_drafts"
+"""Requests of three tokens that weigh what drafts cost join a drafter after their first token, and few
+do: there are four times as many."""
+
+
 def text_probs(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
     contexts = list(itertools.product(range(VOCAB), repeat=2))
     rows = TARGET.logits([TARGET.logit_row(0, last, before) for before, last in contexts])
@@ -74,7 +79,8 @@ def sample(name: str) -> tuple[Counter[tuple[int, ...]], Driver]:
         prefix_cache=False,
     )
     sampling = replace(sampling, max_tokens=NUM_TOKENS)
-    driver = run_many(TARGET.core(setup), PROMPT, sampling, speculation, NUM_REQUESTS)
+    num_requests = NUM_REQUESTS * (4 if name == RARE else 1)
+    driver = run_many(TARGET.core(setup), PROMPT, sampling, speculation, num_requests)
     return Counter(tuple(text) for text in driver.token_ids.values()), driver
 
 
@@ -89,5 +95,5 @@ def test_texts_follow_the_targets_distribution(name: str) -> None:
     num_accepted = sum(account.num_accepted_tokens for account in accounts)
     num_drafted = sum(account.num_draft_tokens for account in accounts)
     assert NUM_REQUESTS // 10 < num_accepted < num_drafted
-    for at in (0, 1):
+    for at in (1,) if name == RARE else (0, 1):
         assert sum(flags[at] for flags in driver.drafted.values()) > NUM_REQUESTS // 50
