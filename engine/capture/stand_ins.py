@@ -74,12 +74,9 @@ def _copied(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     is_view = result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     if is_view or not (result.is_contiguous() or result.shape == source.shape):
         return None
-
-    def write(place: Tensor) -> Any:
-        place = place if place.shape == source.shape else place.view(source.shape)
-        return kernel.recorded(kernel.COPY, source, None, place)
-
-    return _written(result, write)
+    return _written(
+        result, lambda place: kernel.recorded(kernel.COPY, source, None, place.view(source.shape))
+    )
 
 
 def _copied_to(args: tuple[Any, ...], result: Tensor) -> Kernels | None:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from compiled.cache import version_of
 from compiled.loops import Loop
@@ -45,6 +45,14 @@ class TeamLoop(Loop):
             team(self._code.address, told.buffer_info()[0], num_threads, 0)
 
 
+class Recorded(NamedTuple):
+    """A kernel, what it is told, and in how many threads it runs."""
+
+    kernel: TeamLoop
+    arguments: array[int]
+    num_threads: int
+
+
 class Kernel:
     """``body`` as a loop for each combination of types of tensors in its argument, each compiled when it
     is first wanted. ``is_long``: as a ``Loop`` is."""
@@ -57,6 +65,11 @@ class Kernel:
 
     def _loop(self, dtypes: Dtypes) -> TeamLoop:
         return TeamLoop(self._body, self.layout.record(dtypes), is_long=self._is_long)
+
+    def recorded(self, arguments: Any, num_threads: int) -> Recorded:
+        """Returns it for ``arguments``, whose tensors have to outlive what is returned."""
+        told, dtypes = self.layout.pack(arguments)
+        return Recorded(self.loop(dtypes), told, num_threads)
 
     def run(self, arguments: Any, num_threads: int = 1, kind: Any = None) -> None:
         """``arguments``: an instance of the declaration, whose tensors outlive the call; ``kind``: the

@@ -3,7 +3,6 @@ what they are, and of the other functions the same for every element, wherever i
 
 from __future__ import annotations
 
-from array import array
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +10,9 @@ import torch
 from numba import njit
 
 from compiled.records import Counter, Within
-from engine.kernels import KINDS, LANES, Threads, threads_for
+from engine.kernels import KINDS, LANES, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel, TeamLoop
+from engine.kernels.compiled import Kernel, Recorded
 from engine.kernels.records import NOWHERE, Floats
 
 COPY, NEGATIVE, SQUARE, LOGISTIC, SILU, GELU_TANH, TANH, SOFTPLUS, EXPONENTIAL, INVERSE_ROOT = (
@@ -136,14 +135,6 @@ def _compute(a: Arguments) -> None:
 compute_all = Kernel(_compute)
 
 
-class Recorded(NamedTuple):
-    """A kernel, what it is told, and in how many threads it runs."""
-
-    kernel: TeamLoop
-    arguments: array[int]
-    num_threads: Threads
-
-
 def recorded(
     operation: int,
     left: torch.Tensor,
@@ -173,8 +164,7 @@ def recorded(
         number=number,
         most=most,
     )
-    told, dtypes = compute_all.layout.pack(arguments)
-    return Recorded(compute_all.loop(dtypes), told, threads_for(output.numel()))
+    return compute_all.recorded(arguments, threads_for(output.numel()))
 
 
 def _is_served(tensor: torch.Tensor) -> bool:

@@ -9,8 +9,7 @@ import torch
 from compiled.records import Counter, Int64s
 from engine.kernels import KINDS, threads_for
 from engine.kernels import lanes as v
-from engine.kernels.compiled import Kernel
-from engine.kernels.elementwise import Recorded
+from engine.kernels.compiled import Kernel, Recorded
 from engine.kernels.records import Floats
 
 _WORD = 8
@@ -87,13 +86,9 @@ def recorded_rows(
     if numbers.dtype != torch.int64:
         return None
     if before == 1 and num_bytes % _WORD == source.data_ptr() % _WORD == 0:
-        told, dtypes = copy_all.layout.pack(
-            Arguments(*given, source.shape[dim], numbers.numel(), num_bytes // _WORD)
-        )
-        return Recorded(copy_all.loop(dtypes), told, threads_for(output.numel()))
+        rows = Arguments(*given, source.shape[dim], numbers.numel(), num_bytes // _WORD)
+        return copy_all.recorded(rows, threads_for(output.numel()))
     if width == 1 and source.dtype in KINDS and bool((numbers >= 0).all()):
-        told, dtypes = pick_all.layout.pack(
-            PickArguments(*given, before, source.shape[dim], numbers.numel())
-        )
-        return Recorded(pick_all.loop(dtypes), told, threads_for(output.numel()))
+        picked = PickArguments(*given, before, source.shape[dim], numbers.numel())
+        return pick_all.recorded(picked, threads_for(output.numel()))
     return None

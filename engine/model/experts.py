@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from engine.kernels import KINDS, LANES, find_kernel, is_host
+from engine.kernels import KINDS, LANES
 from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
-from engine.model.product import GroupedProduct, kernels_for
+from engine.model.product import GroupedProduct, kernels_for, kernels_of
 from engine.states.seam import gates_of
 from engine.weights.experts import ExpertWeights, StoredExperts, expert_sizes
 from engine.weights.layer import fixed
@@ -66,12 +66,11 @@ class PackedExperts(nn.Module):
         scheme: str = "",
     ) -> None:
         super().__init__()
-        on_host = is_host(down.packed.blocks.device) if method else True
-        routing = find_kernel("routes" if on_host else "triton.expert_ops")
+        kernels = kernels_of(down.packed)
         self.own, self.first, self.down = own, first, down
         self.method, self.scheme = method, scheme
-        self._route, self._weighted_sum = routing.route, routing.weighted_sum
-        self._gate = None if gates or not on_host else kernel_gate(own, down.in_features)
+        self._route, self._weighted_sum = kernels.route, kernels.weighted_sum
+        self._gate = kernel_gate(own, down.in_features) if kernels.gates and not gates else None
         self._applies = not gates and self._gate is None
 
     @property

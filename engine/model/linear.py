@@ -295,9 +295,9 @@ class OneOrderProducts(_Mode):
 
     def _convert(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns an own weight as another type, made once where it is said which."""
-        key = func, *args, *kwargs.items()
         if any(isinstance(each, torch.Tensor) for each in (*args[1:], *kwargs.values())):
             return func(*args, **kwargs)
+        key = func, *args, *kwargs.items()
         if key not in self._converted:
             self._converted[key] = nn.Parameter(func(*args, **kwargs), requires_grad=False)
         return self._converted[key]

@@ -30,23 +30,30 @@ if TYPE_CHECKING:
 
 
 class Kernels(NamedTuple):
-    """Functions that pack quantized weights, join them side by side, multiply and look up rows."""
+    """Functions that pack quantized weights, join them side by side, multiply, look up rows, sort rows by
+    experts and add these up. ``gates``: products gate what they read."""
 
     pack: Callable[..., Any]
     join: Callable[..., Any]
     can_join: Callable[..., bool]
     product: Callable[..., torch.Tensor]
     look_up: Callable[..., torch.Tensor]
+    route: Callable[..., Any]
+    weighted_sum: Callable[..., torch.Tensor]
+    gates: bool
 
 
 @cache
 def _kernels(where: str) -> Kernels:
-    names = ("packing", "grouped_product", "look_up")
-    if where != "host":
-        names = ("triton.packed_codes", "triton.code_ops", "triton.code_ops")
-    packing, products, rows = map(find_kernel, names)
+    is_host = where == "host"
+    names = ("packing", "grouped_product", "look_up", "routes")
+    if not is_host:
+        operations = "triton.code_ops"
+        names = ("triton.packed_codes", operations, operations, "triton.expert_ops")
+    packing, products, rows, experts = map(find_kernel, names)
     packs = packing.pack, packing.join, packing.can_join
-    return Kernels(*packs, products.product, rows.look_up)
+    routing = experts.route, experts.weighted_sum
+    return Kernels(*packs, products.product, rows.look_up, *routing, is_host)
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -54,8 +61,8 @@ def kernels_for(device: torch.device) -> Kernels:
     return _kernels("host" if is_host(device) else "device")
 
 
-def kernels_of(packed: Packed) -> Kernels:
-    """Returns those for weights that are packed."""
+def kernels_of(packed: Any) -> Kernels:
+    """Returns those for weights that are packed; floats are a host's."""
     return _kernels("device" if isinstance(packed, PackedCodes) else "host")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.kernels.triton import Variant, is_interpreted, num_processors
-from engine.kernels.triton.expert_ops import Routes
+from engine.kernels.triton.expert_ops import ROWS_OF_BLOCK, Routes
 from engine.kernels.triton.packed_codes import NUMBERS, CodeFormat, PackedCodes
 from engine.kernels.triton.row_ops import add_sums, launch_of, lying_together
 
@@ -16,7 +16,7 @@ _CHUNKS = (2048, 1024, 512, 256)
 _ENOUGH_PARTS = 512
 """The longest chunks of inputs are taken that leave a weight so many parts, by outputs and chunks: a
 number, not the device's, since bits hang on it."""
-_FEW_ROWS = 16
+_FEW_ROWS = ROWS_OF_BLOCK
 _NARROW, _WIDE = 32, 64
 """Outputs of a program of few rows and of more."""
 _PROGRAMS_PER_PROCESSOR = 8
@@ -101,7 +101,8 @@ def code_product(
     rows = lying_together(rows)
     num_experts, num_chosen, most_rows = form[5:] or (1, 1, num_rows)
     num_rows, out_features = num_rows * num_chosen, channels // num_experts
-    output = (rows.new_zeros if routes else rows.new_empty)(num_rows, out_features, dtype=dtype)
+    make = rows.new_zeros if routes else rows.new_empty  # of what no block writes
+    output = make(num_rows, out_features, dtype=dtype)
     if not num_rows:
         return output
     constants, launch = code_tile(CodeFormat._make((kind, *form[:5], ())), most_rows, out_features)
@@ -112,7 +113,6 @@ def code_product(
     is_divided = num_chunks > 1 and grid[0] * grid[1] < _enough_programs(rows.device)
     sums = output
     if is_divided:
-        make = rows.new_zeros if routes else rows.new_empty
         sums = make(num_chunks, num_rows, out_features, dtype=torch.float32)
     with torch.cuda.device_of(rows):
         multiply_codes[(*grid, num_chunks if is_divided else 1)](

@@ -37,13 +37,13 @@ def route(chosen: torch.Tensor, num_experts: int) -> Routes:
     sorted_experts, pairs = known.sort(stable=True)
     every = torch.arange(num_experts + 1, device=chosen.device)
     starts = torch.searchsorted(sorted_experts, every)
-    counts = starts.diff()
-    ends_of_blocks = ((counts + size - 1) // size).cumsum(0)
+    blocks_of_each = (starts.diff() + size - 1) // size
+    ends_of_blocks = blocks_of_each.cumsum(0)
     num_blocks = num_pairs // size + min(num_pairs, num_experts)
     block = torch.arange(num_blocks, device=chosen.device)
     owner = torch.searchsorted(ends_of_blocks, block, right=True)
     expert = owner.clamp(max=num_experts - 1)
-    before = ends_of_blocks[expert] - (counts[expert] + size - 1) // size
+    before = (ends_of_blocks - blocks_of_each)[expert]
     first = starts[expert] + (block - before) * size
     end = torch.minimum(first + size, starts[expert + 1])
     end = end.where(owner < num_experts, first)
