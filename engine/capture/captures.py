@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -209,10 +208,7 @@ class Captures(Replays):
                 capture.most_rows = shape.num_rows - 1
 
     def _checked_sample(self, kind: _Kind, shape: Shape, recording: Recording) -> Sample:
-        if recording.has_kernels_alone:
-            with suppress(IndexError):  # rows chosen by what no kernel has written
-                return self._sample(kind, shape, runs=False)
-        return self._sample(kind, shape)
+        return self._sample(kind, shape, runs=not recording.has_kernels_alone)
 
     def _sample(self, kind: _Kind, shape: Shape, runs: bool = True) -> Sample:
         """Records a forward of padding alone: nothing is stored. ``runs``: its kernels run, too."""

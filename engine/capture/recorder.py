@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, runs: bool = True) -> None:
-        """``runs``: kernels run, too. Without them results hold whatever lay in memory."""
+        """``runs``: kernels run, too. Without them results are 0, which is a row that there is."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._runs = runs
         self.calls: list[KernelCall | TensorCall] = []
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
             return self._block_like(result)
         if isinstance(result, torch.Tensor) and result.numel() == 0:
             return result  # nothing is to be made again
-        kernels = None if named else kernels_for(func, args, result)
+        kernels = None if any(named.values()) else kernels_for(func, args, result)
         if kernels is None:
             return self._note(func, args, named, result)
         place = result if func._schema.is_mutable else self._filled(result)
@@ -138,6 +138,8 @@ class Recorder(TorchDispatchMode):
         last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
         num_bytes = int(last + 1) * tensor.itemsize
         buffer, number = _aligned(num_bytes), len(self.blocks)
+        if not self._runs:
+            buffer[:] = 0
         self._buffers.append(buffer)
         lent = buffer[:]
         self._block_at[lent.ctypes.data] = number

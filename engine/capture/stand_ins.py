@@ -7,6 +7,7 @@ does, and a hybrid model has twenty such operations in a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -98,6 +99,63 @@ def _joined(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     return _written(result, *map(writer, parts, starts))
 
 
+@cache
+def _number(number: float, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor of it, which lies where it lay the last time."""
+    return torch.tensor(number, dtype=dtype)
+
+
+def _padded(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
+    """Zeros behind each row."""
+    kernel, (source, (before, behind, *others), *how) = find_kernel("elementwise"), args
+    if before or behind <= 0 or any(others) or how not in ([], ["constant"], ["constant", 0.0]):
+        return None
+    zero, width = _number(0.0, result.dtype), source.shape[-1]
+
+    def copied(place: Tensor) -> Any:
+        return kernel.recorded(kernel.COPY, source, None, place.narrow(-1, 0, width))
+
+    def filled(place: Tensor) -> Any:
+        return kernel.recorded(kernel.COPY, zero, None, place.narrow(-1, width, behind))
+
+    return _written(result, copied, filled)
+
+
+def _zeros(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
+    del args
+    return _elementwise("COPY")((_number(0.0, result.dtype),), result)
+
+
+def _inverted(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
+    kernel, one, (source,) = find_kernel("elementwise"), _number(1.0, result.dtype), args
+    if result.dtype is not torch.bool:
+        return None
+    return _written(result, lambda place: kernel.recorded(kernel.FILL, one, source, place))
+
+
+def _filled(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
+    kernel, (source, mask, number) = find_kernel("elementwise"), args
+    # Rounded as torch does.
+    most = result.new_tensor(number).item()
+    return _written(
+        result, lambda place: kernel.recorded(kernel.FILL, source, mask, place, most=most)
+    )
+
+
+def _gathered(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
+    rows, (source, dim, numbers) = find_kernel("rows"), args
+    if source.dim() != 2 or dim % 2 != 1 or len(numbers) != len(source):
+        return None
+    return _written(result, lambda place: rows.recorded_gather(source, numbers, place))
+
+
+def _scattered(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
+    rows, (target, dim, numbers, value) = find_kernel("rows"), args
+    if target.dim() != 2 or dim % 2 != 1 or len(numbers) != len(target):
+        return None
+    return _written(result, lambda place: rows.recorded_scatter(numbers, float(value), place))
+
+
 def _rows(source: Tensor, dim: int, numbers: Tensor, result: Tensor) -> Kernels | None:
     rows = find_kernel("rows")
     dim %= source.dim()
@@ -143,4 +201,10 @@ _FINDERS: dict[Any, Callable[[tuple[Any, ...], Tensor], Kernels | None]] = {
     _aten.index_select.default: _selected,
     _aten.index.Tensor: _indexed,
     _aten.embedding.default: _embedded,
+    _aten.pad.default: _padded,
+    _aten.zeros_like.default: _zeros,
+    _aten.bitwise_not.default: _inverted,
+    _aten.masked_fill.Scalar: _filled,
+    _aten.gather.default: _gathered,
+    _aten.scatter_.value: _scattered,
 }

@@ -19,8 +19,9 @@ COPY, NEGATIVE, SQUARE, LOGISTIC, SILU, GELU_TANH, TANH, SOFTPLUS, EXPONENTIAL, 
     range(10)
 )
 """Operations on one element."""
-SUM, DIFFERENCE, PRODUCT, QUOTIENT, CLAMP = range(10, 15)
-"""Operations on two, the second of which may be one number for all; ``CLAMP``: between two numbers."""
+SUM, DIFFERENCE, PRODUCT, QUOTIENT, CLAMP, FILL = range(10, 16)
+"""Operations on two, the second of which may be one number for all; ``CLAMP``: between two numbers;
+``FILL``: a number where the second is true."""
 _MOST_DIMS = 4
 
 
@@ -83,6 +84,8 @@ def _of_two(operation: int, x: Any, y: Any, most: Any) -> Any:
         return x * y
     if operation == QUOTIENT:
         return x / y
+    if operation == FILL:
+        return v.where(y, most, x)
     return v.negative(v.larger(v.negative(most), v.negative(v.larger(y, x))))
 
 
@@ -171,7 +174,7 @@ def _is_served(tensor: torch.Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and tensor.dtype in KINDS
+        and tensor.dtype in (*KINDS, torch.bool)
         and tensor.numel() > 0
     )
 

@@ -254,16 +254,29 @@ def store_float8(builder: Any, address: Any, value: Any) -> None:
     write(builder, address, builder.trunc(code, ir.VectorType(INT8, LANES)), 1)
 
 
+def load_bool(builder: Any, address: Any) -> Any:
+    """1 where it is true, else 0."""
+    return builder.uitofp(read(builder, address, ir.VectorType(INT8, LANES), 1), FLOATS)
+
+
+def store_bool(builder: Any, address: Any, value: Any) -> None:
+    """Whether it is not 0."""
+    is_true = builder.fcmp_unordered("!=", value, constant(0.0))
+    write(builder, address, builder.zext(is_true, ir.VectorType(INT8, LANES)), 1)
+
+
 LOADS = {
     torch.float32: load_float32,
     torch.bfloat16: load_bfloat16,
     torch.float16: load_float16,
     torch.float8_e4m3fn: load_float8,
+    torch.bool: load_bool,
 }
 READS = {
     torch.float32: lambda b, at: read(b, at, FLOAT, 4),
     torch.bfloat16: read_bfloat16,
     torch.float16: lambda b, at: b.fpext(read(b, at, ir.HalfType(), 2), FLOAT),
+    torch.bool: lambda b, at: b.uitofp(read(b, at, INT8, 1), FLOAT),
 }
 """One float each."""
 STORES = {
@@ -271,6 +284,7 @@ STORES = {
     torch.bfloat16: store_bfloat16,
     torch.float16: store_float16,
     torch.float8_e4m3fn: store_float8,
+    torch.bool: store_bool,
 }
 WIDENINGS = {dtype: widening(load, dtype.itemsize) for dtype, load in LOADS.items()}
 WIDENINGS[torch.float8_e4m3fn] = widen_float8

@@ -429,6 +429,11 @@ only_above = operation("lanes lanes lanes -> lanes", partial(_only, ">"))
 """``only_above(limit, x, y)``: y where x is above the limit, else 0."""
 only_from = operation("lanes lanes lanes -> lanes", partial(_only, ">="))
 """The same where x is not below it."""
+where = operation(
+    "lanes lanes lanes -> lanes",
+    lambda b, c, x, y: b.select(b.fcmp_unordered("!=", c, asm.constant(0.0)), x, y),
+)
+"""``where(c, x, y)``: x where c is not 0, else y."""
 whole_sum = operation(
     "lanes -> int", lambda b, x: _halved(b, b.fptosi(x, ir.VectorType(_INT64, LANES)), b.add)
 )

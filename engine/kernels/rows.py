@@ -1,9 +1,10 @@
-"""Rows of a tensor, or numbers of each row, copied in an order that numbers give."""
+"""Rows of a tensor, or numbers of each row, copied in an order that numbers give, or set."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from compiled.records import Counter, Int64s
@@ -50,7 +51,7 @@ copy_all = Kernel(_copy)
 
 class PickArguments(NamedTuple):
     """``source`` ``[num_rows, num_features]``; ``output`` ``[num_rows, num_picked]``: of each row those
-    that ``numbers`` names."""
+    that ``numbers`` names, the same of all where ``next_numbers`` is 0."""
 
     source: Floats
     numbers: Int64s
@@ -58,6 +59,7 @@ class PickArguments(NamedTuple):
     num_rows: int
     num_features: int
     num_picked: int
+    next_numbers: int
     next_row: Counter = 0
 
 
@@ -65,11 +67,33 @@ def _pick(a: PickArguments) -> None:
     for row in v.shared(a.next_row, a.num_rows):
         source, output = a.source + row * a.num_features, a.output + row * a.num_picked
         for at in range(a.num_picked):
-            number = max(0, min(a.numbers[at], a.num_features - 1))
+            number = max(0, min(a.numbers[row * a.next_numbers + at], a.num_features - 1))
             v.store_some(output + at, v.splat(v.one_of(source, number)), 1)
 
 
-pick_all = Kernel(_pick)
+class SetArguments(NamedTuple):
+    """``output`` ``[num_rows, num_features]``; ``numbers`` ``[num_rows, num_set]``: what becomes ``value``
+    in each row."""
+
+    numbers: Int64s
+    output: Floats
+    value: float
+    num_rows: int
+    num_features: int
+    num_set: int
+    next_row: Counter = 0
+
+
+def _set(a: SetArguments) -> None:
+    value = v.splat(np.float32(a.value))
+    for row in v.shared(a.next_row, a.num_rows):
+        output = a.output + row * a.num_features
+        for at in range(a.num_set):
+            number = max(0, min(a.numbers[row * a.num_set + at], a.num_features - 1))
+            v.store_some(output + number, value, 1)
+
+
+pick_all, set_all = Kernel(_pick), Kernel(_set)
 
 
 def recorded_rows(
@@ -78,17 +102,41 @@ def recorded_rows(
     """Returns what writes ``source.index_select(dim, numbers)`` to ``output``; None: it is for other
     tensors. It points to all three, which have to outlive it."""
     given = source, numbers, output
-    are_plain = all(e.device.type == "cpu" and e.layout is torch.strided for e in given)
-    if not are_plain or not all(each.is_contiguous() and each.numel() for each in given):
+    if not _are_plain(*given):
         return None
     before, width = source.shape[:dim].numel(), source.shape[dim + 1 :].numel()
     num_bytes = width * source.itemsize
-    if numbers.dtype != torch.int64:
-        return None
     if before == 1 and num_bytes % _WORD == source.data_ptr() % _WORD == 0:
         rows = Arguments(*given, source.shape[dim], numbers.numel(), num_bytes // _WORD)
         return copy_all.recorded(rows, threads_for(output.numel()))
     if width == 1 and source.dtype in KINDS and bool((numbers >= 0).all()):
-        picked = PickArguments(*given, before, source.shape[dim], numbers.numel())
+        picked = PickArguments(*given, before, source.shape[dim], numbers.numel(), 0)
         return pick_all.recorded(picked, threads_for(output.numel()))
     return None
+
+
+def recorded_gather(
+    source: torch.Tensor, numbers: torch.Tensor, output: torch.Tensor
+) -> Recorded | None:
+    """The same of ``source.gather(1, numbers)``, all of two dimensions."""
+    if not _are_plain(source, numbers, output) or source.dtype not in KINDS:
+        return None
+    picked = PickArguments(source, numbers, output, *source.shape, *[numbers.shape[1]] * 2)
+    return pick_all.recorded(picked, threads_for(output.numel()))
+
+
+def recorded_scatter(numbers: torch.Tensor, value: float, output: torch.Tensor) -> Recorded | None:
+    """The same of ``output.scatter_(1, numbers, value)``, both of two dimensions."""
+    if not _are_plain(numbers, numbers, output) or output.dtype not in KINDS:
+        return None
+    num_rows, num_features = output.shape
+    told = SetArguments(numbers, output, value, num_rows, num_features, numbers.shape[1])
+    return set_all.recorded(told, threads_for(numbers.numel()))
+
+
+def _are_plain(source: torch.Tensor, numbers: torch.Tensor, output: torch.Tensor) -> bool:
+    """Returns whether all have elements, one behind the other, and ``numbers`` are int64."""
+    given = source, numbers, output
+    are_of_host = all(e.device.type == "cpu" and e.layout is torch.strided for e in given)
+    are_whole = are_of_host and all(each.is_contiguous() and each.numel() for each in given)
+    return are_whole and numbers.dtype == torch.int64

@@ -17,6 +17,8 @@ from engine.kernels import KINDS
 
 WIDTH = 24
 FACTORS, PICKED = torch.linspace(-2.0, 2.0, WIDTH), torch.tensor([5, 0, 5, 23])
+NUMBERS = torch.tensor([[0, 3], [2, 1], [3, 3], [1, 0]]).repeat(3, 1)
+"""Of each row."""
 
 Operation = Callable[[Tensor], Tensor]
 """Of rows ``[num_rows, WIDTH]``."""
@@ -27,6 +29,15 @@ def in_place(rows: Tensor) -> Tensor:
     own.div_(rows[:, :1]).mul_(FACTORS.to(rows.dtype)).add_(rows)
     own[:, :8].copy_(rows[:, 8:24:2])
     return own
+
+
+def masked(rows: Tensor) -> Tensor:
+    """As routers choose among groups of experts."""
+    mask = torch.zeros_like(rows[:, :4])
+    mask.scatter_(1, NUMBERS[: len(rows)], 1)
+    wide = mask.unsqueeze(-1).expand(-1, 4, 6).reshape(-1, WIDTH)
+    others = ~wide.bool()
+    return torch.cat([rows.masked_fill(others, -torch.inf), rows.masked_fill(others, 0.22)])
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -47,6 +58,9 @@ OPERATIONS: dict[str, Operation] = {
     "below each other": lambda rows: torch.cat([rows, rows[:1].expand(3, -1), rows * 2.0]),
     "typed": lambda rows: rows.float().type_as(rows).half().float(),
     "picked": lambda rows: rows.index_select(1, PICKED),
+    "gathered": lambda rows: rows.gather(1, NUMBERS[: len(rows)]),
+    "padded": lambda rows: torch.nn.functional.pad(rows.view(-1, 4, 6), [0, 2]),
+    "masked": masked,
     "in place": in_place,
 }
 
