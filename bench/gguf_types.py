@@ -2,7 +2,7 @@
 random weights.
 
     python -m bench.gguf_types SOURCE TARGET --type Q4_K
-    python -m bench.gguf_types SOURCE TARGET --random
+    python -m bench.gguf_types SOURCE TARGET --random [--architecture gemma3]
 
 Types are rounded to nearest, which is coarser than llama.cpp's search for scales: files are for
 measuring time and memory and for telling implementations apart, not for serving.
@@ -22,7 +22,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, TokenType
 from gguf.quants import dequantize, quantize
 
-from engine.weights.gguf.file import GgufHeader, read_header
+from engine.names import locate
+from engine.weights.gguf.file import GgufHeader, find_gguf, read_header
 from engine.weights.index import StoredTensor
 
 Array = np.ndarray[Any, Any]
@@ -35,6 +36,9 @@ _ALIGNMENT = 32
 _AT_ONCE = 1 << 22
 """Values that are converted at once."""
 _POOL_BLOCKS = 1 << 14
+_WINDOW = 512
+"""Of a Gemma 3 of 1 B."""
+ARCHITECTURES = ("llama", "qwen3moe", "gemma3")
 _STD = 0.02
 
 
@@ -185,8 +189,9 @@ def _rewritten(file: BinaryIO, tensor: StoredTensor, kind: Kind) -> _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama's sizes; those of 7 B unless said. ``experts``: of a layer, of which each token chooses
-    ``chosen`` and each has ``ffn`` features: a Qwen3 mixture. 0: it has none."""
+    """Sizes of a model of one of the ``ARCHITECTURES``; those of Llama 7 B unless said. ``head_width`` 0:
+    that of all heads is the model's. ``experts``: of a layer, of which each token chooses ``chosen`` and
+    each has ``ffn`` features; Llamas and Gemmas have none."""
 
     width: int = 4096
     layers: int = 32
@@ -194,27 +199,28 @@ class Shape:
     heads: int = 32
     kv_heads: int = 32
     vocabulary: int = 32000
+    head_width: int = 0
     experts: int = 0
     chosen: int = 8
+    architecture: str = "llama"
 
     @property
-    def head_width(self) -> int:
-        return self.width // self.heads
-
-    @property
-    def architecture(self) -> str:
-        return "qwen3moe" if self.experts else "llama"
+    def each_head(self) -> int:
+        return self.head_width or self.width // self.heads
 
 
 def write_random(source: Path, target: Path, shape: Shape, seed: int = 0) -> None:
-    """Writes a Llama or a mixture with random weights in Q4_K, and in Q6_K where llama.cpp's Q4_K_M has
-    it: values, half of the down projections and the head. Metadata are the source's, a Llama's, with
-    other sizes, the vocabulary cut or filled up."""
+    """Writes a model with random weights in Q4_K, and in Q6_K where llama.cpp's Q4_K_M has it: values,
+    half of the down projections and the head, which is a Gemma's embedding. Metadata are the source's, a
+    Llama's, with other sizes, the vocabulary cut or filled up."""
     header = read_header(source)
-    pools = {kind: _pool(kind, seed) for kind in (Kind.Q4_K, Kind.Q6_K)}
+    is_gemma = shape.architecture == "gemma3"
+    wanted = (Kind.Q4_K, Kind.Q6_K)
+    pools = {kind: _pool(kind, seed) for kind in (*wanted, *map(FALLBACKS.__getitem__, wanted))}
     random = np.random.default_rng(seed)
 
-    def matrix(name: str, rows: int, columns: int, kind: Kind, *experts: int) -> _Tensor:
+    def matrix(name: str, rows: int, columns: int, wanted: Kind, *experts: int) -> _Tensor:
+        kind = fitting(wanted, columns)
         pool, in_block = pools[kind], GGML_QUANT_SIZES[kind][0]
 
         def parts() -> Iterator[Array]:
@@ -233,30 +239,33 @@ def write_random(source: Path, target: Path, shape: Shape, seed: int = 0) -> Non
         values = random.normal(0, _STD, (shape.experts, shape.width)).astype(np.float32)
         return _Tensor(name, (shape.width, shape.experts), Kind.F32, lambda: [values])
 
-    kv_width = shape.kv_heads * shape.head_width
+    own_width, kv_width = (each * shape.each_head for each in (shape.heads, shape.kv_heads))
     experts, of_experts = ((shape.experts,), "_exps") if shape.experts else ((), "")
-    tensors = [matrix("token_embd.weight", shape.vocabulary, shape.width, Kind.Q4_K)]
+    norms = ["attn_norm", "ffn_norm"]
+    norms += ["post_attention_norm", "post_ffw_norm"] * is_gemma
+    embedding = Kind.Q6_K if is_gemma else Kind.Q4_K
+    tensors = [matrix("token_embd.weight", shape.vocabulary, shape.width, embedding)]
     for layer in range(shape.layers):
         better = Kind.Q4_K if layer % 2 else Kind.Q6_K
         sizes = {
-            "attn_q": (shape.width, shape.width, Kind.Q4_K),
+            "attn_q": (own_width, shape.width, Kind.Q4_K),
             "attn_k": (kv_width, shape.width, Kind.Q4_K),
             "attn_v": (kv_width, shape.width, better),
-            "attn_output": (shape.width, shape.width, Kind.Q4_K),
+            "attn_output": (shape.width, own_width, Kind.Q4_K),
             f"ffn_gate{of_experts}": (shape.ffn, shape.width, Kind.Q4_K, *experts),
             f"ffn_up{of_experts}": (shape.ffn, shape.width, Kind.Q4_K, *experts),
             f"ffn_down{of_experts}": (shape.width, shape.ffn, better, *experts),
         }
-        if experts:
+        if experts or is_gemma:
             heads = [f"blk.{layer}.attn_{each}_norm.weight" for each in "qk"]
-            tensors += [norm(each, shape.head_width) for each in heads]
+            tensors += [norm(each, shape.each_head) for each in heads]
+        if experts:
             tensors.append(router(f"blk.{layer}.ffn_gate_inp.weight"))
-        tensors += [norm(f"blk.{layer}.{each}.weight") for each in ("attn_norm", "ffn_norm")]
+        tensors += [norm(f"blk.{layer}.{each}.weight") for each in norms]
         tensors += [matrix(f"blk.{layer}.{each}.weight", *size) for each, size in sizes.items()]
-    tensors += [
-        norm("output_norm.weight"),
-        matrix("output.weight", shape.vocabulary, shape.width, Kind.Q6_K),
-    ]
+    tensors.append(norm("output_norm.weight"))
+    if not is_gemma:
+        tensors.append(matrix("output.weight", shape.vocabulary, shape.width, Kind.Q6_K))
     _write(target, _random_metadata(source, header, shape), tensors)
 
 
@@ -264,7 +273,7 @@ def _pool(kind: Kind, seed: int) -> Array:
     """Returns blocks of normal random weights, which tensors are drawn from: to pack all would take
     minutes."""
     weights = np.random.default_rng(seed).normal(0, _STD, (_POOL_BLOCKS, 256))
-    return pack(weights.astype(np.float32), kind)
+    return pack(weights.astype(np.float32), kind).reshape(-1, GGML_QUANT_SIZES[kind][1])
 
 
 def _random_metadata(source: Path, header: GgufHeader, shape: Shape) -> dict[str, bytes]:
@@ -276,9 +285,9 @@ def _random_metadata(source: Path, header: GgufHeader, shape: Shape) -> dict[str
         "feed_forward_length": shape.ffn,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads,
-        "attention.key_length": shape.head_width,
-        "attention.value_length": shape.head_width,
-        "rope.dimension_count": shape.head_width,
+        "attention.key_length": shape.each_head,
+        "attention.value_length": shape.each_head,
+        "rope.dimension_count": shape.each_head,
         "vocab_size": shape.vocabulary,
     }
     if shape.experts:
@@ -286,9 +295,9 @@ def _random_metadata(source: Path, header: GgufHeader, shape: Shape) -> dict[str
             "expert_count": shape.experts,
             "expert_used_count": shape.chosen,
             "expert_feed_forward_length": shape.ffn,
-            "attention.key_length": shape.head_width,
-            "attention.value_length": shape.head_width,
         }
+    if shape.architecture == "gemma3":
+        sizes["attention.sliding_window"] = _WINDOW
     own = {
         key.replace("llama.", f"{shape.architecture}.", 1): value
         for key, value in _metadata_of(source, header).items()
@@ -326,24 +335,30 @@ def _strings(texts: list[str]) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("source", type=Path)
+    parser.add_argument("source", help="a file, or what serve takes that is one, as smollm2")
     parser.add_argument("target", type=Path)
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--type", choices=[kind.name for kind in KINDS], help="of all blocks")
     chosen.add_argument("--random", action="store_true", help="random weights in Q4_K and Q6_K")
     for name, usual in ((field, getattr(Shape(), field)) for field in Shape.__dataclass_fields__):
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(
-            flag, type=int, default=usual, help=f"with --random; {usual} unless said"
-        )
+        flag, choices = "--" + name.replace("_", "-"), None
+        if isinstance(usual, str):
+            choices = ARCHITECTURES
+        said = f"with --random; {usual} unless said"
+        parser.add_argument(flag, type=type(usual), default=usual, choices=choices, help=said)
     options = parser.parse_args()
+    source = find_gguf(locate(options.source))
+    if source is None:
+        parser.error(f"{options.source} is no GGUF file")
     if options.type:
-        rewrite(options.source, options.target, Kind[options.type])
+        rewrite(source, options.target, Kind[options.type])
         return
     shape = Shape(**{name: getattr(options, name) for name in Shape.__dataclass_fields__})
-    if shape.width % 256 or shape.ffn % 256 or shape.width % shape.heads:
-        parser.error("--width and --ffn are multiples of 256, --width of --heads, too")
-    write_random(options.source, options.target, shape)
+    if shape.width % 32 or shape.ffn % 32 or shape.each_head % 32:
+        parser.error("--width, --ffn and the width of a head are multiples of 32")
+    if (shape.architecture == "qwen3moe") != bool(shape.experts):
+        parser.error("--experts is for qwen3moe, which has some")
+    write_random(source, options.target, shape)
 
 
 if __name__ == "__main__":

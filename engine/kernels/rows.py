@@ -72,8 +72,8 @@ def _pick(a: PickArguments) -> None:
 
 
 class SetArguments(NamedTuple):
-    """``output`` ``[num_rows, num_features]``; ``numbers`` ``[num_rows, num_set]``: what becomes ``value``
-    in each row."""
+    """``output`` ``[num_rows, num_features]``; ``numbers`` ``[num_rows, num_set]``: those of its row that
+    become ``value``."""
 
     numbers: Int64s
     output: Floats

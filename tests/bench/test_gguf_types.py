@@ -92,9 +92,18 @@ def test_the_command_writes_either(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {each.kind for each in read_header(target).tensors.values()} == {"F32", "Q5_0"}
     sizes = ["--width", "256", "--layers", "1", "--ffn", "256", "--heads", "4", "--kv-heads", "4"]
     options = ["gguf_types", source, str(target), "--random", "--vocabulary", "300", *sizes]
+    gemma = ["--architecture", "gemma3", "--head-width", "64", "--width", "96"]
+    monkeypatch.setattr(sys, "argv", [*options, *gemma])
+    main()
+    model = load_gguf(target, *read_config(target), "auto")
+    assert model.config.model_type == "gemma3_text"
+    projection = model.get_submodule("model.layers.0.self_attn.o_proj")
+    assert isinstance(projection, GgufWeight)
+    assert (projection.scheme, projection.in_features, projection.out_features) == ("Q4_K", 256, 96)
     monkeypatch.setattr(sys, "argv", options)
     main()
     assert read_header(target).metadata["llama.embedding_length"] == 256
-    monkeypatch.setattr(sys, "argv", [*options, "--width", "100"])
-    with pytest.raises(SystemExit):
-        main()
+    for wrong in (["--width", "100"], ["--experts", "4"]):
+        monkeypatch.setattr(sys, "argv", [*options, *wrong])
+        with pytest.raises(SystemExit):
+            main()
