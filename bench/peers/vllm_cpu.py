@@ -1,5 +1,5 @@
-"""vLLM's build for CPUs in bf16 and fp32, plain and with its n-gram look-up, in-process and behind its own
-server. Where a CPU has no instructions for bf16, prompts are read much faster in fp32."""
+"""vLLM's build for CPUs in bf16 and fp32, plain and with its n-gram look-up, in-process and behind its
+own server. Where a CPU has no instructions for bf16, prompts are read much faster in fp32."""
 
 from __future__ import annotations
 

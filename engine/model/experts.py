@@ -18,6 +18,7 @@ from torch import nn
 
 from engine.kernels import KINDS, LANES
 from engine.kernels.grouped_weight import GroupedWeight, UnpackableError
+from engine.kernels.triton import joint_ops
 from engine.model.product import GroupedProduct, kernels_for, kernels_of
 from engine.states.seam import gates_of
 from engine.weights.experts import ExpertWeights, StoredExperts, expert_sizes
@@ -70,8 +71,11 @@ class PackedExperts(nn.Module):
         self.own, self.first, self.down = own, first, down
         self.method, self.scheme = method, scheme
         self._route, self._weighted_sum = kernels.route, kernels.weighted_sum
-        self._gate = kernel_gate(own, down.in_features) if kernels.gates and not gates else None
+        gate = None if gates else kernel_gate(own, down.in_features)
+        self._gate = gate if kernels.gates else None
         self._applies = not gates and self._gate is None
+        self._activation = gate.activation if gate and not kernels.gates and len(first) == 1 else ""
+        """Which a device's pass between products applies."""
 
     @property
     def num_experts(self) -> int:
@@ -88,15 +92,24 @@ class PackedExperts(nn.Module):
         Returns ``[num_rows, hidden_size]``."""
         own: Any = self.own
         routes = self._route(chosen, own.num_experts)
-        parts = [product(rows, routes=routes) for product in self.first]
-        both = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        if self._applies:
-            both = self._applied(both)
-        output = self.down(both, self._gate, routes)
+        if self._activation:
+            sums = self.first[0].sums(rows, routes)
+            gated = joint_ops.gate_rows(sums, self._activation, rows.dtype)
+            output = self.down(gated, routes=routes)
+        else:
+            output = self._unfused(rows, routes)
         if own.has_post_expert_norm:
             output = own.post_expert_norm(output)
         total: torch.Tensor = self._weighted_sum(output, weights, routes, rows.dtype)
         return total
+
+    def _unfused(self, rows: torch.Tensor, routes: Any) -> torch.Tensor:
+        parts = [product(rows, routes=routes) for product in self.first]
+        both = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if self._applies:
+            both = self._applied(both)
+        output: torch.Tensor = self.down(both, self._gate, routes)
+        return output
 
     def _applied(self, both: torch.Tensor) -> torch.Tensor:
         own: Any = self.own
@@ -115,7 +128,8 @@ def kernel_gate(own: Any, features: int) -> Gate | None:
     if not own.has_gate or not own.is_concatenated or features % LANES:
         return None
     generator = torch.Generator().manual_seed(0)
-    both = torch.randn(16, 8 * LANES, generator=generator) * torch.logspace(-1, 2, 16)[:, None]
+    sizes = torch.logspace(-1, 2, 16, device="cpu")[:, None]
+    both = sizes * torch.randn(16, 8 * LANES, generator=generator, device="cpu")
     expected = own._apply_gate(both)
     for name in ACTIVATIONS:
         found = gate_rows(both, Gate(name, True))

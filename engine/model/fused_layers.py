@@ -28,6 +28,7 @@ from engine.attention.backend import (
 )
 from engine.kernels import KINDS
 from engine.kernels.triton.joint_ops import ACTIVATIONS, HeadNorms, Heads, gate_rows, put_heads
+from engine.kernels.triton.packed_codes import PackedCodes
 from engine.kernels.triton.row_ops import Sums, row_product
 from engine.model.fused import (
     PROBED_ROWS,
@@ -44,14 +45,14 @@ from engine.model.fused import (
 from engine.model.layers import GroupedLinear, LayerShape, PackedLinear
 from engine.model.linear import DeviceWeight
 
-_Linear = nn.Linear | PackedLinear
+_Linear = nn.Linear | PackedLinear | GroupedLinear
 
 
-class JointLayers:
+class JointFloats:
     """Layers of one input as one product. Of several the weights are copied to lie together; once they
     ``adopt`` these, they are held once."""
 
-    def __init__(self, layers: Sequence[_Linear]) -> None:
+    def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
         weights, biases = zip(*map(_weight_of, layers), strict=True)
         self._weight, self._bias = weights[0], biases[0]
@@ -89,21 +90,65 @@ class JointLayers:
         return product
 
 
-def _weight_of(layer: _Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+class JointCodes:
+    """The same of quantized layers, whose products may be one already."""
+
+    def __init__(self, layers: Sequence[GroupedLinear]) -> None:
+        self._parts: list[tuple[Any, slice]] = []
+        for each in layers:
+            first, before = each.first, self._parts[-1:]
+            if before and (each.product, first) == (before[0][0], before[0][1].stop):
+                first = self._parts.pop()[1].start
+            self._parts.append((each.product, slice(first, each.first + each.out_features)))
+        product, columns = self._parts[0]
+        self._alone = product if columns == slice(0, product.out_features) else None
+        """The product of which they are all the columns."""
+
+    def adopt(self) -> None:
+        """Nothing was copied."""
+
+    def sums(self, rows: torch.Tensor) -> Sums:
+        if self._alone is not None and len(self._parts) == 1:
+            found: Sums = self._alone.sums(rows)
+            return found
+        return Sums(self.whole(rows)[None])
+
+    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+        products = {product: product(rows) for product, _ in self._parts}
+        parts = [products[product][:, columns] for product, columns in self._parts]
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
+
+
+def _joint(layers: Sequence[Any]) -> JointFloats | JointCodes:
+    return (JointCodes if isinstance(layers[0], GroupedLinear) else JointFloats)(layers)
+
+
+def _weight_of(layer: nn.Linear | PackedLinear) -> tuple[torch.Tensor, torch.Tensor | None]:
     held = layer.packed if isinstance(layer, PackedLinear) else layer
     bias = held.bias
     return held.weight.detach(), None if bias is None else bias.detach()
 
 
+def _kind_of(layer: _Linear) -> tuple[torch.device, torch.dtype]:
+    """Returns where it is, and the type of its rows."""
+    if isinstance(layer, GroupedLinear):
+        return layer.product.packed.blocks.device, layer.product.dtype
+    weight, _ = _weight_of(layer)
+    return weight.device, weight.dtype
+
+
 def _linear_layers(module: nn.Module) -> dict[str, _Linear] | None:
-    """Returns the children that multiply by floats, of one kind; None: there is another way in which some
-    work, or hooks see what they read and write."""
+    """Returns the children that multiply, by floats or by a device's codes, of one kind; None: there is
+    another way in which some work, or hooks see what they read and write."""
     found: dict[str, _Linear] = {}
     for name, child in module.named_children():
         is_exact = isinstance(child, PackedLinear) and isinstance(child.packed, DeviceWeight)
-        if is_exact or type(child) is nn.Linear:
+        is_packed = is_exact or (
+            isinstance(child, GroupedLinear) and isinstance(child.product.packed, PackedCodes)
+        )
+        if is_packed or type(child) is nn.Linear:
             has_hooks = child._forward_hooks or child._forward_pre_hooks or "forward" in vars(child)
-            if has_hooks or _weight_of(child)[0].dtype not in KINDS:  # type: ignore[arg-type]
+            if has_hooks or _kind_of(child)[1] not in KINDS:  # type: ignore[arg-type]
                 return None
             found[name] = child  # type: ignore[assignment]
     return found if len({type(each) for each in found.values()}) == 1 else None
@@ -114,7 +159,7 @@ class _FusedProducts(FusedParts):
 
     def __init__(self, names: Mapping[_Linear, str], *layers: _Linear) -> None:
         super().__init__()
-        self.first, self.last = JointLayers(layers[:-1]), JointLayers(layers[-1:])
+        self.first, self.last = _joint(layers[:-1]), _joint(layers[-1:])
         self.parts = {
             names[each]: LayerShape(each.in_features, each.out_features) for each in layers
         }
@@ -260,9 +305,9 @@ def _probe(
     layer: _Linear, width: int, dim: int
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """Returns hidden states ``[1, num_rows, width]``, cosines and sines ``[1, num_rows, dim]``."""
-    weight, generator = _weight_of(layer)[0], torch.Generator().manual_seed(0)
+    kind, generator = _kind_of(layer), torch.Generator().manual_seed(0)
     hidden, cosines, sines = (
-        torch.randn(1, PROBED_ROWS, each, generator=generator).to(weight.device, weight.dtype)
+        torch.randn(1, PROBED_ROWS, each, generator=generator).to(*kind)
         for each in (width, dim, dim)
     )
     return hidden, (cosines, sines)
@@ -347,7 +392,7 @@ def _find_gated(network: nn.Module) -> GatedRows | None:
     others = [each for each in network.children() if linear and each not in linear.values()]
     if linear is None or len(linear) not in (2, 3) or len(others) != 1:
         return None
-    device = _weight_of(next(iter(linear.values())))[0].device
+    device, _ = _kind_of(next(iter(linear.values())))
     activation = activation_of(others[0], ACTIVATIONS, _gate, device)
     if activation is None:
         return None
@@ -403,15 +448,22 @@ class FusedLayer(Fused):
         if self.following is None:
             hidden = hidden + self._network(normed)
         else:
-            hidden = self.following.summed(self._network(normed, as_sums=True), hidden)
+            hidden = self.following.summed(self._sums(normed), hidden)
         return (hidden,) if self.is_tuple else hidden
+
+    def _sums(self, normed: torch.Tensor) -> Sums:
+        if isinstance(fused_forward(self._network), GatedRows):
+            found: Sums = self._network(normed, as_sums=True)
+            return found
+        return Sums(self._network(normed).reshape(1, -1, normed.shape[-1]))
 
 
 def _find_layer(module: nn.Module) -> FusedLayer | None:
     by_kind = [(fused_forward(each), each) for each in module.children()]
     attention = [each for fused, each in by_kind if isinstance(fused, FusedAttention)]
-    networks = [each for fused, each in by_kind if isinstance(fused, GatedRows)]
     norms = [each for fused, each in by_kind if isinstance(fused, FusedNorm)]
+    others = (each for each in module.children() if each not in (*attention, *norms))
+    networks = [each for each in others if _has_weights(each)]
     if (len(attention), len(networks), len(norms), _num_weighted(module)) != (1, 1, 2, 4):
         return None
     told: Any = fused_forward(attention[0])

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine.kernels.packing import PackedGroups
     from engine.kernels.routes import Routes
     from engine.kernels.row_records import Gate
+    from engine.kernels.triton.row_ops import Sums
 
     Packed = PackedGroups | PackedCodes
 
@@ -99,14 +100,23 @@ class GroupedProduct:
         """``rows`` ``[num_rows, in_features]``, or twice as many features that ``gate`` makes one half
         of; returns ``[num_rows, out_features]``, with ``routes`` to experts ``[num_pairs,
         out_features]``."""
-        rows = rows if rows.dtype in KINDS else rows.float()
-        if self.order is not None:
-            if gate is not None:
-                from engine.kernels.row_records import gate_rows
+        if self.order is not None and gate is not None:
+            from engine.kernels.row_records import gate_rows
 
-                rows, gate = gate_rows(rows, gate), None
-            rows = rows.index_select(1, self.order)
+            rows, gate = gate_rows(rows, gate), None
+        rows = self._read(rows)
         return self._multiply(rows, self.packed, self.dtype, gate, self.keeps_inputs, routes)
+
+    def sums(self, rows: torch.Tensor, routes: Any = None) -> Sums:
+        """Returns the same, on a device, as what comes next may add it up."""
+        from engine.kernels.triton.code_ops import sums
+
+        assert isinstance(self.packed, PackedCodes)
+        return sums(self._read(rows), self.packed, self.dtype, routes)
+
+    def _read(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows if rows.dtype in KINDS else rows.float()
+        return rows if self.order is None else rows.index_select(1, self.order)
 
     def weight(self, first: int, count: int) -> torch.Tensor:
         """Returns the weights of ``count`` outputs from ``first`` on, ``[count, in_features]``."""

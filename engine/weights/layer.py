@@ -7,6 +7,7 @@ They last from loading to packing (``engine.model.quantization``), and compute n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +42,13 @@ def embed_scale(module: nn.Module) -> float | None:
 
 def scaled(found: torch.Tensor, scale: float) -> torch.Tensor:
     """Returns what was looked up times a scale, which is rounded to its type first."""
-    return found if scale == 1.0 else found * torch.tensor(scale).to(found.dtype)
+    return found if scale == 1.0 else found * _rounded(scale, found.dtype)
+
+
+@cache
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    """No tensor: one that is made in each forward would keep it from being recorded."""
+    return torch.tensor(scale, device="cpu").to(dtype).item()
 
 
 def room(

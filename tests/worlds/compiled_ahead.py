@@ -27,12 +27,14 @@ from engine.kernels.triton import (
     choice_programs,
     code_programs,
     copy_programs,
+    expert_programs,
     joint_programs,
     row_programs,
 )
 from engine.kernels.triton import ragged_attention as programs
 from engine.kernels.triton.choice_ops import choose_variant, score_variant
 from engine.kernels.triton.code_ops import code_tile
+from engine.kernels.triton.expert_ops import adding_variant, laying_variant
 from engine.kernels.triton.joint_ops import ACTIVATIONS, gate_variant, heads_variant
 from engine.kernels.triton.ops import attend_variant, join_variant, store_variant
 from engine.kernels.triton.packed_codes import NUMBERS, format_of
@@ -100,8 +102,8 @@ _NUMBER_TYPES = {
 }  # fmt: skip
 _INTS = {"codes": "*i16", "slots": "*i64", "plan": "*i32", "joins": "*i32", "best_tokens": "*i32"}
 _INTS |= dict.fromkeys(("noise_keys", "noise_positions", "chosen", "tokens", "drafted"), "*i64")
-_INTS |= {"told": "*i32", "texts": "*i32", "pairs": "*i64", "blocks": "*i64"}
-_FLOATS = {"sums": "*fp32", "stats": "*fp32", "factors": "*fp32"}
+_INTS |= {"told": "*i32", "texts": "*i32"} | dict.fromkeys(("pairs", "blocks", "experts"), "*i64")
+_FLOATS = dict.fromkeys(("sums", "stats", "factors", "weights"), "*fp32")
 _DOUBLES = dict.fromkeys(("scores", "temperatures"), "*fp64")
 _NUMBERS = {"scale", "softcap", "largest_key", "largest_value", "epsilon"}
 _OF_ROWS = {"query", "key", "value", "output", "sinks", "rows", "weight", "bias", "chunks"}
@@ -182,6 +184,11 @@ def _made_for(name: str) -> Iterator[tuple[Any, Any, str, str]]:
             yield choice_programs.score, score_variant(), logits, ""
         yield choice_programs.choose, choose_variant(149), "bf16", ""
         return
+    if name == "experts":
+        for num_pairs in (8, 4096):
+            yield expert_programs.lay_pairs, laying_variant(num_pairs, 128, 16), "bf16", ""
+        yield expert_programs.add_outputs, adding_variant(8), "bf16", ""
+        return
     if name == "copies":
         for most_nodes in (4, 64):
             yield copy_programs.copy_drafts, copying_variant(most_nodes), "i64", ""
@@ -229,4 +236,6 @@ def main(capability: int, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES, "passes", "copies"])
+    main(
+        int(sys.argv[1]), sys.argv[2:] or [*VARIANTS, *ROWS, *CODES, "passes", "copies", "experts"]
+    )

@@ -10,7 +10,7 @@ import torch
 from engine.kernels.triton import Variant, is_interpreted, num_processors
 from engine.kernels.triton.expert_ops import ROWS_OF_BLOCK, Routes
 from engine.kernels.triton.packed_codes import NUMBERS, CodeFormat, PackedCodes
-from engine.kernels.triton.row_ops import add_sums, launch_of, lying_together
+from engine.kernels.triton.row_ops import Sums, added_up, launch_of, lying_together
 
 _CHUNKS = (2048, 1024, 512, 256)
 _ENOUGH_PARTS = 512
@@ -47,31 +47,36 @@ def product(
     multiplied; of ``routes``, those of the pairs or what these are made of. Returns ``[num_rows or
     num_pairs, out_features]``. Nothing is gated or rounded here."""
     assert (gate, keeps_inputs) == (None, True)
-    if routes is not None:
-        return _pair_products(rows, packed, dtype, routes)
-    form, numbers = _told(packed)
-    routed: list[torch.Tensor] = []
-    operands = (rows, packed.blocks, numbers, packed.bias, routed)
-    result: torch.Tensor = code_product(*operands, packed.format.kind, form, dtype)
-    return result
-
-
-def _pair_products(
-    rows: torch.Tensor, packed: PackedCodes, dtype: torch.dtype, routes: Routes
-) -> torch.Tensor:
-    form, numbers = _told(packed)
-    form += [packed.num_experts, len(routes.pairs) // max(1, len(rows)), routes.rows_of_block]
     bias = packed.bias
-    operands = (rows, packed.blocks, numbers, None, [routes.pairs, routes.blocks])
-    own = dtype if bias is None else torch.float32
-    result: torch.Tensor = code_product(*operands, packed.format.kind, form, own)
-    return result if bias is None else (result + bias[routes.experts]).to(dtype)
+    if routes is None or bias is None:
+        result: torch.Tensor = code_product(*_operands(rows, packed, dtype, routes))
+        return result
+    result = code_product(*_operands(rows, packed, torch.float32, routes))
+    return (result + bias[routes.experts]).to(dtype)
 
 
-def _told(packed: PackedCodes) -> tuple[list[int], list[torch.Tensor | None]]:
-    kind = packed.format
+def sums(
+    rows: torch.Tensor, packed: PackedCodes, dtype: torch.dtype, routes: Routes | None = None
+) -> Sums:
+    """Returns the same, as what comes next may add it up."""
+    bias = packed.bias
+    if routes is not None and bias is not None:
+        return Sums(product(rows, packed, dtype, routes=routes)[None])
+    chunks = _multiplied(*_operands(rows, packed, dtype, routes))
+    return Sums(chunks, bias if len(chunks) > 1 else None)
+
+
+def _operands(
+    rows: torch.Tensor, packed: PackedCodes, dtype: torch.dtype, routes: Routes | None
+) -> tuple[Any, ...]:
+    """Returns what ``code_product`` takes; experts' biases are added later."""
+    kind, bias, routed = packed.format, packed.bias, list[torch.Tensor]()
     form = [kind.in_features, kind.bits, kind.zero, kind.span, kind.inner_span]
-    return form, [packed.tensors.get(name) for name in NUMBERS]
+    numbers = [packed.tensors.get(name) for name in NUMBERS]
+    if routes is not None:
+        form += [packed.num_experts, len(routes.pairs) // max(1, len(rows)), routes.rows_of_block]
+        bias, routed = None, [routes.pairs, routes.blocks]
+    return rows, packed.blocks, numbers, bias, routed, kind.kind, form, dtype
 
 
 def look_up(packed: PackedCodes, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -95,33 +100,45 @@ def code_product(
     blocks, or nothing. ``form``: inputs, bits, zero and spans of its format, and of routes how many
     experts there are, pairs for each of the rows, and rows of a block. Returns ``[num_rows,
     out_features]`` of ``dtype``, or of each pair; zeros of those that have no expert."""
+    chunks = _multiplied(rows, codes, numbers, bias, routes, kind, form, dtype)
+    return added_up(Sums(chunks, bias if len(chunks) > 1 else None), dtype)
+
+
+def _multiplied(
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    numbers: Sequence[torch.Tensor | None],
+    bias: torch.Tensor | None,
+    routes: Sequence[torch.Tensor],
+    kind: str,
+    form: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Returns the sums of chunks ``[num_chunks, num_rows, out_features]`` float32; of one, the
+    product."""
     from engine.kernels.triton.code_programs import multiply_codes
 
     (num_rows, in_features), channels = rows.shape, codes.shape[1]
     rows = lying_together(rows)
     num_experts, num_chosen, most_rows = form[5:] or (1, 1, num_rows)
     num_rows, out_features = num_rows * num_chosen, channels // num_experts
-    make = rows.new_zeros if routes else rows.new_empty  # of what no block writes
-    output = make(num_rows, out_features, dtype=dtype)
-    if not num_rows:
-        return output
     constants, launch = code_tile(CodeFormat._make((kind, *form[:5], ())), most_rows, out_features)
     num_chunks = -(-in_features // constants["CHUNK"])
     pairs, blocks = routes or (None, None)
     num_blocks = -(-num_rows // constants["ROWS"]) if blocks is None else blocks.shape[1]
     grid = (num_blocks, -(-out_features // constants["FEATURES"]))
     is_divided = num_chunks > 1 and grid[0] * grid[1] < _enough_programs(rows.device)
-    sums = output
-    if is_divided:
-        sums = make(num_chunks, num_rows, out_features, dtype=torch.float32)
+    num_sums, own = (num_chunks, torch.float32) if is_divided else (1, dtype)
+    make = rows.new_zeros if routes else rows.new_empty  # of what no block writes
+    output = make(num_sums, num_rows, out_features, dtype=own)
+    if not num_rows:
+        return output
     with torch.cuda.device_of(rows):
-        multiply_codes[(*grid, num_chunks if is_divided else 1)](
-            rows, codes, *numbers, bias, pairs, blocks, output, sums, num_rows, out_features,
-            in_features, rows.stride(0), num_blocks, num_chosen, num_experts,
+        multiply_codes[(*grid, num_sums)](
+            rows, codes, *numbers, bias, pairs, blocks, output, num_rows, out_features, in_features,
+            rows.stride(0), num_blocks, num_chosen, num_experts,
             **constants, IS_DIVIDED=is_divided, **launch,
         )  # fmt: skip
-        if is_divided:
-            add_sums(sums, bias, output)
     return output
 
 

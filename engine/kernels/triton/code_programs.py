@@ -111,8 +111,7 @@ def multiply_codes(
     bias,  # [out_features]
     pairs,  # [num_pairs] int64, by experts; None: rows are rows
     blocks,  # [3, num_blocks] int64: an expert, where its pairs begin and end
-    output,  # [num_rows, out_features]
-    sums,  # [num_chunks, num_rows, out_features] float32
+    output,  # [num_rows, out_features], or of each chunk
     num_rows,
     out_features,
     in_features,
@@ -208,7 +207,7 @@ def multiply_codes(
     is_output = is_row[None, :] & is_feature[:, None]
     if IS_DIVIDED:
         offset = tl.cast(first_chunk, tl.int64) * num_rows * out_features
-        tl.store(sums + offset + where, total, is_output)
+        tl.store(output + offset + where, total, is_output)
     else:
         if bias is not None:
             of_feature = tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)

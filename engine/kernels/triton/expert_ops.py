@@ -1,8 +1,8 @@
 """Which rows each expert is multiplied with on a device, and what a row's experts add up to.
 
-As ``engine.kernels.routes`` has it, by operations whose shapes the host knows, so that graphs capture
-them. Pairs of one expert come in blocks; there are as many blocks as there could be, and those that no
-expert needs are empty.
+As ``engine.kernels.routes`` has it, in shapes that the host knows, so that graphs capture it. Pairs of
+one expert come in blocks; there are as many blocks as there could be, and those that no expert needs are
+empty.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from engine.kernels.triton import Variant
+from engine.kernels.triton.ops import lanes
+from engine.kernels.triton.row_ops import launch_of
+
 ROWS_OF_BLOCK = 16
 """Pairs of a block where experts have few, and half as many as where they have more."""
+_MOST_PAIRS = 2048
+_FEATURES = 1024
 
 
 class Routes(NamedTuple):
@@ -29,25 +35,31 @@ class Routes(NamedTuple):
 def route(chosen: torch.Tensor, num_experts: int) -> Routes:
     """``chosen`` ``[num_rows, num_chosen]`` int64, a row's experts; others than ``num_experts`` are
     none."""
-    experts = chosen.reshape(-1)
-    is_there = (experts >= 0) & (experts < num_experts)
-    num_pairs = len(experts)
+    from engine.kernels.triton.expert_programs import lay_pairs
+
+    num_pairs = chosen.numel()
     size = ROWS_OF_BLOCK if num_pairs <= ROWS_OF_BLOCK * num_experts else 2 * ROWS_OF_BLOCK
-    known = experts.where(is_there, num_experts)
-    sorted_experts, pairs = known.sort(stable=True)
-    every = torch.arange(num_experts + 1, device=chosen.device)
-    starts = torch.searchsorted(sorted_experts, every)
-    blocks_of_each = (starts.diff() + size - 1) // size
-    ends_of_blocks = blocks_of_each.cumsum(0)
     num_blocks = num_pairs // size + min(num_pairs, num_experts)
-    block = torch.arange(num_blocks, device=chosen.device)
-    owner = torch.searchsorted(ends_of_blocks, block, right=True)
-    expert = owner.clamp(max=num_experts - 1)
-    before = (ends_of_blocks - blocks_of_each)[expert]
-    first = starts[expert] + (block - before) * size
-    end = torch.minimum(first + size, starts[expert + 1])
-    end = end.where(owner < num_experts, first)
-    return Routes(pairs, torch.stack([expert, first, end]), experts.where(is_there, 0), size)
+    pairs, experts = chosen.new_empty(2, num_pairs)
+    blocks = chosen.new_empty(3, num_blocks)
+    constants, launch = laying_variant(num_pairs, num_experts, size)
+    if num_pairs:
+        with torch.cuda.device_of(chosen):
+            lay_pairs[(num_experts + 1,)](
+                *(chosen.contiguous(), pairs, blocks, experts, num_pairs, num_blocks),
+                **constants,
+                **launch,
+            )
+    return Routes(pairs, blocks, experts, size)
+
+
+def laying_variant(num_pairs: int, num_experts: int, size: int) -> Variant:
+    constants = {"NUM_EXPERTS": num_experts, "BINS": lanes(num_experts + 1), "SIZE": size}
+    return Variant(constants | {"PAIRS": min(_MOST_PAIRS, lanes(num_pairs))}, launch_of(4, 1))
+
+
+def adding_variant(num_chosen: int) -> Variant:
+    return Variant({"NUM_CHOSEN": num_chosen, "FEATURES": _FEATURES}, launch_of(4, 1))
 
 
 def weighted_sum(
@@ -55,9 +67,17 @@ def weighted_sum(
 ) -> torch.Tensor:
     """``outputs`` ``[num_pairs, features]``, ``weights`` ``[num_rows, num_chosen]``. Returns
     ``[num_rows, features]``: experts are added in the order in which they were chosen."""
+    from engine.kernels.triton.expert_programs import add_outputs
+
     del routes
-    parts = outputs.view(*weights.shape, -1).float() * weights.float()[..., None]
-    total = parts[:, 0]
-    for choice in range(1, parts.shape[1]):
-        total = total + parts[:, choice]
-    return total.to(dtype)
+    (num_rows, num_chosen), num_features = weights.shape, outputs.shape[-1]
+    total = outputs.new_empty(num_rows, num_features, dtype=dtype)
+    constants, launch = adding_variant(num_chosen)
+    if num_rows:
+        with torch.cuda.device_of(outputs):
+            add_outputs[(num_rows, -(-num_features // constants["FEATURES"]))](
+                *(outputs.contiguous(), weights.contiguous(), total, num_features),
+                **constants,
+                **launch,
+            )
+    return total

@@ -80,7 +80,7 @@ def row_product(
     may be a transposed view, ``bias`` ``[out_features]``, all of one type (float32, bfloat16, float16);
     returns ``[.., out_features]`` of it. Sums are float32's, in an order that the layer alone decides."""
     flat = rows.reshape(-1, rows.shape[-1])
-    product = _added_up(Sums.of(flat, weight, bias), rows.dtype)
+    product = added_up(Sums.of(flat, weight, bias), rows.dtype)
     return product.view(*rows.shape[:-1], weight.shape[0])
 
 
@@ -113,20 +113,14 @@ def _multiplied(
     return sums
 
 
-def _added_up(sums: Sums, dtype: torch.dtype) -> torch.Tensor:
+def added_up(sums: Sums, dtype: torch.dtype) -> torch.Tensor:
     """Returns the product ``[num_rows, out_features]`` of ``dtype``."""
+    from engine.kernels.triton.row_programs import add_chunks
+
     chunks, bias = sums
     if len(chunks) == 1 or not chunks.numel():
         return chunks[0].to(dtype)
     output = torch.empty_like(chunks[0], dtype=dtype)
-    add_sums(chunks, bias, output)
-    return output
-
-
-def add_sums(chunks: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor) -> None:
-    """Fills ``output`` ``[num_rows, out_features]`` with the sums of chunks that programs left."""
-    from engine.kernels.triton.row_programs import add_chunks
-
     constants, launch = adding_tile(len(chunks))
     with torch.cuda.device_of(chunks):
         add_chunks[(-(-output.numel() // _ELEMENTS),)](
@@ -139,6 +133,7 @@ def add_sums(chunks: torch.Tensor, bias: torch.Tensor | None, output: torch.Tens
             HAS_BIAS=bias is not None,
             **launch,
         )
+    return output
 
 
 @row_product.register_fake

@@ -138,7 +138,8 @@ def test_a_forward_over_fake_tensors_is_traced_with_one_call_per_layer() -> None
         (
             90,
             ["8 B, drafts", "8 B, exact", "8 B, 8-bit floats", "gpt-oss", "gemma 2"]
-            + ["products, divided", "products, few outputs", "products, fp32", "passes", "copies"],
+            + ["products, divided", "products, few outputs", "products, fp32"]
+            + ["passes", "copies", "experts"],
         ),
         (100, ["8 B, prompts", "8 B, 8-bit floats", "products, bf16"]),
     ],
@@ -149,9 +150,11 @@ def test_programs_are_compiled_for_devices_that_are_not_here(
     """They spill no registers, but for two on sm_80."""
     told = compiled_ahead(capability, variants, tmp_path)
     num_products = sum(each.startswith("products") for each in variants)
-    num_attending = len(variants) - num_products - len({"passes", "copies"}.intersection(variants))
+    others = {"passes", "copies", "experts"}.intersection(variants)
+    num_attending = len(variants) - num_products - len(others)
     assert told.count("compiled attend") == num_attending
     assert told.count("compiled copy_drafts") == 2 * variants.count("copies")
+    assert told.count("compiled lay_pairs") == 2 * variants.count("experts")
     assert told.count("compiled rotate_and_store") == 4 * variants.count("passes")
     assert told.count("compiled multiply") == num_products
     assert told.count("compiled join") == told.count("compiled store_rows") == 1

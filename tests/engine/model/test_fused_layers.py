@@ -16,18 +16,21 @@ from engine.attention import triton as attention
 from engine.attention.backend import AttentionNeeds, build_attention
 from engine.batch import build_batch
 from engine.capture.replays import DeviceGraphs, GraphSizes
-from engine.kernels.triton import Variant, row_ops
-from engine.kernels.triton.row_ops import row_norm
+from engine.kernels.triton import Variant, code_ops, row_ops
+from engine.kernels.triton.row_ops import added_up, row_norm
 from engine.model import fused, fusing, linear
 from engine.model.fused import Fused, FusedNorm, fused_forward
-from engine.model.fused_layers import FusedAttention, FusedLayer, GatedRows
+from engine.model.fused_layers import FusedAttention, FusedLayer, GatedRows, JointCodes
 from engine.model.fusing import fuse
-from engine.model.layers import PackedLinear
+from engine.model.layers import GroupedLinear, PackedLinear
 from engine.model.linear import DeviceWeight, pack_linears
 from engine.model.loader import attach_attention
+from engine.model.product import GroupedProduct
+from engine.model.quantization import complete_packed, quantize_model
 from engine.model.runner import ModelRunner
 from engine.model.selfcheck import check_exact, check_logits, reference_logits
 from engine.request.info import Determinism
+from worlds.device_world import no_host
 from worlds.graph_maker import ReplayingMaker
 from worlds.interpreted import ON_CPU, patching_once
 from worlds.launches import counting_launches
@@ -60,6 +63,7 @@ def on_a_device() -> Iterator[None]:
         patch.setattr(linear, "pack_weight", lambda weight, bias, *_: DeviceWeight(weight, bias))
         patch.setattr(row_ops, "_enough_programs", lambda _: 2 * NUM_PROCESSORS)
         patch.setattr(row_ops, "product_tile", small_tile)
+        patch.setattr(code_ops, "_CHUNKS", (32,))
         patch.setattr(attention, "num_processors", lambda _: NUM_PROCESSORS)
         patch.setattr(attention.TritonAttention, "chunk", 16)
         yield
@@ -84,6 +88,28 @@ def plain(model: PreTrainedModel) -> ModelRunner:
     shapes = attach_attention(model)
     needs = AttentionNeeds.of(model, shapes, "fast", BLOCK_SIZE)
     return ModelRunner(model, build_attention(needs, 97, "sdpa"))
+
+
+def quantized(name: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+    """A model in 8 bits, as a device holds it."""
+    model = tiny_model(name, dtype, **changes)
+    with no_host():
+        quantize_model(model)
+        complete_packed(model)
+    return model
+
+
+def launches_of(model: PreTrainedModel, determinism: Determinism, is_fused: bool) -> int:
+    """Of one row after a text of several chunks. Not fused: but for norms."""
+    if not is_fused:
+        for each in model.modules():
+            if (norm := fused.find_norm(each)) is not None:
+                vars(each)["forward"] = norm
+    runner = served(model, determinism, is_fused)
+    text, table = random_ids(1, 40), scattered_table(0, 12)
+    with counting_launches() as counted:
+        runner.forward(build_batch([chunk(text, 39, 1, table)], BLOCK_SIZE))
+    return len(counted)
 
 
 def kinds(model: nn.Module) -> dict[type, int]:
@@ -142,18 +168,68 @@ def test_a_layer_takes_few_launches(name: str, determinism: Determinism, before:
 
     def launches(num_layers: int, is_fused: bool) -> int:
         model = tiny_model(name, torch.float16, num_hidden_layers=num_layers)
-        if not is_fused:
-            for each in model.modules():
-                if (norm := fused.find_norm(each)) is not None:
-                    vars(each)["forward"] = norm
-        runner = served(model, determinism, is_fused)
-        text, table = random_ids(1, 40), scattered_table(0, 12)
-        with counting_launches() as counted:
-            runner.forward(build_batch([chunk(text, 39, 1, table)], BLOCK_SIZE))
-        return len(counted)
+        return launches_of(model, determinism, is_fused)
 
     assert launches(2, is_fused=False) - launches(1, is_fused=False) == before
     assert launches(2, is_fused=True) - launches(1, is_fused=True) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        ("llama", {"attention_bias": True}, (5, 2, 2, 2)),
+        ("qwen3", {}, (9, 2, 2, 2)),
+        ("qwen3_moe", {}, (9, 2, 0, 2)),
+        ("gpt_oss", {}, (5, 0, 0, 0)),
+        ("gemma2", {}, (17, 4, 4, 0)),
+    ],
+)
+def test_quantized_models_write_what_they_wrote(
+    name: str, changes: dict[str, Any], found: tuple[int, ...]
+) -> None:
+    model, same = (quantized(name, torch.float32, **changes) for _ in range(2))
+    runner, unfused = served(model), served(same, is_fused=False)
+    assert tuple(kinds(model).values()) == found
+    torch.testing.assert_close(written(runner), written(unfused), rtol=1e-4, atol=1e-4)
+
+
+def test_quantized_layers_of_other_products_are_joined() -> None:
+    """In the order in which a pass reads them, from wherever they lie."""
+    model = quantized("llama", torch.float32)
+    network: Any = model.get_decoder().layers[0].mlp
+    both = network.gate_proj, network.up_proj
+    rows = torch.randn(3, both[0].in_features, generator=torch.Generator().manual_seed(1))
+    other = GroupedLinear(*_other(network))
+    for layers in (both, both[::-1], both[1:], (both[1], other)):
+        joint = JointCodes(layers)
+        expected = torch.cat([each(rows.clone()) for each in layers], 1)
+        assert torch.equal(joint.whole(rows), expected)
+        assert torch.equal(added_up(joint.sums(rows), torch.float32), expected)
+
+
+def _other(network: Any) -> tuple[Any, int, str, str]:
+    """A layer of a product of its own."""
+    product = network.gate_proj.product
+    alone = GroupedProduct(product.packed, product.dtype)
+    return alone, product.out_features, "int8", "int8"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_row_of_a_quantized_model_has_the_same_bits_in_any_company(name: str) -> None:
+    assert check_exact(served(quantized(name, torch.float16), "exact"))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("llama", 27, 10), ("qwen3", 29, 10), ("qwen3_moe", 35, 19)],
+)
+def test_a_quantized_layer_takes_few_launches(name: str, before: int, after: int) -> None:
+    def launches(num_layers: int, is_fused: bool) -> int:
+        model = quantized(name, torch.float16, num_hidden_layers=num_layers)
+        return launches_of(model, "exact", is_fused)
+
+    assert launches(2, is_fused=False) - launches(1, is_fused=False) == before
+    assert launches(2, is_fused=True) - launches(1, is_fused=True) == after
 
 
 @pytest.mark.parametrize("determinism", ["fast", "exact"])
