@@ -60,7 +60,11 @@ def _written(result: Tensor, *writers: Callable[[Tensor], Any]) -> Kernels | Non
 
 
 def _square(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
-    return _elementwise("SQUARE")(args[:1], result) if args[1:] == (2,) else None
+    return _elementwise("SQUARE")(args[:1], result) if args[1:] in ((), (2,)) else None
+
+
+def _rectified(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
+    return _elementwise("CLAMP")((*args, 0.0, torch.inf), result)
 
 
 def _clamp(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
@@ -189,6 +193,8 @@ _FINDERS: dict[Any, Callable[[tuple[Any, ...], Tensor], Kernels | None]] = {
     _aten.div_.Tensor: _elementwise("QUOTIENT"),
     _aten.neg.default: _elementwise("NEGATIVE"),
     _aten.pow.Tensor_Scalar: _square,
+    _aten.square.default: _square,
+    _aten.relu.default: _rectified,
     _aten.clamp.default: _clamp,
     _aten.contiguous.default: _copied,
     _aten.clone.default: _copied,

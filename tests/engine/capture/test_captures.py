@@ -27,7 +27,7 @@ from engine.capture.recording import Recording
 from engine.capture.sample import Sample, Shape
 from engine.model.fusing import fuse
 from engine.model.linear import pack_linears
-from engine.model.quantization import quantize_model
+from engine.model.quantization import complete_packed, quantize_model
 from engine.model.runner import ModelRunner
 from engine.weights.rounding.int8 import is_exact
 from worlds.threads import threads
@@ -173,7 +173,20 @@ _WITH_OTHERS = {"gpt2", "phi3_longrope", "gemma3", "kimi_linear"}
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES} - _WITH_OTHERS))
 def test_nothing_stands_between_a_models_kernels(name: str) -> None:
     """Neither of its own nor of torch."""
-    recording, plain = runner_of(tiny_model(name)), runner_of(tiny_model(name), is_open=False)
+    is_one_sequence(tiny_model(name), tiny_model(name))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama", "qwen3_moe"])
+def test_nothing_stands_between_a_quantized_models_kernels(name: str) -> None:
+    models = tiny_model(name), tiny_model(name)
+    for each in models:
+        quantize_model(each)
+        complete_packed(each)
+    is_one_sequence(*models)
+
+
+def is_one_sequence(model: PreTrainedModel, same: PreTrainedModel) -> None:
+    recording, plain = runner_of(model), runner_of(same, is_open=False)
     for each in (recording, plain):
         pack_linears(each.model, 256, exact=True)
         fuse(each.model, 256)

@@ -48,6 +48,7 @@ OPERATIONS: dict[str, Operation] = {
     "wider": lambda rows: (rows * FACTORS).to(rows.dtype),
     "negative": lambda rows: -rows.pow(2),
     "clamped": lambda rows: rows.clamp(-1.0, 0.5).clamp(min=-0.3).clamp(max=0.1),
+    "rectified": lambda rows: torch.relu(rows[:, 1:]).square(),
     "heads": lambda rows: rows.view(1, -1, 4, 6).transpose(1, 2) * rows[None, None, :, :6],
     "every other": lambda rows: rows[:, ::2] * rows[:, 1::2],
     "other way round": lambda rows: rows.view(-1, 4, 6).transpose(1, 2).reshape(-1, WIDTH),
