@@ -316,3 +316,23 @@ def test_adapters_change_the_parts_of_joint_products(determinism: Determinism) -
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     if determinism == "exact":
         assert torch.equal(beside, alone)
+
+
+def test_adapters_change_quantized_layers_as_they_do_unfused() -> None:
+    text, found = random_ids(1, 12), []
+    for is_fused in (True, False):
+        runner = served(quantized("llama", torch.float32), is_fused=is_fused)
+        layers, generator = runner.serve_adapters(), torch.Generator().manual_seed(1)
+        parts = {}
+        for name, (width, features) in sorted(layers.shapes.items()):
+            first, second = (
+                0.2 * torch.randn(sizes, generator=generator)
+                for sizes in ((4, width), (features, 4))
+            )
+            parts[name] = first, second
+        assert len(parts) == 2 * 7 + 1
+        rows = [chunk(text, 0, 12, scattered_table(at, 12, first=24 * at)) for at in (0, 1)]
+        rows[0].adapter = layers.pack(parts)
+        found.append(run_together(runner, rows))
+    assert not torch.allclose(found[0][0], found[0][1], atol=0.1)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
