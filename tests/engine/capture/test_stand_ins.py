@@ -14,6 +14,7 @@ from engine.capture.recorder import KernelCall, Recorder
 from engine.capture.recording import Recording
 from engine.capture.sample import Sample, Shape
 from engine.kernels import KINDS
+from engine.weights.layer import scaled
 
 WIDTH = 24
 FACTORS, PICKED = torch.linspace(-2.0, 2.0, WIDTH), torch.tensor([5, 0, 5, 23])
@@ -48,6 +49,7 @@ OPERATIONS: dict[str, Operation] = {
     "wider": lambda rows: (rows * FACTORS).to(rows.dtype),
     "negative": lambda rows: -rows.pow(2),
     "clamped": lambda rows: rows.clamp(-1.0, 0.5).clamp(min=-0.3).clamp(max=0.1),
+    "scaled": lambda rows: scaled(rows, 33.9411),
     "rectified": lambda rows: torch.relu(rows[:, 1:]).square(),
     "heads": lambda rows: rows.view(1, -1, 4, 6).transpose(1, 2) * rows[None, None, :, :6],
     "every other": lambda rows: rows[:, ::2] * rows[:, 1::2],
@@ -82,6 +84,7 @@ def test_results_have_torchs_bits(name: str, dtype: torch.dtype) -> None:
         assert {type(each) for each in recorder.calls} == {KernelCall}, recorder.calls
         return Sample(recorder, output)
 
+    forward(Shape(2, 1))  # as forwards are run before one is recorded
     recording = Recording(sample)
     for num_rows in (12, 2, 5):
         memory.copy_(memory.roll(num_rows))
