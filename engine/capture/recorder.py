@@ -120,7 +120,8 @@ class Recorder(TorchDispatchMode):
             return self._block_like(result)
         if isinstance(result, torch.Tensor) and result.numel() == 0:
             return result  # nothing is to be made again
-        kernels = None if any(named.values()) else kernels_for(func, args, result)
+        is_told_more = any(each is not None and each is not False for each in named.values())
+        kernels = None if is_told_more else kernels_for(func, args, result)
         if kernels is None:
             return self._note(func, args, named, result)
         place = result if func._schema.is_mutable else self._filled(result)

@@ -111,9 +111,10 @@ def _number(number: float, dtype: torch.dtype) -> Tensor:
 
 def _padded(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     """Zeros behind each row."""
-    kernel, (source, (before, behind, *others), *how) = find_kernel("elementwise"), args
-    if before or behind <= 0 or any(others) or how not in ([], ["constant"], ["constant", 0.0]):
+    kernel, (source, pads, *how) = find_kernel("elementwise"), args
+    if len(pads) < 2 or pads[0] or pads[1] <= 0 or any(pads[2:]) or how not in ([], ["constant"]):
         return None
+    behind = pads[1]
     zero, width = _number(0.0, result.dtype), source.shape[-1]
 
     def copied(place: Tensor) -> Any:

@@ -101,20 +101,23 @@ class JointCodes:
                 first = self._parts.pop()[1].start
             self._parts.append((each.product, slice(first, each.first + each.out_features)))
         product, columns = self._parts[0]
-        self._alone = product if columns == slice(0, product.out_features) else None
-        """The product of which they are all the columns."""
+        is_alone = len(self._parts) == 1 and columns == slice(0, product.out_features)
+        self._alone: Any = product if is_alone else None
+        """The product of which they are all the columns, in their order."""
 
     def adopt(self) -> None:
         """Nothing was copied."""
 
     def sums(self, rows: torch.Tensor) -> Sums:
-        if self._alone is not None and len(self._parts) == 1:
+        # Rows of another type would be rounded by the number of their chunks.
+        if self._alone is not None and rows.dtype == self._alone.dtype:
             found: Sums = self._alone.sums(rows)
             return found
         return Sums(self.whole(rows)[None])
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
-        products = {product: product(rows) for product, _ in self._parts}
+        found = dict.fromkeys(product for product, _ in self._parts)
+        products = {product: product(rows) for product in found}
         parts = [products[product][:, columns] for product, columns in self._parts]
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
 

@@ -17,7 +17,7 @@ from engine.kernels.triton.row_ops import launch_of
 
 ROWS_OF_BLOCK = 16
 """Pairs of a block where experts have few, and half as many as where they have more."""
-_MOST_PAIRS = 2048
+_FEW_PAIRS, _MANY_PAIRS = 128, 2048
 _FEATURES = 1024
 
 
@@ -40,8 +40,10 @@ def route(chosen: torch.Tensor, num_experts: int) -> Routes:
     num_pairs = chosen.numel()
     size = ROWS_OF_BLOCK if num_pairs <= ROWS_OF_BLOCK * num_experts else 2 * ROWS_OF_BLOCK
     num_blocks = num_pairs // size + min(num_pairs, num_experts)
-    pairs, experts = chosen.new_empty(2, num_pairs)
-    blocks = chosen.new_empty(3, num_blocks)
+    pairs, experts, blocks = (
+        chosen.new_empty(sizes, dtype=torch.int64)
+        for sizes in ((num_pairs,), (num_pairs,), (3, num_blocks))
+    )
     constants, launch = laying_variant(num_pairs, num_experts, size)
     if num_pairs:
         with torch.cuda.device_of(chosen):
@@ -55,7 +57,8 @@ def route(chosen: torch.Tensor, num_experts: int) -> Routes:
 
 def laying_variant(num_pairs: int, num_experts: int, size: int) -> Variant:
     constants = {"NUM_EXPERTS": num_experts, "BINS": lanes(num_experts + 1), "SIZE": size}
-    return Variant(constants | {"PAIRS": min(_MOST_PAIRS, lanes(num_pairs))}, launch_of(4, 1))
+    pairs = _FEW_PAIRS if num_pairs <= _FEW_PAIRS else _MANY_PAIRS
+    return Variant(constants | {"PAIRS": pairs}, launch_of(4, 1))
 
 
 def adding_variant(num_chosen: int) -> Variant:
