@@ -261,7 +261,7 @@ def test_what_computes_something_else_stays_as_it_is() -> None:
     layers[0].self_attn.register_forward_hook(lambda _, __, output: (output[0] * 2, output[1]))
     layers[1].mlp.act_fn = nn.GELU()
     served(model)
-    assert kinds(model) == {FusedNorm: 5, FusedAttention: 1, GatedRows: 1, FusedLayer: 0}
+    assert kinds(model) == {FusedNorm: 5, FusedAttention: 1, GatedRows: 1, FusedLayer: 1}
 
 
 def test_queries_that_grow_down_a_text_are_the_modules_own() -> None:
