@@ -342,9 +342,8 @@ def main() -> None:
     chosen.add_argument("--type", choices=[kind.name for kind in KINDS], help="of all blocks")
     chosen.add_argument("--random", action="store_true", help="random weights in Q4_K and Q6_K")
     for name, usual in ((field, getattr(Shape(), field)) for field in Shape.__dataclass_fields__):
-        flag, choices = "--" + name.replace("_", "-"), None
-        if isinstance(usual, str):
-            choices = ARCHITECTURES
+        flag = "--" + name.replace("_", "-")
+        choices = ARCHITECTURES if isinstance(usual, str) else None
         said = f"with --random; {usual} unless said"
         parser.add_argument(flag, type=type(usual), default=usual, choices=choices, help=said)
     options = parser.parse_args()

@@ -197,7 +197,8 @@ class Captures(Replays):
                 recording = capture.recording = Recording(partial(self._sample, kind))
             if not capture.serves(shape) and not capture.is_too_large(shape):
                 several = Shape(*(max(2, each) for each in shape))
-                recording.check(several, self._checked_sample(kind, several, recording))
+                runs = not recording.has_kernels_alone
+                recording.check(several, self._sample(kind, several, runs))
                 if len(capture.known) >= _ENOUGH:
                     capture.know(shape)
         except Exception as error:  # requests need no recording; a model may not take padding alone
@@ -206,9 +207,6 @@ class Captures(Replays):
             else:
                 logger.info("forwards of %d rows are not captured: %s", shape.num_rows, error)
                 capture.most_rows = shape.num_rows - 1
-
-    def _checked_sample(self, kind: _Kind, shape: Shape, recording: Recording) -> Sample:
-        return self._sample(kind, shape, runs=not recording.has_kernels_alone)
 
     def _sample(self, kind: _Kind, shape: Shape, runs: bool = True) -> Sample:
         """Records a forward of padding alone: nothing is stored. ``runs``: its kernels run, too."""

@@ -131,34 +131,34 @@ def _zeros(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     return _elementwise("COPY")((_number(0.0, result.dtype),), result)
 
 
+def _filled(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
+    source, mask, number = args
+    return _elementwise("FILL", rounds=True)((source, mask, 0.0, number), result)
+
+
 def _inverted(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
-    kernel, one, (source,) = find_kernel("elementwise"), _number(1.0, result.dtype), args
+    """A 0 where there is a 1."""
     if result.dtype is not torch.bool:
         return None
-    return _written(result, lambda place: kernel.recorded(kernel.FILL, one, source, place))
-
-
-def _filled(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
-    kernel, (source, mask, number) = find_kernel("elementwise"), args
-    # Rounded as torch does.
-    most = result.new_tensor(number).item()
-    return _written(
-        result, lambda place: kernel.recorded(kernel.FILL, source, mask, place, most=most)
-    )
+    return _elementwise("FILL")((_number(1.0, result.dtype), *args, 0.0, 0.0), result)
 
 
 def _gathered(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     rows, (source, dim, numbers) = find_kernel("rows"), args
-    if source.dim() != 2 or dim % 2 != 1 or len(numbers) != len(source):
+    if not _are_of_each_row(source, dim, numbers):
         return None
     return _written(result, lambda place: rows.recorded_gather(source, numbers, place))
 
 
 def _scattered(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     rows, (target, dim, numbers, value) = find_kernel("rows"), args
-    if target.dim() != 2 or dim % 2 != 1 or len(numbers) != len(target):
+    if not _are_of_each_row(target, dim, numbers):
         return None
     return _written(result, lambda place: rows.recorded_scatter(numbers, float(value), place))
+
+
+def _are_of_each_row(rows: Tensor, dim: int, numbers: Tensor) -> bool:
+    return rows.dim() == 2 and dim % 2 == 1 and len(numbers) == len(rows)
 
 
 def _rows(source: Tensor, dim: int, numbers: Tensor, result: Tensor) -> Kernels | None:

@@ -102,7 +102,7 @@ def recorded_rows(
     """Returns what writes ``source.index_select(dim, numbers)`` to ``output``; None: it is for other
     tensors. It points to all three, which have to outlive it."""
     given = source, numbers, output
-    if not _are_plain(*given):
+    if not _are_plain(numbers, source, output):
         return None
     before, width = source.shape[:dim].numel(), source.shape[dim + 1 :].numel()
     num_bytes = width * source.itemsize
@@ -119,7 +119,7 @@ def recorded_gather(
     source: torch.Tensor, numbers: torch.Tensor, output: torch.Tensor
 ) -> Recorded | None:
     """The same of ``source.gather(1, numbers)``, all of two dimensions."""
-    if not _are_plain(source, numbers, output) or source.dtype not in KINDS:
+    if not _are_plain(numbers, source, output) or source.dtype not in KINDS:
         return None
     picked = PickArguments(source, numbers, output, *source.shape, *[numbers.shape[1]] * 2)
     return pick_all.recorded(picked, threads_for(output.numel()))
@@ -127,16 +127,16 @@ def recorded_gather(
 
 def recorded_scatter(numbers: torch.Tensor, value: float, output: torch.Tensor) -> Recorded | None:
     """The same of ``output.scatter_(1, numbers, value)``, both of two dimensions."""
-    if not _are_plain(numbers, numbers, output) or output.dtype not in KINDS:
+    if not _are_plain(numbers, output) or output.dtype not in KINDS:
         return None
     num_rows, num_features = output.shape
     told = SetArguments(numbers, output, value, num_rows, num_features, numbers.shape[1])
     return set_all.recorded(told, threads_for(numbers.numel()))
 
 
-def _are_plain(source: torch.Tensor, numbers: torch.Tensor, output: torch.Tensor) -> bool:
+def _are_plain(numbers: torch.Tensor, *others: torch.Tensor) -> bool:
     """Returns whether all have elements, one behind the other, and ``numbers`` are int64."""
-    given = source, numbers, output
+    given = numbers, *others
     are_of_host = all(e.device.type == "cpu" and e.layout is torch.strided for e in given)
     are_whole = are_of_host and all(each.is_contiguous() and each.numel() for each in given)
     return are_whole and numbers.dtype == torch.int64

@@ -3,8 +3,8 @@
 transformers has one form for them (``integrations/moe.py``): a module that keeps two parameters of three
 dimensions and is called with rows, the experts chosen for each, and their weights. Here all pairs of a
 row and an expert go through three kernels: a product whose rows are those of each expert together, one
-more that gates what it reads, and a sum of each row's experts in the order in which they were chosen
-(``engine.kernels.routes``). A row's bits depend on nothing but the row.
+more that gates what it reads (on a device a pass before it does), and a sum of each row's experts in the
+order in which they were chosen (``engine.kernels.routes``). A row's bits depend on nothing but the row.
 """
 
 from __future__ import annotations

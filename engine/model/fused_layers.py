@@ -1,9 +1,10 @@
 """Decoder layers in few launches, where Triton's programs run.
 
 Between two products there is one pass. Layers that read one input are one product, over weights that lie
-together; what it left (``Sums``) goes to a pass that adds it up and does all there is to do before the
-next: attention norms and rotates heads and stores keys and values, a gated network gates, and a decoder
-layer adds to the residual and norms, for the layer after it, too.
+together, or, quantized in several formats, several that are joined. What it left (``Sums``) goes to a
+pass that adds it up and does all there is to do before the next: attention norms and rotates heads and
+stores keys and values, a gated network gates, and a decoder layer adds to the residual and norms, for the
+layer after it, too.
 
 Each is found by what it does with random rows: a module gets another forward if that writes the same.
 Its own stays for calls that are of another kind: plans that take no joint product, masks, caches.
@@ -100,6 +101,7 @@ class JointCodes:
             if before and (each.product, first) == (before[0][0], before[0][1].stop):
                 first = self._parts.pop()[1].start
             self._parts.append((each.product, slice(first, each.first + each.out_features)))
+        self._products = [*dict.fromkeys(product for product, _ in self._parts)]
         product, columns = self._parts[0]
         is_alone = len(self._parts) == 1 and columns == slice(0, product.out_features)
         self._alone: Any = product if is_alone else None
@@ -116,8 +118,7 @@ class JointCodes:
         return Sums(self.whole(rows)[None])
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
-        found = dict.fromkeys(product for product, _ in self._parts)
-        products = {product: product(rows) for product in found}
+        products = {product: product(rows) for product in self._products}
         parts = [products[product][:, columns] for product, columns in self._parts]
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
 

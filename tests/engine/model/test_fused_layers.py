@@ -112,6 +112,18 @@ def launches_of(model: PreTrainedModel, determinism: Determinism, is_fused: bool
     return len(counted)
 
 
+def adapter_of(layers: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Both parts of an adapter, of every layer of a Llama and the head."""
+    generator, parts = torch.Generator().manual_seed(1), {}
+    for name, (width, features) in sorted(layers.shapes.items()):
+        first, second = (
+            0.2 * torch.randn(sizes, generator=generator) for sizes in ((4, width), (features, 4))
+        )
+        parts[name] = first, second
+    assert len(parts) == 2 * 7 + 1
+    return parts
+
+
 def kinds(model: nn.Module) -> dict[type, int]:
     every = [type(fused_forward(each)) for each in model.modules()]
     wanted: tuple[type[Fused], ...] = (FusedNorm, FusedAttention, GatedRows, FusedLayer)
@@ -299,14 +311,9 @@ def test_adapters_change_the_parts_of_joint_products(determinism: Determinism) -
     merged = copy.deepcopy(model)
     runner, text = served(model, determinism), random_ids(1, 12)
     layers = runner.serve_adapters()
-    generator, parts = torch.Generator().manual_seed(1), {}
-    for name, (width, features) in layers.shapes.items():
-        first, second = (
-            0.2 * torch.randn(sizes, generator=generator) for sizes in ((4, width), (features, 4))
-        )
-        parts[name] = first, second
+    parts = adapter_of(layers)
+    for name, (first, second) in parts.items():
         merged.get_submodule(name).weight.data += second @ first  # type: ignore[operator, union-attr]
-    assert len(parts) == 2 * 7 + 1
     rows = [chunk(text, 0, 12, scattered_table(at, 12, first=24 * at)) for at in (0, 1)]
     alone = run_together(runner, [rows[1]])[0]
     rows[0].adapter = layers.pack(parts)
@@ -322,17 +329,9 @@ def test_adapters_change_quantized_layers_as_they_do_unfused() -> None:
     text, found = random_ids(1, 12), []
     for is_fused in (True, False):
         runner = served(quantized("llama", torch.float32), is_fused=is_fused)
-        layers, generator = runner.serve_adapters(), torch.Generator().manual_seed(1)
-        parts = {}
-        for name, (width, features) in sorted(layers.shapes.items()):
-            first, second = (
-                0.2 * torch.randn(sizes, generator=generator)
-                for sizes in ((4, width), (features, 4))
-            )
-            parts[name] = first, second
-        assert len(parts) == 2 * 7 + 1
+        layers = runner.serve_adapters()
         rows = [chunk(text, 0, 12, scattered_table(at, 12, first=24 * at)) for at in (0, 1)]
-        rows[0].adapter = layers.pack(parts)
+        rows[0].adapter = layers.pack(adapter_of(layers))
         found.append(run_together(runner, rows))
     assert not torch.allclose(found[0][0], found[0][1], atol=0.1)
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
