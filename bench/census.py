@@ -74,7 +74,7 @@ _LISTS = ("layers_block_type", "block_types", "hybrid_override_pattern", "mlp_la
 _MORE_LISTS = ("layer_types", "attention_types", "hybrid_layer_ids")
 _LATENT = (
     "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash minicpm3 "
-    "youtu kimi_linear bailing_hybrid"
+    "youtu kimi_linear bailing_hybrid sarvam_mla"
 )
 _SHARING: dict[str, Any] = {
     "num_kv_shared_layers": 2,
@@ -84,7 +84,7 @@ _SHARING: dict[str, Any] = {
 # What types need beside sizes. Those of None choose their kinds of layers themselves.
 _OWN: dict[str, dict[str, Any]] = dict.fromkeys(_LATENT.split(), {"num_key_value_heads": 4}) | {
     **dict.fromkeys(
-        ("axk1", "deepseek_v3", "longcat_flash", "youtu"),
+        ("axk1", "deepseek_v3", "longcat_flash", "sarvam_mla", "youtu"),
         {"num_key_value_heads": 4, "head_dim": 8},
     ),
     "gptj": {"rotary_dim": 8},
@@ -118,7 +118,7 @@ _OWN: dict[str, dict[str, Any]] = dict.fromkeys(_LATENT.split(), {"num_key_value
 
 @dataclass(frozen=True)
 class Finding:
-    """What one type came to. ``reason``: why it is not served, or not exact. ``greedy``, ``sampled``:
+    """The result of one type. ``reason``: why it is not served, or not exact. ``greedy``, ``sampled``:
     whether drafts changed no text (``WAYS``); None: nothing was drafted and accepted."""
 
     kind: str

@@ -1,5 +1,5 @@
-"""What does a step take by its number of rows, beside the same model as torch compiles it, and how long
-is the device idle between two steps?"""
+"""Times a step by its number of rows, beside the same model as torch compiles it, and measures how long
+the device is idle between two steps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreT
 
 from engine.core import EngineCore
 from engine.model.calibration.sequence import quantize_4_bits
+from engine.model.decoder import cache_name
 from engine.model.loader import prepare_model
 from engine.model.quantization import replace_linears
 from engine.model.runner import ModelRunner
@@ -42,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"vocab_size": 48, "hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.3}
     | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
-"""Of Llama 3's 8 billion parameters, of SmolLM2's 135 million, and of what a CPU has time for."""
+"""Llama 3's 8 billion parameters, SmolLM2's 135 million, and a model that a CPU has time for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class StepTime:
 
 
 class DeviceAccount(NamedTuple):
-    """Of one step of the whole engine: launches and copies, and seconds that the device was busy, idle
+    """The device in one step of the whole engine: launches and copies, and the seconds it was busy, idle
     altogether, and idle between this step and the next."""
 
     num_launches: float
@@ -129,6 +130,7 @@ class StaticCache:
             for _ in range(config.num_hidden_layers)
         ]
         self.position = torch.tensor([num_kv_tokens], device=model.device)
+        self.name = cache_name(model)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any
@@ -143,7 +145,7 @@ class StaticCache:
 def _library_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """Of one row of each request, which sees all keys: no mask, so that keys are not repeated."""
+    """Attends one row of each request to all keys: without a mask, so that keys are not repeated."""
     output = F.scaled_dot_product_attention(
         query, key, value, scale=module.scaling, enable_gqa=True
     )
@@ -155,9 +157,9 @@ def plain_forward(model: PreTrainedModel, ids: torch.Tensor, cache: StaticCache)
     output: Any = model(
         input_ids=ids,
         position_ids=cache.position.expand(len(ids), 1),
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{cache.name: cache},
     )
     logits: torch.Tensor = output.logits[:, -1]
     return logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,6 +26,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if len(lists) != 1:
         raise UnsupportedModelError(f"{type(model).__name__} has no single list of decoder layers")
     return lists[0]
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """Returns what a forward calls the keys and values before its tokens, as argument and in its output:
+    transformers renamed it in 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def states_read(positional: Sequence[Any], named: Mapping[str, Any]) -> Tensor:

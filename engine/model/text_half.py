@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,10 @@ class TextHalfForCausalLM(PreTrainedModel, GenerationMixin):
         output = self.model(input_ids=input_ids, **kwargs)
         kept = logits_to_keep
         rows = slice(-kept or None, None) if isinstance(kept, int) else kept
+        names = {each.name for each in fields(CausalLMOutputWithPast)}
+        told = {name: value for name, value in output.items() if name in names}
         return CausalLMOutputWithPast(
-            logits=self.lm_head(output.last_hidden_state[:, rows]),
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-            attentions=output.attentions,
+            logits=self.lm_head(output.last_hidden_state[:, rows]), **told
         )
 
 

@@ -24,13 +24,15 @@ _COMPILER = "torch._dynamo"
 
 @contextmanager
 def light_imports(config: EngineConfig) -> Iterator[None]:
-    """Within it, imports find no scipy, no torchao where this model does without it, and a compiler that
-    leaves functions alone; transformers keeps to it that there are no distributed tensors. Does nothing
-    where torch's compiler is loaded already, or where several ranks share the model."""
+    """Within it, imports find no scipy, no flex attention (torch 2.14's loads symbolic algebra), no
+    torchao where this model does without it, and a compiler that leaves functions alone; transformers
+    keeps to it that there are no distributed tensors. Does nothing where torch's compiler is loaded
+    already, or where several ranks share the model."""
     if _COMPILER in sys.modules or config.tensor_parallel_size > 1:
         yield
         return
-    hidden = ["is_scipy_available"] + ["is_torchao_available"] * (not _needs_torchao(config))
+    hidden = ["is_scipy_available", "is_torch_flex_attn_available"]
+    hidden += ["is_torchao_available"] * (not _needs_torchao(config))
     absent = sys.modules[_COMPILER] = _AbsentCompiler(_COMPILER)
     # Parts of it that are used without a compiler load by themselves.
     absent.__path__ = [str(Path(import_module("torch").__file__ or "").parent / "_dynamo")]

@@ -25,6 +25,7 @@ from bench.gpu.steps import (
 )
 from bench.gpu_check import PARTS, Ledger, equality_table, fp32_holds, main, product_table
 from engine.kernels.triton import is_interpreted
+from engine.model.decoder import cache_name
 from worlds.interpreted import patching_once
 from worlds.tiny_bench_model import save_tiny_model
 
@@ -155,7 +156,7 @@ def test_torch_s_step_writes_what_the_model_says() -> None:
     ids = torch.randint(0, 48, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(ids).logits[:, -1]
-        held = model(ids[:, :-1], use_cache=True).past_key_values
+        held = model(ids[:, :-1], use_cache=True)[cache_name(model)]
         cache = StaticCache(model, 2, 8)
         for (keys, values), layer in zip(cache.planes, held.layers, strict=True):
             keys[:, :, :8], values[:, :, :8] = layer.keys, layer.values

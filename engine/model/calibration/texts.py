@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from engine.model.decoder import cache_name
 from engine.model.loader import max_position
 
 CALIBRATION_TOKENS = 16384
@@ -118,15 +119,15 @@ def _write(
     model: PreTrainedModel, ids: torch.Tensor, known: torch.Tensor, generator: torch.Generator
 ) -> None:
     """Fills rows ``[texts, tokens]`` behind their first ``known`` tokens."""
-    cache, read = None, 0
+    name, cache, read = cache_name(model), None, 0
     for end in range(int(known.min()), ids.shape[1]):
         found = model(
             input_ids=ids[:, read:end].to(model.device),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{name: cache},
         )
-        cache, read = found.past_key_values, end
+        cache, read = found[name], end
         weights = found.logits[:, -1].float().cpu().softmax(-1)
         drawn = torch.multinomial(weights, 1, generator=generator)[:, 0]
         ids[:, end] = torch.where(known <= end, drawn, ids[:, end])
