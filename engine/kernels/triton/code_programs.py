@@ -190,7 +190,7 @@ def multiply_codes(
                     left = numbers_of(words, zero, right, place, BITS, KIND, ZERO, IS_INTERPRETED)
                     here = dot(left, right, here, IS_INTERPRETED)
                     if minima is not None:
-                        ones = tl.full([FEATURES, INPUTS], 1.0, right.dtype)
+                        ones = tl.full([FEATURES, INPUTS], 1.0, tl.float32).to(right.dtype)
                         plain = dot(ones, right, plain, IS_INTERPRETED)
                 if scales is None:
                     added = here
