@@ -1,4 +1,4 @@
-"""Who is measured: transformers' ``generate`` and the engine, behind one small protocol.
+"""Runs transformers' ``generate`` and the engine behind one small protocol.
 
 The engine's core is driven synchronously, step after step: no server, no event loop, no threads.
 """
@@ -79,8 +79,8 @@ class Job:
         )
 
     def second_turn(self, outputs: Sequence[tuple[int, ...]]) -> Job | None:
-        """What is asked after these answers, None where nothing is. An answer ends where the model itself
-        ended its turn, with what the template ends it by."""
+        """Returns the job that follows these answers, None where none does. An answer ends where the
+        model itself ended its turn, with what the template ends it by."""
         if not any(self.follow_ups):
             return None
         laps = self.laps or (0,) * len(self.prompts)

@@ -87,7 +87,7 @@ class DraftCost:
 
 
 class PlayedTarget:
-    """What the target says at verified rows. ``usable``: the tokens it may say."""
+    """A stand-in for the target at verified rows. ``usable``: the tokens it may emit."""
 
     def __init__(self, usable: Sequence[int]) -> None:
         self._usable = usable
@@ -232,7 +232,7 @@ class HeldOut:
 
     @cached_property
     def _filler(self) -> list[list[int]]:
-        """What prompts are filled up with: all files, none in front of itself."""
+        """The texts that prompts are filled up with: all files', none before itself."""
         lines = [line for name in FILES.values() for line in self._lines(name)]
         return [self._encoded(line["completion"]) for line in lines]
 

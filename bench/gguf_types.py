@@ -29,7 +29,7 @@ from engine.weights.index import StoredTensor
 Array = np.ndarray[Any, Any]
 Kind = GGMLQuantizationType
 FALLBACKS = {Kind.Q4_K: Kind.Q5_0, Kind.Q5_K: Kind.Q5_1, Kind.Q6_K: Kind.Q8_0}
-"""What llama.cpp takes for rows that are no multiple of 256."""
+"""The types llama.cpp takes for rows that are no multiple of 256."""
 KINDS = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, *FALLBACKS)
 _VALUES = {Kind.F32, Kind.F16, Kind.BF16}
 _ALIGNMENT = 32
@@ -37,7 +37,7 @@ _AT_ONCE = 1 << 22
 """Values that are converted at once."""
 _POOL_BLOCKS = 1 << 14
 _WINDOW = 512
-"""Of a Gemma 3 of 1 B."""
+"""The window of a Gemma 3 of 1 B."""
 ARCHITECTURES = ("llama", "qwen3moe", "gemma3")
 _STD = 0.02
 

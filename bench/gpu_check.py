@@ -93,7 +93,7 @@ _TOY_SAMPLINGS = ("T 0.7, top-p 0.9",)
 
 
 class Ledger:
-    """What was found. ``put`` writes all of it, since what ends a call may be a signal."""
+    """The findings so far. ``put`` writes all of them, since a signal may end the call."""
 
     def __init__(self, output: Path | None, document: dict[str, Any]) -> None:
         self._output = output

@@ -1,4 +1,4 @@
-"""What a step takes around a forward that costs nothing: the host's part, which a fast device waits for.
+"""Times a step around a forward that costs nothing: the host's part, which a fast device waits for.
 
     taskset -c 0 python -m bench.host [--model smollm2] [--batch 1 8 32 64] [--drafters none ngram auto]
 

@@ -1,4 +1,4 @@
-"""What the figures were taken on."""
+"""Describes the measured machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _processor() -> str:
 
 
 def _isa() -> list[str]:
-    """What matters to matrix products of what the processor says it has; empty where it says nothing."""
+    """Returns the processor's flags that matter to matrix products; empty where it reports none."""
     families = ("avx", "amx", "fma", "f16c", "asimd", "sve", "i8mm", "bf16")
     flags = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
     return sorted(flag for flag in flags if flag.startswith(families))

@@ -31,11 +31,11 @@ _DONE = b"[DONE]"
 COMPLETIONS = "/v1/completions"
 
 Pieces = list[tuple[float, bytes]]
-"""What was read, and when."""
+"""Pieces as they were read, and when."""
 
 
 class ReplyError(Exception):
-    """What came instead of a stream to its end."""
+    """A reply that is missing, failed or broke off."""
 
 
 def token_times(
@@ -60,7 +60,7 @@ def post(url: str, content: bytes) -> socket.socket:
 
 
 def request(url: str, content: bytes) -> bytes:
-    """What asks for a reply to a body of JSON, after which the connection ends."""
+    """Returns a request with a body of JSON, after whose reply the connection ends."""
     place = urlsplit(url)
     head = (
         f"POST {place.path} HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n"

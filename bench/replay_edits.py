@@ -37,7 +37,7 @@ ARCTIC_LIMITS: dict[str, dict[str, float]] = {
     ARCTIC_OFFSET: {"max_spec_offset": 8.0},
     ARCTIC_WHOLE: {"max_spec_factor": 1e6, "max_spec_offset": 1e6, "min_token_prob": 1e-4},
 }
-"""What ``speculate`` is told beyond the budget. By default a draft is no longer than the match and
+"""The options of ``speculate`` beyond the budget. By default a draft is no longer than the match and
 tokens below a probability of 0.1 are left out; the others draft more on short matches."""
 UNLIMITED = -1
 TREE_WIDTH = 8

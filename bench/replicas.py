@@ -1,4 +1,4 @@
-"""What several replicas behind one address do that one server does, and what affinity gains.
+"""Compares replicas behind one address with one server, and measures what affinity gains.
 
     python -m bench.replicas equal ONE MANY [--requests 500] [--at-once 16]
     python -m bench.replicas affinity MANY [--at-once 8]

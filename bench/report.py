@@ -208,7 +208,7 @@ def _acceptance(account: Account | None) -> float | None:
 
 
 def _estimate(account: Account | None) -> float | None:
-    """What the engine itself says it gained, from its cost model: to be held against the ratio."""
+    """Returns the gain that the engine's cost model estimates, to be held against the ratio."""
     if account is None or not account.step_seconds:
         return None
     return account.baseline_seconds / account.step_seconds

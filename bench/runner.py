@@ -23,7 +23,7 @@ from slipstream.client.energy import EnergyMeter
 _FIRST_SEED = 1000
 _WARM_UP_TOKENS = 4
 _TURN_SECONDS = 0.05
-"""Of own steps before another is stepped: caches are cold after a change."""
+"""Seconds that one is stepped before another is: caches are cold after a change."""
 
 
 @dataclass(frozen=True, slots=True)

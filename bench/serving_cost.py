@@ -1,4 +1,4 @@
-"""What HTTP costs beside the engine alone, and what a hostile body does to another client's tokens.
+"""Measures what HTTP adds to the engine alone, and how a hostile body delays another client's tokens.
 
     python -m bench.serving_cost [--model smollm2] [--batch 1 8 16] [--tokens 128] [--rounds 3]
 
@@ -148,7 +148,7 @@ def chat_body(number: int, num_tokens: int) -> dict[str, Any]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What all threads of a process have run so far."""
+    """Returns the CPU seconds of all threads of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((each / "schedstat").read_text().split()[0]) for each in tasks) / 1e9
 

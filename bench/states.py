@@ -1,4 +1,4 @@
-"""What layers that keep a state cost: steps of a model of Qwen3.5-0.8B's shape with random weights,
+"""Times layers that keep a state: steps of a model of Qwen3.5-0.8B's shape with random weights,
 beside those of the same model whose operations with a state cost nothing.
 
     python -m bench.states [--quantization none] [--rounds 5] [--json FILE]

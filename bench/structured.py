@@ -64,7 +64,7 @@ class Call:
 
 
 def random_call(rng: random.Random) -> Call:
-    """Of a function with two to five arguments, all of them required."""
+    """Draws a call with two to five arguments, all of them required."""
     name = f"{rng.choice(_VERBS)}_{rng.choice(_THINGS)}"
     names = rng.sample(sorted(_FIELDS), rng.randint(2, 5))
     arguments = {
@@ -85,7 +85,7 @@ def random_call(rng: random.Random) -> Call:
 
 @dataclass(slots=True)
 class Account:
-    """Of one drafter's runs at one temperature."""
+    """One drafter's runs at one temperature."""
 
     drafter: str
     temperature: float
@@ -197,7 +197,7 @@ def compare(bench: Bench, drafters: Sequence[str], num_calls: int) -> list[Accou
 
 
 def rows_of(accounts: Sequence[Account]) -> list[list[str]]:
-    """What is printed, a row per account."""
+    """Returns the table's rows, one per account."""
     plain = {each.temperature: each for each in accounts if each.drafter == GAMMA_0}
     rows = []
     for each in accounts:

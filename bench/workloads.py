@@ -31,8 +31,8 @@ FILE_PROMPT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """What prompts are made of and how long they may get, in tokens. ``num_new_tokens``: of an answer,
-    which a second turn's prompt holds."""
+    """The source of prompts, and their longest length in tokens. ``num_new_tokens``: of an answer, which
+    a second turn's prompt holds."""
 
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
@@ -141,7 +141,7 @@ _INSTRUCTIONS = (
 
 
 def _agent(source: PromptSource, count: int) -> list[Prompt]:  # noqa: ARG001
-    """What an agent's model is asked before each of its turns: the conversation up to there, which grows
+    """Returns an agent's prompts before each of its turns: the conversation up to there, which grows
     by calls and results. Sessions run beside each other, each at another turn, and go on one turn at
     a time; so a later prompt contains an earlier one and what was answered."""
     sessions = _read(source.data / AGENTS_FILE)

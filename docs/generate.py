@@ -150,7 +150,7 @@ def _metrics_table(found: list[ExportedMetric]) -> str:
 
 
 def exported_metrics() -> list[ExportedMetric]:
-    """Of all that a server on a GPU exports, sorted."""
+    """Returns all metrics of a server on a GPU, sorted."""
     own = make_metrics().registry
     # What the prometheus client makes families of outside a registry knows its labels itself.
     other = [(each, each._labelnames) for each in aliases(own.collect(), "model")]  # type: ignore[attr-defined]

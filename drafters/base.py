@@ -218,8 +218,8 @@ class DraftRequest:
 
     @property
     def least_survival(self) -> float:
-        """What drafting takes, and who drafts besides, may still change prices: less than so likely, a
-        node is of no use in any case."""
+        """The survival below which a node is useless in any case: what drafting takes, and who drafts
+        besides, may still change prices."""
         return _CAUTION * self.row_price(0)
 
     @property

@@ -127,8 +127,8 @@ class Turn(NamedTuple):
 
 @dataclass(slots=True)
 class Past:
-    """What rows see in a layer: keys and values of known rows, ``[num_texts, num_kv_heads, num_rows,
-    head_dim]``, and those of each row's ``own`` earlier steps."""
+    """The keys and values that rows see in a layer: of known rows, ``[num_texts, num_kv_heads, num_rows,
+    head_dim]``, and of each row's ``own`` earlier steps."""
 
     keys: Tensor
     values: Tensor

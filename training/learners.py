@@ -29,7 +29,7 @@ EAGLE3, P_EAGLE, MEDUSA = KINDS = ("eagle3", "p_eagle", "medusa")
 
 
 class Shape(NamedTuple):
-    """What a learner's weights are for. ``num_steps``: tokens that it guesses after a row; ``draft_ids``:
+    """The shape of a learner's weights. ``num_steps``: tokens that it guesses after a row; ``draft_ids``:
     the target's ids of the rows of its output head, None: all of them; ``mask_token_id``: P-EAGLE's."""
 
     num_steps: int

@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Mix:
-    """What to draw: the share of edits, their longest code and the share made random."""
+    """The samples to draw: the share of edits, their longest code and the share made random."""
 
     edit_share: float
     longest: int

@@ -91,7 +91,7 @@ class Reader:
     def __init__(self, name: str, model: Any) -> None:
         self.name, self.model = name, model
         self.states = torch.empty(0)
-        """Of the last batch, behind the last norm.  # [rows, width - 1, size]"""
+        """The last batch's states, behind the last norm.  # [rows, width - 1, size]"""
 
     def log_probs(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities of every next token.  # [rows * (width - 1), vocab]"""

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: Options, results: Results, began: float) -> None:
-    """What is missing, as far as the time goes."""
+    """Measures what is missing, as far as time allows."""
     check_drafters(options)
     model = load_core(options)
     try:

@@ -1,5 +1,5 @@
-"""Who takes turns: plain decoding, the default drafter, ``auto``, and those that may beat both, each
-in-process and over HTTP."""
+"""Starts the contenders: plain decoding, the default drafter, ``auto``, and those that may beat both,
+each in-process and over HTTP."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _RUN_SECONDS = 600.0
 _REST_SECONDS = 0.3
 
 Ways = Mapping[str, SpeculativeParams]
-"""Of decoding, by name; plain first."""
+"""Ways of decoding, by name; plain first."""
 
 
 def default_drafter() -> str:
-    """What drafts for a request that says nothing."""
+    """Returns the drafter of a request that names none."""
     return SpeculativeParams().draft_strategy
 
 
@@ -171,7 +171,7 @@ def http_plan(options: Options, ways: Ways) -> WorkerPlan:
 
 
 def _body(speculative: SpeculativeParams) -> dict[str, Any]:
-    """What a client says to get this; of the default nothing."""
+    """Returns the fields that ask for this; none for the default."""
     if speculative == PLAIN_DECODING:
         return {"speculative": {"draft_strategy": PLAIN_DECODING.draft_strategy}}
     usual = asdict(SpeculativeParams())

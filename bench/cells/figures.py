@@ -46,7 +46,7 @@ class Ratio:
 
 
 def geometric_mean(ratios: Sequence[Ratio]) -> Ratio:
-    """Of ratios of different cells, whose draws have nothing to do with each other."""
+    """Returns the mean of ratios of different cells, whose draws are independent."""
     return Ratio(
         float(np.exp(np.mean([np.log(each.value) for each in ratios]))),
         np.exp(np.mean([np.log(each.draws) for each in ratios], axis=0)),
@@ -126,8 +126,8 @@ class CellFigures:
         return float(self._of_runs(name, figure).sum())
 
     def estimate(self, name: str, figure: Callable[[RunRecord], float | None]) -> float | None:
-        """What the engine itself says it gained: medians over rounds, weighed as ratios are by what plain
-        took. None where it says nothing."""
+        """Returns the gain that the engine itself estimates: medians over rounds, weighed as ratios are
+        by plain decoding's time. None without estimates."""
         said = [[figure(run) for run in jobs] for jobs in self._runs[name]]
         if any(each is None for jobs in said for each in jobs):
             return None

@@ -10,11 +10,11 @@ from bench.cells.figures import CellFigures
 from bench.cells.records import RoundRecord, rounds_by_cell
 
 LEAST_RATIO = 0.97
-"""Of plain decoding's speed: what nobody may lie under with certainty."""
+"""The share of plain decoding's speed that no contender may lie under with certainty."""
 
 
 class Served(NamedTuple):
-    """What is compared within: one model in one kind of weights under one kind of load."""
+    """A group of comparable cells: one model, one kind of weights and one kind of load."""
 
     model: str
     weights: str

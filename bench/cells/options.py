@@ -65,7 +65,7 @@ class Options:
         return self.quantization or "own"
 
     def least_prompts(self, workload: str) -> int:
-        """Of a cell. Of a file's questions all are asked, however few there are."""
+        """Returns the fewest prompts of a cell. A file's questions are all asked, however few."""
         return self.num_prompts if workload in workload_names() else 1
 
     def called(self, workload: str) -> str:

@@ -1,4 +1,4 @@
-"""What there is to do, and how long it will take."""
+"""Plans cells and estimates how long they take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.runner import Cell, make_jobs
 from bench.workloads import Prompt, PromptSource, load_prompts
 
 _STEADY_BATCHES = 2
-"""Of prompts: those that begin together, and those that follow them."""
+"""Batches of prompts: those that begin together, and those that follow them."""
 _FEW_TOKENS, _MORE_TOKENS = 2, 18
 
 
@@ -67,7 +67,7 @@ def _make_plan(
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What plain decoding takes here. ``step_seconds``: of a step, by how many run."""
+    """Plain decoding's pace here. ``step_seconds``: of a step, by how many requests run."""
 
     prompt_token_seconds: float
     step_seconds: Mapping[int, float]

@@ -1,4 +1,4 @@
-"""What is measured, kept as it comes: a file of JSON lines that a later call goes on with.
+"""Keeps measurements as they come, in a file of JSON lines that a later call goes on with.
 
 A line ``start`` tells of a call: machine, model and settings. Each line ``round`` holds one round of
 one cell, with every run of every contender that did it.
@@ -21,7 +21,7 @@ _TEXT_BYTES = 6
 
 @dataclass(frozen=True, slots=True)
 class CellKey:
-    """What has to be equal for two rounds to be of one cell. ``weights``: as asked for, "own" where
+    """The values that all rounds of one cell have in common. ``weights``: as asked for, "own" where
     nothing was; ``steady``: so many requests run all the time, else they begin together; ``default``: the
     drafter of requests that say nothing; ``contenders``: who took turns."""
 
@@ -70,7 +70,7 @@ class RoundRecord:
 
 
 def record_run(run: Run, steady: bool) -> RunRecord:
-    """What is kept of a run. Raises ValueError for one without an account.
+    """Returns the record of a run. Raises ValueError for one without an account.
 
     A steady run so short that all of it came in one piece, as on a busy machine over HTTP, has no time
     in which as many run as ever: it counts whole."""

@@ -114,8 +114,8 @@ def serving_backends(device: torch.device, names: Sequence[str] | None = None) -
 
 
 def flip_rate(runner: ModelRunner, num_tokens: int) -> float:
-    """Of a text's tokens, read in one chunk and in steps of few rows beside a neighbour: the share
-    whose likeliest successors differ. Overwrites the store's blocks."""
+    """Measures the share of a text's tokens whose likeliest successor differs between one chunk and
+    steps of few rows beside a neighbour. Overwrites the store's blocks."""
     vocab_size = int(runner.model.get_output_embeddings().out_features)
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, vocab_size, (num_tokens,), generator=generator).tolist()

@@ -1,5 +1,5 @@
-"""What do products of layers cost in exact mode, and with weights in 4 bits, and do rows keep their
-bits?"""
+"""Times layers' products in exact mode and with weights in 4 bits, and checks that rows keep their
+bits."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def _check(
 
 
 def _num_copies(weight: torch.Tensor, num_bytes: float) -> int:
-    """Of the weight, so that a device reads them from its memory, as it does in a model, and not from a
-    cache."""
+    """Returns how many copies of the weight exceed a device's caches, so that it reads them from memory,
+    as in a model."""
     if weight.device.type != "cuda":
         return 1
     return max(1, round(_MORE_THAN_CACHES / (weight.numel() * num_bytes)))

@@ -41,7 +41,7 @@ CellJobs = Sequence[tuple[Cell, tuple[Job, ...]]]
 
 @dataclass
 class Results:
-    """What there is so far. ``unavailable``: why, by peer or worker; ``facts``: what workers said of
+    """The results so far. ``unavailable``: why, by peer or worker; ``facts``: what workers said of
     themselves; ``own_benches``: text, by peer; ``groups``: the peer of every arm."""
 
     options: Options
@@ -209,7 +209,7 @@ def machine_markdown(num_threads: int) -> str:
 
 
 def _commit() -> str:
-    """What this code is; empty outside git."""
+    """Returns this code's commit; empty outside git."""
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()

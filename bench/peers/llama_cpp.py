@@ -150,7 +150,7 @@ def quantize(place: Place, kind: str, folder: Path, name: str) -> None:
 
 
 def _files(place: Place) -> dict[str, Path]:
-    """What its server is given, by what arms are called."""
+    """Returns its server's model files, by arms' names."""
     if place.gguf is not None:
         return {_FILE: place.gguf}
     return {kind: place.export(NAME, place.target, kind) / "model.gguf" for kind in TYPES}
@@ -173,7 +173,7 @@ def _build(place: Place) -> None:
 
 
 def _version(place: Place) -> str:
-    """Of the sources that were built."""
+    """Returns the built sources' version."""
     return "".join(
         path.name.partition("-")[2] for path in (place.folder(NAME) / "source").glob("llama_cpp*-*")
     )

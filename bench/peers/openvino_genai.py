@@ -44,8 +44,7 @@ class OpenVino(Peer):
             self._export(place, place.draft, _INT8)
 
     def plans(self, place: Place) -> list[WorkerPlan]:
-        """What a CPU with bf16 units computes in as it comes is bf16, which is not always its best: both
-        are measured where they may differ."""
+        """Plans f32 beside the default: bf16 on a CPU with units for it, and not always its best."""
         kinds = [
             ("int8", _INT8, {}),
             ("int8 f32", _INT8, _F32),

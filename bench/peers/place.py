@@ -153,7 +153,7 @@ def once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def call(command: Sequence[str], environ: Mapping[str, str] | None = None, **options: Any) -> str:
-    """What it printed. Raises PeerUnavailableError with the end of its words if it fails."""
+    """Returns a command's output. Raises PeerUnavailableError with the end of it if it fails."""
     try:
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, env=environ, **options

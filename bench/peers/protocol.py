@@ -1,4 +1,4 @@
-"""What the driver and a worker say to each other: one JSON object per line, over stdin and stdout.
+"""Defines the messages of driver and worker: one JSON object per line, over stdin and stdout.
 
 The driver asks, the worker answers, one at a time. Imports the standard library only: a worker
 runs in its peer's environment, where nothing of ours is installed.

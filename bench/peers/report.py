@@ -231,7 +231,7 @@ def _columns(cells: Sequence[CellFigures]) -> list[str]:
 
 
 def gains_markdown(cells: Sequence[CellFigures]) -> str:
-    """What drafts bring each arm beside its own plain one: whole runs, and decoding in brackets."""
+    """Tabulates each arm's gain over its own plain one: whole runs, and decoding in brackets."""
     names = dict.fromkeys(arm.name for each in cells for arm in each.arms if arm.speculates)
     rows = [[name, *(_gain(name, figures.arms) for figures in cells)] for name in names]
     header = ["times the arm's own plain (decoding)", *_columns(cells)]
@@ -273,7 +273,7 @@ def plain_of(own: _Named, arms: Sequence[_Named]) -> _Named | None:
 
 
 def best_markdown(cells: Sequence[CellFigures], groups: Mapping[str, str]) -> str:
-    """Of every peer the best plain and the best speculating arm, in-process and over HTTP, at a glance.
+    """Tabulates every peer's best plain and best speculating arm, in-process and over HTTP.
     ``groups``: the peer of every arm."""
     columns = _columns(cells)
     kinds = sorted(

@@ -182,8 +182,8 @@ def _num_by(replies: list[Reply], time: float) -> int:
 
 
 def _account(replies: list[Reply]) -> Account | None:
-    """What replies of ours tell, as one account: each one's estimate holds for the time that it took.
-    None of others'."""
+    """Sums up our replies' accounts: each one's estimate holds for the time that it took. None for other
+    peers."""
     told = [reply.account for reply in replies if reply.account is not None]
     if len(told) < len(replies):
         return None

@@ -25,7 +25,7 @@ from bench.soak.server import Server, serving
 _SAMPLE_SECONDS = 5.0
 _IDLE_SECONDS = 120.0
 _GROWTH = 1.15
-"""Of memory from the first to the last quarter, at most: allocators keep what they once had."""
+"""Memory may grow so much from the first to the last quarter: allocators keep what they once had."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass
 class Figures:
-    """What a soak came to."""
+    """The figures of a soak."""
 
     seconds: float
     capacity: float

@@ -46,7 +46,7 @@ _REFUSED = {429: "refused", 503: "refused"}
 
 @dataclass(slots=True)
 class Told:
-    """What one client got. ``outcome``: complete, refused (429, 503), failed (an error as documented),
+    """One client's result. ``outcome``: complete, refused (429, 503), failed (an error as documented),
     rejected (a hostile body's 4xx), left (the client went), cut off (a client that never read), or lost:
     anything else. ``key`` names the text that a complete reply has to have."""
 
@@ -172,7 +172,7 @@ class Crowd:
 
 
 def refusal(kind: str, status: int, text: str) -> Told:
-    """What an answer other than 200 comes to."""
+    """Classifies an answer other than 200."""
     try:
         code = str(json.loads(text)["error"]["code"])
     except (ValueError, KeyError, TypeError):

@@ -12,7 +12,7 @@ GAMMA = 5
 
 
 def proposal() -> list[str]:
-    """What ``ngram`` drafts after the text; a word is a token."""
+    """Returns ``ngram``'s draft after the text; a word is a token."""
     words = sorted({*TEXT, *TARGET})
     ids = [words.index(word) for word in TEXT]
     drafter = build_drafters(["ngram"])["ngram"]

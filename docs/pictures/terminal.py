@@ -74,7 +74,7 @@ def serving() -> Iterator[str]:
 
 
 def ask(arguments: Namespace, path: str, prompt: dict[str, Any], console: Console) -> None:
-    """What a reply leaves on a terminal, into ``console``."""
+    """Prints a reply as on a terminal, into ``console``."""
     screen = TerminalScreen("auto", False, console)
     service = find_service(arguments)
     body = service.body({**request_fields(arguments), **prompt})

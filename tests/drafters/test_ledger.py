@@ -83,7 +83,7 @@ def test_trials_take_a_hundredth_of_what_is_written_however_many_requests(
 def test_a_trial_costs_what_its_request_has_missed_and_a_call_does_not(
     size: int, seconds: float
 ) -> None:
-    """Of a batch that has rested, a trial costs a part."""
+    """In a batch that has rested, a trial costs its share."""
     ledger = timed({1: 0.001})
     for _ in range(2):
         ledger.took(size, seconds)

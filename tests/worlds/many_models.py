@@ -108,7 +108,7 @@ class Several:
         return await self.client.post("/v1/completions", json=body)
 
     def engine(self, name: str) -> ScriptedEngine:
-        """Of a model that is loaded."""
+        """Returns a loaded model's engine."""
         engine = self.launchers[name].engine
         assert engine is not None
         return engine

@@ -1,4 +1,4 @@
-"""What replies of ``/v1/chat/completions`` and ``/v1/completions`` share: whole, and in chunks.
+"""Writes what replies of ``/v1/chat/completions`` and ``/v1/completions`` share, whole and in chunks.
 
 Own fields beside OpenAI's: ``usage.speculative``, ``metrics`` (the same account in vLLM's words),
 ``seed`` (the one used: sending it again reproduces the reply), and per choice ``stop_reason``,

@@ -47,7 +47,7 @@ def test_a_tree_has_the_original_and_the_correction() -> None:
 
 
 def parts(*starts: int) -> list[list[int]]:
-    """What lies between names: tokens that occur once."""
+    """Returns parts between names: tokens that occur once."""
     return [list(range(start, start + 30)) for start in starts]
 
 

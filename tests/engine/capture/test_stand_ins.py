@@ -19,10 +19,10 @@ from engine.weights.layer import scaled
 WIDTH = 24
 FACTORS, PICKED = torch.linspace(-2.0, 2.0, WIDTH), torch.tensor([5, 0, 5, 23])
 NUMBERS = torch.tensor([[0, 3], [2, 1], [3, 3], [1, 0]]).repeat(3, 1)
-"""Of each row."""
+"""Two columns of each row."""
 
 Operation = Callable[[Tensor], Tensor]
-"""Of rows ``[num_rows, WIDTH]``."""
+"""Takes rows ``[num_rows, WIDTH]``."""
 
 
 def in_place(rows: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def quantized(name: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
 
 
 def launches_of(model: PreTrainedModel, determinism: Determinism, is_fused: bool) -> int:
-    """Of one row after a text of several chunks. Not fused: but for norms."""
+    """Counts a row's launches after several chunks. Norms are fused in any case."""
     if not is_fused:
         for each in model.modules():
             if (norm := fused.find_norm(each)) is not None:

@@ -198,7 +198,7 @@ def test_damage_never_keeps_an_engine_from_starting(
 
 
 def test_a_model_of_many_layers_has_a_file(tmp_path: Path) -> None:
-    """What identifies its rows has room in the header, however many layers they are of."""
+    """The header has room for what identifies the rows, however many layers they are of."""
     runner = make_runner(tiny_model("llama", num_hidden_layers=80), exact=True)
     config = EngineConfig(kv_offload_bytes=8 << 20, kv_offload_file=str(tmp_path / "kv"))
     offload = begin_offload(config, runner, {}, "0" * 64, "exact", {})

@@ -1,4 +1,4 @@
-"""What constrains an output, as the engine reads it."""
+"""Tests outputs' constraints as the engine reads them."""
 
 from __future__ import annotations
 
