@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from numba import cfunc, types
+from numba import cfunc, njit, types
 
 from compiled.cache import kept, sources_of, version_of
 from compiled.records import kind_of
@@ -49,3 +49,28 @@ class Loop:
         """The address of the machine code."""
         self.compile()
         return int(self._code.address)
+
+
+def callee(function: Callable[..., Any]) -> Any:
+    """Returns ``function`` as other compiled code calls it, compiled once for its types. By ``njit`` alone
+    it is compiled anew for each constant among its arguments and for each width of integers; that pays
+    where a loop is unrolled by the constant."""
+    compiled = njit(function)
+    template_of = compiled.get_call_template
+
+    def get_call_template(arguments: Iterable[Any], named: Mapping[str, Any]) -> Any:
+        named = {name: _variable(kind) for name, kind in named.items()}
+        return template_of(tuple(map(_variable, arguments)), named)
+
+    compiled.get_call_template = get_call_template
+    return compiled
+
+
+def _variable(kind: Any) -> Any:
+    """Returns the type of a variable that an argument of this one fits into."""
+    kind = types.unliteral(kind)
+    if isinstance(kind, types.Integer) and kind.signed:
+        return types.int64
+    if isinstance(kind, types.Tuple):
+        return types.BaseTuple.from_types(tuple(map(_variable, kind)))
+    return kind

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
-from compiled.loops import Loop
+from compiled.loops import Loop, callee
 from drafters.copying.candidate_loops import FEW_CANDIDATES, MAX_ENDS, find_candidates
 from drafters.copying.correction_loops import (
     close_corrections,
@@ -29,14 +27,14 @@ _TOKENS_BEFORE = 3
 """A copy that more tokens of the prompt's end belong to goes on with the prompt."""
 
 
-@njit
+@callee
 def _bound(s: State, end: int) -> None:
     if end - s.first_indexed > s.max_indexed:
         s.first_indexed = end - s.max_indexed // 2
         forget(s.own, s.first_indexed)
 
 
-@njit
+@callee
 def index_up_to(s: State, end: int) -> None:
     """Indexes the text's tokens before ``end``, but for the inner part of a long copy."""
     _bound(s, end)
@@ -48,7 +46,7 @@ def index_up_to(s: State, end: int) -> None:
         index(own, start, end)
 
 
-@njit
+@callee
 def is_settled(s: State) -> bool:
     """Whether a copy is under way that is too long for anything else to be likelier."""
     return (
@@ -58,7 +56,7 @@ def is_settled(s: State) -> bool:
     )
 
 
-@njit
+@callee
 def _remember(s: State, end: int) -> None:
     """Keeps the end of a trusted copy, and of the last few before it that lie elsewhere."""
     if s.source == NO_TEXT or s.length < TRUSTED_LENGTH:
@@ -84,7 +82,7 @@ def _remember(s: State, end: int) -> None:
         s.copied_from = s.position - s.length - min(num_written, 0)
 
 
-@njit
+@callee
 def take_best(s: State, count: int, end: int) -> None:
     """Copies from the likeliest of the first ``count`` candidates from now on."""
     best = 0
@@ -100,7 +98,7 @@ def take_best(s: State, count: int, end: int) -> None:
         s.num_lost = 0
 
 
-@njit
+@callee
 def _follow(s: State, position: int, end: int) -> int:
     """Walks the copy along the text's tokens ``position`` .. ``end - 1``; how many were dealt with."""
     own = s.own.tokens
@@ -129,7 +127,7 @@ def _follow(s: State, position: int, end: int) -> int:
     return num_same + 1
 
 
-@njit
+@callee
 def _walk_correction(s: State, position: int, end: int) -> int:
     """Walks a correction that was begun along the text's tokens ``position`` .. ``end - 1``; how many
     were dealt with. Where it is through, the copy goes on as if it had never broken off."""

@@ -6,8 +6,7 @@ evidence, while a place anywhere else has to show a match.
 
 from __future__ import annotations
 
-from numba import njit
-
+from compiled.loops import callee
 from compiled.records import is_nowhere
 from drafters.copying.correction_loops import text_of
 from drafters.copying.index_loops import NUM_LEVELS, find, num_equal_before
@@ -41,13 +40,13 @@ ROOM_FOR_CANDIDATES = (
 )
 
 
-@njit
+@callee
 def copies_prompt(s: State) -> bool:
     """Whether the output began as a copy of the prompt, or will."""
     return s.copied_from > 0 or (not s.has_copied and s.num_ends > 0)
 
 
-@njit
+@callee
 def place_of(s: State, serial: int, position: int) -> int:
     ahead = FAR_AHEAD_TOKENS + 1
     if s.num_ends and s.ends[0].text == serial:
@@ -67,13 +66,13 @@ def place_of(s: State, serial: int, position: int) -> int:
     return _PROMPT if position < s.num_prompt_tokens else _OUTPUT
 
 
-@njit
+@callee
 def lost_bucket(num_lost: int) -> int:
     """Returns 0..3 for so many tokens since a copy broke off, 4 for up to 8, 5 for more."""
     return num_lost if num_lost < 4 else (4 if num_lost <= 8 else 5)
 
 
-@njit
+@callee
 def unmatched_weight(s: State, text: int, position: int, num_lost: int) -> float:
     """Returns the weight of a place right where copying broke off, if the last token is not before it:
     that token may have been put in or put instead."""
@@ -85,7 +84,7 @@ def unmatched_weight(s: State, text: int, position: int, num_lost: int) -> float
     return s.worth[UNMATCHED + lost_bucket(num_lost) * (NEAR_TOKENS + 1) + offset]
 
 
-@njit
+@callee
 def _add(s: State, count: int, text: Text, position: int, end: int) -> int:
     """Adds a place to the ``count`` candidates where it may be worth anything and is not among them;
     returns how many there are. ``end``: of the text so far."""
@@ -110,7 +109,7 @@ def _add(s: State, count: int, text: Text, position: int, end: int) -> int:
     return count + 1
 
 
-@njit
+@callee
 def add_current(s: State) -> int:
     """Makes the copy under way the one candidate there is; returns 1."""
     length, found = min(s.length, MAX_MATCH_LENGTH), s.candidates[0]
@@ -119,7 +118,7 @@ def add_current(s: State) -> int:
     return 1
 
 
-@njit
+@callee
 def _add_indexed(s: State, count: int, text: Text, end: int, limit: int) -> int:
     """Adds up to ``limit`` places of a text that are indexed under the last tokens."""
     own = s.own.tokens
@@ -134,7 +133,7 @@ def _add_indexed(s: State, count: int, text: Text, end: int, limit: int) -> int:
     return count
 
 
-@njit
+@callee
 def next_after(text: Text, token: int, start: int, end: int) -> int:
     """Returns the first place in ``start + 1 .. end`` that follows a ``token``; 0: there is none."""
     tokens = text.tokens
@@ -144,7 +143,7 @@ def next_after(text: Text, token: int, start: int, end: int) -> int:
     return 0
 
 
-@njit
+@callee
 def _add_near_ends(s: State, count: int, end: int) -> int:
     """Adds places near where copies broke off."""
     last = s.own.tokens[end - 1]
@@ -164,7 +163,7 @@ def _add_near_ends(s: State, count: int, end: int) -> int:
     return count
 
 
-@njit
+@callee
 def find_candidates(s: State, end: int, limit: int) -> int:
     """Finds places to copy from, up to ``limit`` of each index and those near to where copies broke off;
     returns how many."""

@@ -7,8 +7,7 @@ another by the first alone.
 
 from __future__ import annotations
 
-from numba import njit
-
+from compiled.loops import callee
 from compiled.records import is_nowhere
 from drafters.copying.index_loops import num_equal_before
 from drafters.copying.records import NO_TEXT, OWN_TEXT, State, Text
@@ -19,7 +18,7 @@ _PROBED = 8
 _LONGEST_CORRECTION = 16
 
 
-@njit
+@callee
 def text_of(s: State, serial: int) -> Text:
     """Returns the text of that number; the request's own where it is gone."""
     if serial != OWN_TEXT:
@@ -30,12 +29,12 @@ def text_of(s: State, serial: int) -> Text:
     return s.own
 
 
-@njit
+@callee
 def _is_gone(s: State, serial: int) -> bool:
     return text_of(s, serial).serial != serial
 
 
-@njit
+@callee
 def forget_gone(s: State) -> None:
     """Forgets places in texts that are gone."""
     if s.source != NO_TEXT and _is_gone(s, s.source):
@@ -51,13 +50,13 @@ def forget_gone(s: State) -> None:
         s.correcting = -1
 
 
-@njit
+@callee
 def _probe(previous: int, original: int, probed: int) -> int:
     first = (previous * 0x2545F491 + original) * 0x1E3779B1 >> 12
     return (first + probed) & (MAX_CORRECTIONS - 1)
 
 
-@njit
+@callee
 def find_correction(s: State, previous: int, original: int) -> int:
     """Returns which correction it is; -1: there is none."""
     for probed in range(_PROBED):
@@ -68,7 +67,7 @@ def find_correction(s: State, previous: int, original: int) -> int:
     return -1
 
 
-@njit
+@callee
 def _correction_for(s: State, previous: int, original: int) -> int:
     """Returns which correction it is, a new one where there is none; the one that broke least of those it
     may stand in place of makes room."""
@@ -85,7 +84,7 @@ def _correction_for(s: State, previous: int, original: int) -> int:
     return best
 
 
-@njit
+@callee
 def is_what_was_said(s: State, known: int, text: int, position: int) -> bool:
     """Whether a text has at ``position`` all that a correction is about."""
     c = s.corrections[known]
@@ -97,7 +96,7 @@ def is_what_was_said(s: State, known: int, text: int, position: int) -> bool:
     return num_equal_before(there.tokens, end, other.tokens, other_end, most) == most
 
 
-@njit
+@callee
 def _learn_after(s: State, previous: int, end: int) -> int:
     """The copy under way said something else than the text at ``end``, after ``previous``. Returns which
     correction it is."""
@@ -113,7 +112,7 @@ def _learn_after(s: State, previous: int, end: int) -> int:
     return at
 
 
-@njit
+@callee
 def learn(s: State, end: int) -> None:
     """The copy under way said something else than the text at ``end``."""
     s.broke_source, s.broke_position, s.broke_length = s.source, s.position, s.length
@@ -123,7 +122,7 @@ def learn(s: State, end: int) -> None:
     s.num_learnt += 1
 
 
-@njit
+@callee
 def _close(s: State, at: int, end: int) -> None:
     if at < 0:
         return
@@ -138,7 +137,7 @@ def _close(s: State, at: int, end: int) -> None:
         known.num_original = num_original
 
 
-@njit
+@callee
 def close_corrections(s: State, end: int) -> None:
     """A copy is trusted again: what lies between the two was put in place of what it left out."""
     if s.source == s.broke_source:
@@ -147,7 +146,7 @@ def close_corrections(s: State, end: int) -> None:
     s.open_correction, s.open_general, s.correcting = -1, -1, -1
 
 
-@njit
+@callee
 def confirm(s: State, start: int, end: int) -> None:
     """The copy said the text's tokens ``start`` .. ``end - 1``, and was right."""
     if s.num_learnt == 0:

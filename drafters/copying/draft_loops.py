@@ -7,9 +7,7 @@ so that a draft may change from one place to another.
 
 from __future__ import annotations
 
-from numba import njit
-
-from compiled.loops import Loop
+from compiled.loops import Loop, callee
 from drafters.copying.alignment_loops import (
     SETTLED_LENGTH,
     is_settled,
@@ -50,7 +48,7 @@ from drafters.copying.weights import (
 NUM_SHARES, NUM_RANKS = 5, 3
 
 
-@njit
+@callee
 def feature_of(match_length: int, share: float, rank: int) -> int:
     """Returns the bucket of (length of the match before the node, its share of the votes, its rank among
     siblings): 0..59."""
@@ -59,7 +57,7 @@ def feature_of(match_length: int, share: float, rank: int) -> int:
     return (length_bucket * NUM_SHARES + share_bucket) * NUM_RANKS + min(rank, NUM_RANKS - 1)
 
 
-@njit
+@callee
 def _add_correcting(s: State, desk: Desk) -> None:
     """Adds a voter for the rest of a correction that was begun."""
     c, done = s.corrections[s.correcting], s.own.num_tokens - s.broke_end
@@ -71,7 +69,7 @@ def _add_correcting(s: State, desk: Desk) -> None:
     v.next_start, v.next_base = goes_on - left, goes_on
 
 
-@njit
+@callee
 def _begin(s: State, desk: Desk, is_chain: bool, max_nodes: int, max_depth: int) -> int:
     """Lists voters for the candidates; returns how many there are."""
     desk.num_voters, desk.num_listed, desk.num_branches = 0, 0, 0
@@ -99,13 +97,13 @@ def _begin(s: State, desk: Desk, is_chain: bool, max_nodes: int, max_depth: int)
     return desk.num_listed
 
 
-@njit
+@callee
 def _put(desk: Desk, node: int, token: int, parent: int, feature: int) -> None:
     at, drafted = 3 * node, desk.drafted
     drafted[at], drafted[at + 1], drafted[at + 2] = token, parent, feature
 
 
-@njit
+@callee
 def _chain(s: State, desk: Desk, count: int, max_depth: int) -> int:
     """Drafts at each depth the token with most votes; returns how many nodes. Nothing joins: it would
     seldom win."""
@@ -127,13 +125,13 @@ def _chain(s: State, desk: Desk, count: int, max_depth: int) -> int:
     return depth
 
 
-@njit
+@callee
 def _comes_before(desk: Desk, one: int, other: int) -> bool:
     weight, other_weight = desk.branches[one].weight, desk.branches[other].weight
     return weight > other_weight or (weight == other_weight and one < other)
 
 
-@njit
+@callee
 def _push(desk: Desk, branch: int) -> None:
     """Puts a branch onto the heap, which begins with how many there are."""
     heap = desk.heap
@@ -145,7 +143,7 @@ def _push(desk: Desk, branch: int) -> None:
     heap[at] = branch
 
 
-@njit
+@callee
 def _pop(desk: Desk) -> int:
     """Takes the likeliest branch from the heap, the first found among equals."""
     heap = desk.heap
@@ -164,7 +162,7 @@ def _pop(desk: Desk) -> int:
     return best
 
 
-@njit
+@callee
 def _branch(
     s: State,
     desk: Desk,
@@ -190,7 +188,7 @@ def _branch(
         desk.num_branches += 1
 
 
-@njit
+@callee
 def _write_path(s: State, desk: Desk, node: int, depth: int) -> None:
     """Writes the text's last tokens and the path to a node into ``ending``."""
     for at in range(MAX_MATCH_LENGTH):
@@ -201,7 +199,7 @@ def _write_path(s: State, desk: Desk, node: int, depth: int) -> None:
         node = desk.nodes[node].parent
 
 
-@njit
+@callee
 def _put_all(desk: Desk, count: int) -> None:
     """Puts all nodes, those of the likeliest chain first."""
     placed, end = 0, -1
@@ -220,7 +218,7 @@ def _put_all(desk: Desk, count: int) -> None:
         _put(desk, n.place, n.token, parent, n.feature)
 
 
-@njit
+@callee
 def _tree(s: State, desk: Desk, count: int, max_nodes: int, width: int, max_depth: int) -> int:
     """Drafts best first by the product of shares along the path; returns how many nodes."""
     desk.heap[0] = 0

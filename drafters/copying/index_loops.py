@@ -14,7 +14,7 @@ from typing import Any
 
 from numba import njit
 
-from compiled.loops import Loop
+from compiled.loops import Loop, callee
 from compiled.records import Int32s
 from drafters import contexts
 from drafters.copying.records import Text
@@ -24,7 +24,7 @@ NUM_LEVELS = 3
 _LEVEL_BITS, _LEVEL_MASK = 2, 3
 
 
-@njit
+@callee
 def hash_tokens(tokens: Any, end: int, length: int) -> int:
     """Returns a hash of the ``length`` tokens before ``tokens[end]``."""
     mixed = length * 0x1E3779B97F4A7C15
@@ -37,7 +37,7 @@ def hash_tokens(tokens: Any, end: int, length: int) -> int:
 num_equal_before = njit(contexts.num_equal_before)
 
 
-@njit
+@callee
 def _slot(text: Text, ending: Any, end: int, level: int) -> int:
     """Returns where in the table the context before ``ending[end]`` is, or would be."""
     tokens, table = text.tokens, text.table
@@ -53,7 +53,7 @@ def _slot(text: Text, ending: Any, end: int, level: int) -> int:
     return at
 
 
-@njit
+@callee
 def index(text: Text, start: int, end: int) -> None:
     """Indexes the contexts that end at the tokens ``start`` .. ``end - 1``; none has a negative token."""
     tokens, table = text.tokens, text.table
@@ -73,7 +73,7 @@ def index(text: Text, start: int, end: int) -> None:
     text.num_indexed = max(end, start)
 
 
-@njit
+@callee
 def find(text: Text, ending: Any, end: int, level: int, place: int) -> int:
     """Returns the newest place after the context before ``ending[end]``, or the one before ``place``,
     where that is one; 0: there is none."""
@@ -84,7 +84,7 @@ def find(text: Text, ending: Any, end: int, level: int, place: int) -> int:
     return text.table[_slot(text, ending, end, level)] >> _LEVEL_BITS
 
 
-@njit
+@callee
 def forget(text: Text, start: int) -> None:
     """Empties the index; the next token to be indexed is ``start``."""
     table = text.table

@@ -5,8 +5,7 @@ At each depth every place votes for what stands there, with a weight by what it 
 
 from __future__ import annotations
 
-from numba import njit
-
+from compiled.loops import callee
 from compiled.records import is_nowhere
 from drafters.copying.alignment_loops import TRUSTED_LENGTH
 from drafters.copying.candidate_loops import (
@@ -61,7 +60,7 @@ _NOWHERE = -1
 # --- voters ---
 
 
-@njit
+@callee
 def _where(s: State, serial: int, position: int, base: int) -> int:
     """Returns the position of what a run says that has come to ``position``; ``_NOWHERE``: it is over."""
     text = text_of(s, serial)
@@ -73,7 +72,7 @@ def _where(s: State, serial: int, position: int, base: int) -> int:
     return position if text.tokens[position] >= 0 else _NOWHERE
 
 
-@njit
+@callee
 def _said(s: State, v: Voter, depth: int) -> tuple[int, int]:
     """Returns in which text and where in it a voter's token at this depth stands."""
     if depth < v.switch:
@@ -81,7 +80,7 @@ def _said(s: State, v: Voter, depth: int) -> tuple[int, int]:
     return v.next_text, _where(s, v.next_text, v.next_start + depth, v.next_base)
 
 
-@njit
+@callee
 def add_voter(desk: Desk, text: int, position: int, depth: int, match: int, place: int) -> int:
     """Returns a voter for a place that takes part from ``depth`` on, where ``match`` tokens agree."""
     voter = desk.num_voters
@@ -92,7 +91,7 @@ def add_voter(desk: Desk, text: int, position: int, depth: int, match: int, plac
     return voter
 
 
-@njit
+@callee
 def insert(desk: Desk, first: int, count: int, voter: int) -> int:
     """Inserts a voter into the list of ``count`` at ``first``, after voters with at least its match
     length; returns the new count."""
@@ -105,7 +104,7 @@ def insert(desk: Desk, first: int, count: int, voter: int) -> int:
     return count + 1
 
 
-@njit
+@callee
 def copy_list(desk: Desk, first: int, count: int) -> int:
     """Returns where a copy of a list begins that may grow."""
     copy = desk.num_listed
@@ -115,7 +114,7 @@ def copy_list(desk: Desk, first: int, count: int) -> int:
     return copy
 
 
-@njit
+@callee
 def _weight_at(s: State, place: int, length: int, leads: bool) -> float:
     """Returns the weight of a place with which ``length`` tokens agree once those before the vote are
     accepted. The place that leads would then be copied from."""
@@ -129,7 +128,7 @@ def _weight_at(s: State, place: int, length: int, leads: bool) -> float:
 # --- children ---
 
 
-@njit
+@callee
 def _corrected(s: State, desk: Desk, leader: int, depth: int, known: int) -> int:
     """Returns a voter for what a correction says in place of the leader's next tokens, and for how the
     leader goes on; -1: it is not about them."""
@@ -150,7 +149,7 @@ def _corrected(s: State, desk: Desk, leader: int, depth: int, known: int) -> int
     return voter
 
 
-@njit
+@callee
 def _correct(s: State, desk: Desk, count: int, depth: int, previous: int, least: float) -> int:
     """Shares what the leader's token has with what came instead of it before, where that is as likely as
     ``least``; returns how many children there are."""
@@ -186,7 +185,7 @@ def _correct(s: State, desk: Desk, count: int, depth: int, previous: int, least:
     return max(count, child + 1)
 
 
-@njit
+@callee
 def _vote(s: State, desk: Desk, first: int, count: int, depth: int) -> tuple[int, float]:
     """Finds the tokens that the listed voters vote for, the longest match's first; returns how many there
     are and the sum of all weights."""
@@ -229,7 +228,7 @@ def _vote(s: State, desk: Desk, first: int, count: int, depth: int) -> tuple[int
     return num_children, total
 
 
-@njit
+@callee
 def _rank(desk: Desk, count: int) -> None:
     """Sorts the children, most votes first."""
     children = desk.children
@@ -246,7 +245,7 @@ def _rank(desk: Desk, count: int) -> None:
         c.token, c.first, c.count, c.weight = token, first, num_voters, weight
 
 
-@njit
+@callee
 def find_children(
     s: State, desk: Desk, first: int, count: int, depth: int, previous: int, least: float
 ) -> tuple[int, float]:
@@ -262,7 +261,7 @@ def find_children(
 # --- joining ---
 
 
-@njit
+@callee
 def _join_place(
     s: State, desk: Desk, first: int, count: int, text: Text, position: int, depth: int
 ) -> int:
@@ -284,7 +283,7 @@ def _join_place(
     return count + 1
 
 
-@njit
+@callee
 def _join_indexed(
     s: State, desk: Desk, first: int, count: int, text: Text, depth: int, limit: int
 ) -> int:
@@ -300,7 +299,7 @@ def _join_indexed(
     return count
 
 
-@njit
+@callee
 def _resume(s: State, desk: Desk, first: int, count: int, depth: int) -> int:
     """Appends the places where copying broke off to a list, unless they lead it; returns how many there
     are."""
@@ -317,7 +316,7 @@ def _resume(s: State, desk: Desk, first: int, count: int, depth: int) -> int:
     return count
 
 
-@njit
+@callee
 def join(s: State, desk: Desk, first: int, count: int, depth: int) -> int:
     """Adds to a list of voters the places in the text that the path in ``ending`` leads to; returns how
     many there are."""

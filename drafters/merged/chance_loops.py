@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import njit
-
+from compiled.loops import callee
 from drafters.merged.records import Merged
 from drafters.merged.row_loops import LOG_UNITS
 
@@ -31,7 +30,7 @@ COPY_VALUES = 58
 """Values of ``COPY`` with no row beside it, and as many with one."""
 
 
-@njit
+@callee
 def margin_bucket(rank: int, log: int, first: int, second: int) -> int:
     """Returns the bucket of a row's token for a greedy request: the lead of the first one before the
     second, and how far another lies behind the first, in units of log-probability."""
@@ -47,7 +46,7 @@ def margin_bucket(rank: int, log: int, first: int, second: int) -> int:
     return bucket if rank == 0 else 7 + bucket
 
 
-@njit
+@callee
 def log_bucket(log: float) -> int:
     """Returns the bucket of a tempered log-probability."""
     bucket = 0
@@ -56,7 +55,7 @@ def log_bucket(log: float) -> int:
     return bucket
 
 
-@njit
+@callee
 def score_bucket(score: int) -> int:
     """Returns the bucket of how nearly a token was said: 0..9."""
     nats = score / LOG_UNITS
@@ -66,7 +65,7 @@ def score_bucket(score: int) -> int:
     return bucket
 
 
-@njit
+@callee
 def share_bucket(share: float) -> int:
     """Returns the bucket of how often a token is said: 0..7."""
     bucket = 0
@@ -75,12 +74,12 @@ def share_bucket(share: float) -> int:
     return bucket
 
 
-@njit
+@callee
 def noise_bucket(noise: float) -> int:
     return max(0, min(23, int((noise + 2.0) / 0.33)))
 
 
-@njit
+@callee
 def copy_bucket(match: int, share: float) -> int:
     length = (
         (match >= 1) + (match >= 2) + (match >= 3) + (match >= 5) + (match >= 8) + (match >= 16)
@@ -97,7 +96,7 @@ def copy_bucket(match: int, share: float) -> int:
     return 8 * length + part
 
 
-@njit
+@callee
 def _sum(m: Merged, features: int) -> float:
     total = 0.0
     for kind in range(NUM_FEATURES):
@@ -106,7 +105,7 @@ def _sum(m: Merged, features: int) -> float:
     return total
 
 
-@njit
+@callee
 def set_chances(m: Merged, first: int, count: int) -> None:
     total = 1.0
     for at in range(first, first + count):
@@ -117,7 +116,7 @@ def set_chances(m: Merged, first: int, count: int) -> None:
         m.guesses[at].chance /= total
 
 
-@njit
+@callee
 def _teach(m: Merged, features: int, error: float) -> None:
     for kind in range(NUM_FEATURES):
         at = NUM_VALUES * kind + ((features >> (FEATURE_BITS * kind)) & (NUM_VALUES - 1))
@@ -125,7 +124,7 @@ def _teach(m: Merged, features: int, error: float) -> None:
         m.own[at] += OWN_RATE * error
 
 
-@njit
+@callee
 def believed(m: Merged, chance: float) -> float:
     """Returns how often guesses that were given such a chance were right."""
     at = NUM_WEIGHTS + min(NUM_SAID - 1, int(chance * NUM_SAID))
@@ -133,7 +132,7 @@ def believed(m: Merged, chance: float) -> float:
     return min(1.0, chance * found / m.shared[at])
 
 
-@njit
+@callee
 def judge(m: Merged, most_guesses: int, tokens: Any, start: int, end: int) -> None:
     """The text has come to ``tokens[start:end]``."""
     expansion = 0

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
-from compiled.loops import Loop
+from compiled.loops import Loop, callee
 from compiled.noise import hash_of, noise_of
 from compiled.records import Int32s
 from drafters.copying.alignment_loops import SETTLED_LENGTH
@@ -73,7 +71,7 @@ _LEAST_FURTHER = 0.15
 """The least survival of a node after which what is seldom right is worth a thought."""
 
 
-@njit
+@callee
 def _guess(
     m: Merged, first: int, count: int, token: int, unsaid: int, kind: int, bucket: int
 ) -> int:
@@ -90,7 +88,7 @@ def _guess(
     return at
 
 
-@njit
+@callee
 def _unsaid(found: tuple[int, int, int], depth: int, is_copied: bool, looks_further: bool) -> int:
     """Returns the features of a token that no source names: of each kind a base, by what else is known of
     the place, and one more where the source names other tokens."""
@@ -108,7 +106,7 @@ def _unsaid(found: tuple[int, int, int], depth: int, is_copied: bool, looks_furt
     return features
 
 
-@njit
+@callee
 def _guess_copied(
     desk: Desk, m: Merged, first: int, num_children: int, total: float, depth: int, unsaid: int
 ) -> int:
@@ -122,7 +120,7 @@ def _guess_copied(
     return num_children
 
 
-@njit
+@callee
 def _guess_row(m: Merged, first: int, count: int, kind: int, cell: int, unsaid: int) -> int:
     """Guesses a row's tokens, best first; returns how many guesses there are."""
     cells, tokens, logs, temperature = m.rows.cells, cell + TOKENS_AT, cell + LOGS_AT, m.temperature
@@ -149,7 +147,7 @@ def _guess_row(m: Merged, first: int, count: int, kind: int, cell: int, unsaid: 
     return count
 
 
-@njit
+@callee
 def _guess_nearly(m: Merged, first: int, count: int, unsaid: int) -> int:
     """Guesses what the target nearly said of late; returns how many guesses there are."""
     for rank in range(m.num_nearly):
@@ -161,7 +159,7 @@ def _guess_nearly(m: Merged, first: int, count: int, unsaid: int) -> int:
     return count
 
 
-@njit
+@callee
 def _guess_frequent(m: Merged, first: int, count: int, unsaid: int) -> int:
     """Guesses what the target says most often; returns how many guesses there are."""
     said = m.rows.frequent
@@ -177,7 +175,7 @@ def _guess_frequent(m: Merged, first: int, count: int, unsaid: int) -> int:
     return count
 
 
-@njit
+@callee
 def _find_guesses(
     s: State, desk: Desk, m: Merged, first: int, copied: tuple[int, int], depth: int, above: float
 ) -> int:
@@ -210,7 +208,7 @@ def _find_guesses(
     return count
 
 
-@njit
+@callee
 def _expand(
     s: State, desk: Desk, m: Merged, node: int, copied: tuple[int, int], depth: int, above: float
 ) -> None:
@@ -230,7 +228,7 @@ def _expand(
             desk.num_branches += 1
 
 
-@njit
+@callee
 def _more_copies(
     s: State, desk: Desk, first: int, count: int, depth: int, survival: float
 ) -> tuple[int, int]:
@@ -285,7 +283,7 @@ def _grow(s: State, desk: Desk, m: Merged, max_nodes: int, width: int, max_depth
     return num_nodes
 
 
-@njit
+@callee
 def _note_nearly(m: Merged, seen: Seen, row: int, said: int) -> None:
     """Keeps, for a while, the other likely tokens of a row whose token was ``said``."""
     scores = MOST_NEARLY

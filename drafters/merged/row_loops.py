@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import njit
-
-from compiled.loops import Loop
+from compiled.loops import Loop, callee
 from drafters.copying.index_loops import hash_tokens
 from drafters.merged.records import Rows, Seen
 
@@ -31,17 +29,17 @@ MOST_COUNTED = 8_192
 _HALF = (1 << 31) - 1
 
 
-@njit
+@callee
 def length_of(level: int) -> int:
     return (1, 2, 4)[level]
 
 
-@njit
+@callee
 def log_of(log: float) -> int:
     return max(LEAST_LOG, int(log * LOG_UNITS))
 
 
-@njit
+@callee
 def normalize(seen: Seen) -> None:
     """Makes logits of each row's top tokens their log-probabilities, as if there were no others."""
     for first in range(0, seen.num_rows * seen.num_top, seen.num_top):
@@ -54,7 +52,7 @@ def normalize(seen: Seen) -> None:
             seen.logs[at] -= likeliest
 
 
-@njit
+@callee
 def find_row(rows: Rows, tokens: Any, end: int, length: int) -> int:
     """Returns where the row of the context before ``tokens[end]`` begins in ``cells``; -1: there is
     none."""
@@ -67,7 +65,7 @@ def find_row(rows: Rows, tokens: Any, end: int, length: int) -> int:
     return found
 
 
-@njit
+@callee
 def _place_for(rows: Rows, one: int, other: int) -> int:
     cells, best = rows.cells, -1
     for place in range(_PLACES):
@@ -81,7 +79,7 @@ def _place_for(rows: Rows, one: int, other: int) -> int:
     return best
 
 
-@njit
+@callee
 def _put_row(rows: Rows, tokens: Any, end: int, length: int, seen: Seen, row: int) -> None:
     if end < length:
         return
@@ -98,7 +96,7 @@ def _put_row(rows: Rows, tokens: Any, end: int, length: int, seen: Seen, row: in
         cells[cell + LOGS_AT + rank] = log_of(seen.logs[row * seen.num_top + rank])
 
 
-@njit
+@callee
 def learn_rows(rows: Rows, tokens: Any, end: int, seen: Seen, context: Any) -> None:
     """Keeps the top tokens of all rows; those before ``tokens[end]`` are the text up to the anchor. What
     the text has come to is written last. ``context``: room for a context."""
@@ -121,7 +119,7 @@ def learn_rows(rows: Rows, tokens: Any, end: int, seen: Seen, context: Any) -> N
                     _put_row(rows, context, longest, length_of(level), seen, row)
 
 
-@njit
+@callee
 def count_token(rows: Rows, token: int) -> None:
     """The target said this: the more often, the nearer it stands to the front."""
     tokens, at = rows.frequent, 0

@@ -26,6 +26,15 @@ from engine.kernels.compiled import kernels_version
 
 logger = logging.getLogger(__name__)
 
+_MODULES_OF_LOOPS = (
+    "copying.alignment_loops",
+    "copying.draft_loops",
+    "merged.grow_loops",
+    "merged.row_loops",
+    "copying.index_loops",
+)
+"""Of drafters: what takes longest first. What several of them call is compiled once."""
+
 
 @contextmanager
 def compiling_ahead(device: str, dtype: str) -> Iterator[None]:
@@ -48,13 +57,19 @@ def compiling_ahead(device: str, dtype: str) -> Iterator[None]:
 
 def main() -> None:
     threading.Thread(target=lambda: sys.stdin.read() or os._exit(1), daemon=True).start()
-    attention = find_kernel("paged_attention")
-    dtypes = (getattr(torch, sys.argv[1]),) * len(attention.attend.layout.floats)
-    attention.attend.loop(dtypes).compile()
-    for name in ("alignment_loops", "draft_loops", "index_loops"):
-        for each in vars(import_module(f"drafters.copying.{name}")).values():
+    _compile_kernel("paged_attention", "attend")
+    for name in _MODULES_OF_LOOPS:
+        for each in vars(import_module(f"drafters.{name}")).values():
             if isinstance(each, Loop):
                 each.compile()
+    _compile_kernel("draft_tokens", "suggest")
+    _compile_kernel("gumbel_argmax", "search")
+
+
+def _compile_kernel(name: str, attribute: str) -> None:
+    kernel = getattr(find_kernel(name), attribute)
+    dtypes = (getattr(torch, sys.argv[1]),) * len(kernel.layout.floats)
+    kernel.loop(dtypes).compile()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from compiled.loops import callee
 from engine.kernels import LANES
 from engine.kernels import lanes as v
 from engine.kernels.attention_arguments import Arguments, keys_at, values_at
@@ -166,7 +167,7 @@ def _after_key(a: Arguments, head: int, run: Run, place: int) -> Any:
     return values_at(a, head, run.groups[min(later - run.num_groups, run.num_groups - 1)])
 
 
-@njit
+@callee
 def _score(a: Arguments, head: int, run: Run, memory: Memory, is_first: bool) -> None:
     """Writes the scores of a run. ``is_first``: its keys were not fetched by what came before."""
     if is_first:
@@ -252,7 +253,7 @@ def _take_weights(
     clear(scores + _SCORES * done, _SCORES * (tile.num_queries - done))
 
 
-@njit
+@callee
 def _after_value(a: Arguments, head: int, run: Run, place: int, num_next: int) -> Any:
     """Returns what is fetched while a run's values are weighed: values, and then the first keys of the
     next chunk's ``num_next`` groups, whose numbers follow this chunk's."""
@@ -275,7 +276,7 @@ def _weigh_4(dim: int, ahead: Any, values: Any, weights: Any, out: Any, num_quer
         weigh16(ahead + at, values + at, dim, weights, _SCORES, out + at, num_queries)
 
 
-@njit
+@callee
 def _weigh(a: Arguments, head: int, run: Run, memory: Memory, out: Any, num_next: int) -> None:
     """Adds weighted values of a run to ``out``, of query 0; ``num_next``: see ``_after_value``."""
     dim, floats = a.value_dim, memory.groups
@@ -301,7 +302,7 @@ def _own_run(a: Arguments, tile: Tile, number: int, base: int, own: int, end: in
     return Run(groups, count, own, branch.first_query, branch.end_query - branch.first_query)
 
 
-@njit
+@njit(inline="always")
 def attend_chunk(
     a: Arguments, tile: Tile, head: int, chunk: int, least: int, memory: Memory, sums: Sums
 ) -> None:

@@ -242,7 +242,7 @@ def _block(a: Arguments, item: int, num_parts: int) -> int:
     return _segment(a, item // num_blocks // num_parts)[0] + item % num_blocks
 
 
-@njit
+@njit(inline="always")
 def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, totals: Any) -> None:
     """A part of a segment's tiles, of about as many rows each, with a block of channels. Items are the
     blocks of one part after another."""

@@ -169,7 +169,7 @@ def _part(a: Arguments, tile: Tile, head: int, chunk: int) -> Sums:
     return sums_at(a, a.step.parts + number * a.step.most_queries * (a.value_dim + 2))
 
 
-@njit
+@njit(inline="always")
 def _attend_chunks(a: Arguments, tile: Tile, head: int, memory: Memory) -> bool:
     """Merges the sums of a tile's chunks, or, where it is divided, leaves them: the last task of those
     that divide it merges all. Returns whether all are merged."""
@@ -192,7 +192,7 @@ def _attend_chunks(a: Arguments, tile: Tile, head: int, memory: Memory) -> bool:
     return True
 
 
-@njit
+@njit(inline="always")
 def _attend_tile(a: Arguments, tile: Tile, head: int, memory: Memory) -> None:
     """Lets the queries of a tile that share a key head attend."""
     text = memory.text

@@ -13,7 +13,7 @@ import pytest
 from numba import njit
 
 from compiled.cache import sources_of, version_of
-from compiled.loops import Loop
+from compiled.loops import Loop, callee
 from compiled.records import Float64s, Int32s, Int64s, Memory, address_of, is_nowhere
 
 
@@ -67,6 +67,28 @@ def test_compiled_code_reads_and_writes_what_python_does() -> None:
     whole["count"] = 3
     assert add(whole.address, 1) == 100 + 18 + 4 + (1 << 40) + 2 + 4
     assert ADD.compile() is add
+
+
+@callee
+def _weighed(place: tuple[int, int], factor: int, is_odd: bool) -> int:
+    return (place[0] * 10 + place[1]) * factor + is_odd
+
+
+def _weigh(w: Whole, at: int) -> int:
+    """Constants of several kinds, an integer of 32 bits and variables."""
+    read = w.tokens[at]
+    return (
+        _weighed((0, at), 1000, True)
+        + _weighed((at, read), read, at > 0)
+        + _weighed((-1, 0), at, is_odd=False)
+    )
+
+
+def test_a_callee_is_compiled_once_for_constants_and_widths_of_integers() -> None:
+    whole, tokens = Memory(Whole), array("i", [0, 3])
+    whole["tokens"] = address_of(tokens)
+    assert Loop(_weigh).compile()(whole.address, 1) == 1001 + (13 * 3 + 1) - 10
+    assert len(_weighed.signatures) == 1
 
 
 def test_a_field_that_is_not_declared_is_refused() -> None:
