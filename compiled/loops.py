@@ -52,9 +52,9 @@ class Loop:
 
 
 def callee(function: Callable[..., Any]) -> Any:
-    """Returns ``function`` as other compiled code calls it, compiled once for its types. By ``njit`` alone
-    it is compiled anew for each constant among its arguments and for each width of integers; that pays
-    where a loop is unrolled by the constant."""
+    """Returns ``function`` as other compiled code calls it, compiled once for its types. By ``njit``
+    alone it is compiled anew for each constant among its arguments and for each width of integers; that
+    pays where a loop is unrolled by the constant."""
     compiled = njit(function)
     template_of = compiled.get_call_template
 
