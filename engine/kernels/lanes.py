@@ -124,10 +124,12 @@ float_bits = operation("float -> int", lambda b, value: b.sext(b.bitcast(value, 
 
 def room_for(count: int) -> Any:
     """Returns a function for compiled code that returns a place for so many float32, which is there until
-    the function that calls it returns."""
+    the function that calls it returns. Nothing is in it yet: zeros written at once would be taken apart,
+    one by one, which takes LLVM seconds."""
 
     def emit(builder: Any) -> Any:
-        room = cgutils.alloca_once(builder, ir.ArrayType(asm.FLOAT, count))
+        with builder.goto_entry_block():
+            room = builder.alloca(asm.FLOAT, size=ir.Constant(_INT64, count))
         room.align = _LINE
         return builder.ptrtoint(room, _INT64)
 

@@ -255,7 +255,7 @@ def _keep(a: Arguments, kept: Kept, inputs: Inputs) -> None:
     kept.beta[0] = inputs.beta[0]
 
 
-@njit
+@njit(inline="always")
 def _prepare(a: Arguments, entry: w.Entry, head: int, inputs: Inputs) -> None:
     if entry.row >= 0:
         _read_row(a, entry.row, head, inputs)
@@ -411,7 +411,7 @@ def _may_be_wide(a: Arguments, task: Task, entry: w.Entry) -> bool:
     return _HAS_WIDE and is_whole and task.walk.source >= 0 and _slot_of(entry) >= 0
 
 
-@njit
+@njit(inline="always")
 def _take_walk(a: Arguments, task: Task, memory: Memory) -> None:
     walk, head = task.walk, task.head
     _begin(a, walk, head, task.first, task.end, memory)
