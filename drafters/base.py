@@ -394,7 +394,7 @@ class Drafter:
     """The tokens that a node's row brings later, accepted or not, since the drafter learns from what the
     target found likely there. So where rows cost less than that, they are verified however unlikely."""
     initial_acceptance: Sequence[float] = ()
-    """By feature, how likely a node is believed to be accepted, once its parent is, before any was
+    """How likely, by feature, a node is believed to be accepted, once its parent is, before any was
     judged. Features beyond these: as likely as not."""
     most_recomputed: float = math.inf
     """The most tokens of a cached prefix that the engine computes again where ``num_usable_tokens`` says

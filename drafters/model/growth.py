@@ -26,7 +26,7 @@ _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0
 NUM_LEVELS = len(_EDGES) + 1
 NUM_RANKS = 4
 INITIAL_ACCEPTANCE = [(low + high) / 2 for low, high in pairwise((0.0, *_EDGES, 1.0))] * NUM_RANKS
-"""By feature, what the draft model thinks itself."""
+"""The draft model's own probability of each feature."""
 _SAMPLED = NUM_LEVELS * NUM_RANKS
 """The first feature of nodes of sampled trees: one per rank, whatever the draft model thought."""
 _SAMPLED_CONFIDENCE = 0.7

@@ -33,7 +33,7 @@ _MODULES_OF_LOOPS = (
     "merged.row_loops",
     "copying.index_loops",
 )
-"""Of drafters: what takes longest first. What several of them call is compiled once."""
+"""Drafters' modules, the slowest to compile first. What several of them call is compiled once."""
 
 
 @contextmanager

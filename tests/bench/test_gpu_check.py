@@ -135,6 +135,7 @@ def steps(tmp_path: Path, *asked: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(output.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_steps_are_told_beside_torch_s_own(tmp_path: Path) -> None:
     code, document = steps(tmp_path, "--part", "smollm2", "8b-int4")
     assert code == 0

@@ -50,7 +50,7 @@ def test_what_a_file_holds(tmp_path: Path, name: str, text: str, content: Any) -
         ("a.yaml", "a: {b: 1,\n    b: 2}\n", "line 2, column 5", "a key is there twice"),
         ("a.yaml", "on: 1\ntrue: 2\n", "line 2, column 1", "a key is there twice"),
         ("a.yaml", "[" * 5000, "", "is nested too deeply"),
-        ("a.json", '{"a": 1,}', "line 1, column 9", "not JSON"),
+        ("a.json", '{"a": 1 2}', "line 1, column 9", "not JSON"),
         ("a.json", '{"a": {"b": 1, "b": 2}}', "", "a key is there twice"),
         ("a.json", '{"a": ' * 50_000, "", "is nested too deeply"),
         ("a.json", f'{{"a": {"9" * 5000}}}', "", "not JSON"),

@@ -22,7 +22,7 @@ HALF = r"\ud83d"
     [
         (b"", "The body is empty"),
         (b'{"prompt": "a"', "line 1, column 15 (character 14): expecting ',' delimiter"),
-        (b'{\n "prompt": "a",\n}', "line 3, column 1 (character 18): expecting property name"),
+        (b'{\n "prompt": "a",\n1}', "line 3, column 1 (character 18): expecting property name"),
         (b'{"prompt": "a"} {}', "line 1, column 17 (character 16): extra data"),
         (b'{"prompt": "a\nb"}', "line 1, column 14 (character 13): invalid control character."),
         (b'{"prompt": "\xff"}', "not UTF-8: byte 12 (0xff): invalid start byte"),
