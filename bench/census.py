@@ -166,8 +166,11 @@ def tiny_model(kind: str) -> PreTrainedModel:
     )
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.dim() >= 2 and 0 < float(weight.std()) < 0.1:
-                weight.mul_(1.2 * weight.shape[-1] ** -0.5 / weight.std())
+            if weight.dim() < 2 or float(weight.std()) >= 0.1:
+                continue
+            if not weight.any():  # equal scores of a router are in no defined order
+                weight.normal_()
+            weight.mul_(1.2 * weight.shape[-1] ** -0.5 / weight.std())
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
     model.config.eos_token_id = None

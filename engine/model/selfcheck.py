@@ -41,8 +41,13 @@ def blocks_needed(block_size: int) -> int:
 
 
 def _token_ids(model: PreTrainedModel) -> list[int]:
+    """Returns a text without the padding token, whose embedding may be zeros: a router's scores are then
+    equal for all experts, and which of them it takes is not defined."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, _vocab_size(model), (_NUM_TOKENS,), generator=generator).tolist()
+    padding = getattr(model.get_input_embeddings(), "padding_idx", None)
+    count = _vocab_size(model) - (padding is not None)
+    ids = torch.randint(0, count, (_NUM_TOKENS,), generator=generator)
+    return (ids if padding is None else ids + (ids >= padding)).tolist()
 
 
 @torch.inference_mode()

@@ -206,6 +206,23 @@ def test_the_check_of_logits_sees_a_tree_that_goes_wrong() -> None:
     assert reached
 
 
+@torch.inference_mode()
+def test_the_check_of_logits_reads_no_padding() -> None:
+    """Its embedding is zeros: a router takes any experts, and transformers' own may be others."""
+    model = tiny_model("qwen3_moe")
+    embedding: Any = model.get_input_embeddings()
+    read: list[torch.Tensor] = []
+    embedding.register_forward_pre_hook(lambda _, values: read.append(values[0]))
+    reference_logits(model)
+    embedding.padding_idx = padding = int(read[0][0, 3])
+    embedding.weight[padding] = 0
+    reference = reference_logits(model)
+    assert read[0].shape == read[1].shape
+    assert padding not in read[1].tolist()[0]
+    assert read[1].max() < embedding.num_embeddings
+    check_logits(make_runner(model, exact=True), reference)
+
+
 def test_shapes_are_what_the_layers_hand_over() -> None:
     (first, second) = attach_attention(tiny_model("deepseek_v3"))
     assert first == second
