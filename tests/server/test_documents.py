@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server.documents import DocumentError, read_document
+
+IS_BEFORE_313 = sys.version_info < (3, 13)
+"""Where json names what comes behind a trailing comma, not the comma."""
 
 
 def read(folder: Path, name: str, text: str) -> Any:
@@ -50,6 +54,7 @@ def test_what_a_file_holds(tmp_path: Path, name: str, text: str, content: Any) -
         ("a.yaml", "a: {b: 1,\n    b: 2}\n", "line 2, column 5", "a key is there twice"),
         ("a.yaml", "on: 1\ntrue: 2\n", "line 2, column 1", "a key is there twice"),
         ("a.yaml", "[" * 5000, "", "is nested too deeply"),
+        ("a.json", '{"a": 1,}', f"line 1, column {8 + IS_BEFORE_313}", "not JSON"),
         ("a.json", '{"a": 1 2}', "line 1, column 9", "not JSON"),
         ("a.json", '{"a": {"b": 1, "b": 2}}', "", "a key is there twice"),
         ("a.json", '{"a": ' * 50_000, "", "is nested too deeply"),

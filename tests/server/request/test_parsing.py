@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +16,11 @@ from server.request.parsing import check_content_type, parse
 from worlds.serving import as_json
 
 HALF = r"\ud83d"
+TRAILING_COMMA = (
+    "line 3, column 1 (character 18): expecting property name"
+    if sys.version_info < (3, 13)
+    else "line 2, column 15 (character 16): illegal trailing comma before end of object"
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +28,7 @@ HALF = r"\ud83d"
     [
         (b"", "The body is empty"),
         (b'{"prompt": "a"', "line 1, column 15 (character 14): expecting ',' delimiter"),
+        (b'{\n "prompt": "a",\n}', TRAILING_COMMA),
         (b'{\n "prompt": "a",\n1}', "line 3, column 1 (character 18): expecting property name"),
         (b'{"prompt": "a"} {}', "line 1, column 17 (character 16): extra data"),
         (b'{"prompt": "a\nb"}', "line 1, column 14 (character 13): invalid control character."),
