@@ -60,9 +60,9 @@ def products(model: nn.Module) -> set[GroupedProduct]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_runs_in_8_bits(name: str) -> None:
     model = tiny_model(name)
-    if name in HYBRIDS:  # a state adds up what rounding does to every row before
+    if name in HYBRIDS + MIXTURES:  # states add up what rounding does to rows before, routers flip
         for weight in model.parameters():
-            weight.mul_(0.4 if weight.dim() == 2 else 1)
+            weight.mul_(0.4 if weight.dim() >= 2 else 1)
     before = reference_logits(model)
     gates, num_weights = unrounded_layers(model), model.num_parameters()
     info = quantized(model)
@@ -74,8 +74,9 @@ def test_every_architecture_runs_in_8_bits(name: str) -> None:
     assert 0 < info.share <= 1
     assert {module for module in model.modules() if type(module) is nn.Linear} == gates
     after = reference_logits(model)
-    error = float((after - before).norm() / before.norm())
-    assert 0 < error < 0.25  # large random weights are no kind case
+    errors = (after - before).norm(dim=-1) / before.norm(dim=-1)
+    # a row whose router takes another expert is another row: the median says what rounding does
+    assert 0 < float(errors.median()) < 0.1
     shapes = attach_attention(model)
     pack_linears(model, 64, exact=True)  # routers
     needs = AttentionNeeds.of(model, shapes, "exact", BLOCK_SIZE)
