@@ -220,7 +220,7 @@ def _follow(config: EngineConfig) -> None:
     """Runs as a rank that was launched beside the first one, which serves and hears of signals."""
     from engine.build import follow_engine
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     follow_engine(config)
 

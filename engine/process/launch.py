@@ -93,9 +93,9 @@ def begin_child() -> tuple[Link, Any]:
 
 
 def ignore_signals() -> None:
-    """A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the server drains its
-    requests first and then says when to stop."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """A terminal's Ctrl-C or end and a service manager's SIGTERM reach the whole group: the server drains
+    its requests first and then says when to stop."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

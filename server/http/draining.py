@@ -83,13 +83,22 @@ class DrainingServer(uvicorn.Server):
 
 @contextmanager
 def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has ``handler`` called at SIGTERM and SIGINT within the block."""
+    """Has ``handler`` called at SIGTERM and SIGINT within the block. The first SIGHUP, of a terminal that
+    is closed, is a SIGTERM, unless the process was started to ignore it (``nohup``)."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, _hang_up)
     try:
         yield
     finally:
         for number, usual in before.items():
             signal.signal(number, usual)
+
+
+def _hang_up(number: int, _frame: FrameType | None) -> None:
+    # A shell and the kernel may both say so: two would end at once what is to end in order.
+    signal.signal(number, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def exit_at_signals() -> AbstractContextManager[None]:

@@ -340,8 +340,9 @@ def _begin(translator: bytes, logs: LogOptions, most_seconds: float) -> None:
     LIMIT.may_die, LIMIT.most_seconds = True, most_seconds
     # Tokens of running requests come first.
     os.nice(_NICENESS)
-    # Ctrl-C reaches the whole group; the server says when to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal's Ctrl-C or end reaches the whole group; the server says when to end.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _translator = pickle.loads(translator)
     settle_memory()

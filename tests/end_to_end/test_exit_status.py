@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,20 @@ def assert_log_is_short(said: list[str]) -> None:
     assert len([line for line in own if " slipstream.requests" not in line]) == 2
 
 
+@pytest.fixture
+def hang_ups_are_heard() -> Iterator[None]:
+    """Also where these tests run under ``nohup``, whose children ignore them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_ups_are_heard")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("number", "is_patient"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+@pytest.mark.parametrize(
+    ("number", "is_patient"),
+    [(signal.SIGTERM, True), (signal.SIGHUP, True), (signal.SIGINT, False)],
+)
 def test_an_end_in_order_is_a_success_and_one_at_once_is_not(
     tiny: Path, tmp_path: Path, kind: str, is_patient: bool, number: signal.Signals
 ) -> None:
@@ -52,6 +65,8 @@ def test_an_end_in_order_is_a_success_and_one_at_once_is_not(
             lines = reply.iter_lines()
             next(lines)
             server.process.send_signal(number)
+            if number == signal.SIGHUP:  # as a shell and the kernel do
+                server.process.send_signal(number)
             if is_patient:
                 engine = () if kind == "engine within" else (server.engine_pid(),)
                 *_, last, done = (line for line in lines if line)

@@ -346,7 +346,7 @@ async def test_signals_to_the_whole_group_leave_the_engine_to_its_server(apart: 
         reading = asyncio.create_task(collect(engine.generate(asking("r", LONG, "none"))))
         await until(lambda: engine.num_open == 1)
         assert apart[0].pid is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(apart[0].pid, number)
         assert reasons_of(await reading) == ["length"]
 
