@@ -64,6 +64,15 @@ _EACH = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5
 _TOKENS = tuple(4.0**power for power in range(14))
 
 
+def _common(path: str, model_name: str) -> Attributes:
+    return {
+        "gen_ai.operation.name": OPERATIONS[path],
+        "gen_ai.provider.name": "slipstream",
+        "gen_ai.request.model": model_name,
+        "gen_ai.response.model": model_name,
+    }
+
+
 class WatchedRequests:
     """Makes spans and figures of requests. ``model_name`` is the model's in the API."""
 
@@ -95,7 +104,7 @@ class WatchedRequests:
             f"{OPERATIONS[path]} {self._model_name}",
             propagate.extract(headers),
             SpanKind.SERVER,
-            {**self._common(path), "http.request.method": "POST", "http.route": path},
+            {**_common(path, self._model_name), "http.request.method": "POST", "http.route": path},
         )
 
     def end(
@@ -104,8 +113,12 @@ class WatchedRequests:
         """Its answer has ended, ``seconds`` after the request came. ``status`` 0: nothing was
         answered."""
         error = _error_of(record, status)
+        # An adapter that it names is known once its body was read.
+        model = self._model_name if record.plan is None else record.plan.model
+        common = _common(path, model)
         if span.is_recording():
-            span.set_attributes(_of_request(record))
+            span.update_name(f"{OPERATIONS[path]} {model}")
+            span.set_attributes({**common, **_of_request(record)})
             if status:
                 span.set_attribute("http.response.status_code", status)
             if error is not None:
@@ -116,15 +129,7 @@ class WatchedRequests:
             for choice in record.choices:
                 self._add_choice(set_span_in_context(span), choice)
         span.end()
-        self._measure(self._common(path), record, error, seconds)
-
-    def _common(self, path: str) -> Attributes:
-        return {
-            "gen_ai.operation.name": OPERATIONS[path],
-            "gen_ai.provider.name": "slipstream",
-            "gen_ai.request.model": self._model_name,
-            "gen_ai.response.model": self._model_name,
-        }
+        self._measure(common, record, error, seconds)
 
     def _add_choice(self, parent: Context, choice: ChoiceRecord) -> None:
         start = time.time_ns() - _ns(time.perf_counter() - choice.plan.request.arrival_time)

@@ -92,6 +92,15 @@ async def test_a_request_is_a_tree_of_spans(collector: Collector, stream: bool) 
     assert all(each["service.name"] == "slipstream" for each in collector.resources)
 
 
+async def test_a_span_names_the_adapter(collector: Collector) -> None:
+    engine = ScriptedEngine("a")
+    await engine.load_adapter("mine", "/adapters/mine")
+    async with serve(engine, otlp_endpoint=collector.url) as client:
+        assert (await client.post("/completions", json={"prompt": "a", "model": "mine"})).is_success
+    said = values(collector.span("text_completion mine").attributes)
+    assert said["gen_ai.request.model"] == said["gen_ai.response.model"] == "mine"
+
+
 async def test_only_the_first_steps_are_told_one_by_one(collector: Collector) -> None:
     async with serve(endless(), otlp_endpoint=collector.url) as client:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
