@@ -10,6 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from engine.lora.names import check_name
+from engine.request.errors import AdapterError
 from engine.request.info import AdapterInfo
 from server.endpoints import Served
 from server.errors import bad_request
@@ -63,6 +65,10 @@ async def _load(
 ) -> Response:
     models: Models = request.app.state.models
     wanted = await served.bodies.read(body, as_it_is)
+    try:
+        check_name(wanted.name)
+    except AdapterError as error:
+        raise bad_request("name", f"name: {error}") from None
     own = {each.name for each in served.adapters}
     if wanted.name in set(models.names) - own:
         raise bad_request("name", "name: a model or an adapter of another one is called that")

@@ -296,7 +296,9 @@ class Models:
             logger.error("%s took longer than load_timeout to load", model.name)
             raise _not_loaded(model, "took too long to load") from None
         except (EngineError, OSError, ValueError) as error:
-            logger.error("%s does not load: %s", model.name, error)
+            # What a server's end cuts off is no fault.
+            level = logging.INFO if self._is_draining else logging.ERROR
+            logger.log(level, "%s does not load: %s", model.name, error)
             raise _not_loaded(model, "could not be loaded; the server's log says why") from error
         finally:
             model.is_loading = False

@@ -120,10 +120,13 @@ def read_tenants(path: Path, drafters: Container[str] | None = None) -> dict[byt
     raise ValueError(f"api-keys-file {path}: {fault}")
 
 
+_FAULTS = {"extra_forbidden": "no such field", "model_type": "must be a mapping"}
+
+
 def _first(error: ValidationError) -> str:
     finding: Any = error.errors(include_input=False)[0]
     field = ".".join(map(str, finding["loc"]))
-    known = "no such field" if finding["type"] == "extra_forbidden" else finding["msg"]
+    known = _FAULTS.get(finding["type"], finding["msg"])
     return f"{field}: {known}" if field else str(known)
 
 

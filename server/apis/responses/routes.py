@@ -18,7 +18,7 @@ from server.apis.responses.request import (
     references,
 )
 from server.endpoints import Served, Table
-from server.errors import ApiError, clip
+from server.errors import ApiError, bad_request, clip
 from server.http.openapi import REFUSED_BODY, errors, generated
 from server.models.services import Services, tenant_of
 from server.models.table import Models
@@ -58,9 +58,13 @@ async def count_input_tokens(body: ResponsesRequest, request: Request, served: S
     return JSONResponse(reply, headers=ignored_header(plan.ignored))
 
 
-@router.get(_PATH + "/{response_id}", responses=_OF_ONE)
-async def get_response(response_id: str, request: Request, models: Table) -> Response:
-    """A response that is kept."""
+@router.get(_PATH + "/{response_id}", responses={**errors(400), **_OF_ONE})
+async def get_response(
+    response_id: str, request: Request, models: Table, stream: bool = False
+) -> Response:
+    """A response that is kept, as a whole."""
+    if stream:
+        raise bad_request("stream", "stream: a response that is kept comes as a whole")
     return JSONResponse(json.loads(await _have("find", response_id, request, models))["response"])
 
 

@@ -107,6 +107,7 @@ async def test_the_operator_loads_replaces_and_unloads(caplog: pytest.LogCapture
         ({"name": "a"}, "path"),
         ({"name": "", "path": "/a"}, "name"),
         ({"name": 3, "path": "/a"}, "name"),
+        ({"name": "a b", "path": "/a"}, "name"),
         ({"name": "a", "path": "/a", "rank": 3}, "rank"),
     ],
 )

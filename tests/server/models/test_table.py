@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -273,7 +274,9 @@ async def test_a_tag_is_part_of_a_name_for_ollamas_clients_alone() -> None:
         assert (await served.complete("two:latest")).status_code == 404
 
 
-async def test_requests_that_wait_for_a_model_are_told_when_the_server_ends() -> None:
+async def test_requests_that_wait_for_a_model_are_told_when_the_server_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with several("one", "two") as served:
         await served.complete("one")
         served.launchers["two"].gate.clear()
@@ -284,6 +287,7 @@ async def test_requests_that_wait_for_a_model_are_told_when_the_server_ends() ->
             assert (await each).json()["error"]["code"] == "shutting_down"
         assert (await served.complete("one")).json()["error"]["code"] == "shutting_down"
         assert "two is loaded" not in served.events
+        assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 async def test_all_who_wait_are_told_of_a_failure_and_the_next_tries_anew() -> None:

@@ -98,6 +98,8 @@ TWICE = [
     [
         *(("keys.yaml", json.dumps({"tenants": each}), message) for each, message in REFUSED),
         *(("keys.yaml", content, "") for content in NO_LISTS),
+        ("keys.yaml", f"- {KEY}", "must be a mapping"),
+        ("keys.yaml", f"tenants: [{KEY}]", "tenants.0: must be a mapping"),
         *((name, content, f"{place}a key is there twice") for name, content, place in TWICE),
     ],
 )

@@ -334,6 +334,7 @@ async def test_a_conversation_goes_on_from_a_response_of_ones_own(tmp_path: Path
         assert "be brief" not in texts[1]
         place = f"/{first['id']}"
         assert (await ask("ka", place, "GET")).json() == first
+        assert fault(await ask("ka", f"{place}?stream=true", "GET"), "param") == (400, "stream")
         lost = [await ask("kb", **on), await ask("ka", **on | {"previous_response_id": "resp_1"})]
         unkept = (await ask("ka", input="hi", store=False)).json()
         lost.append(await ask("ka", **on | {"previous_response_id": unkept["id"]}))
