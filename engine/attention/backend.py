@@ -35,6 +35,8 @@ from kvpool.store import KVStore, RowShape
 IMPLEMENTATION = "slipstream"
 
 KV_LAYER = "kv_layer"
+MASK_WINDOW = "mask_window"
+"""Of an attention layer whose window is in the model's mask alone."""
 """An attention layer's number in the store, if it differs from its number in the model."""
 
 LARGEST_KEY = 2.0**60
@@ -351,14 +353,13 @@ def slipstream_attention(
         raise RuntimeError("a layer attends, but there is no plan to answer it")
     if attention_mask is not None or dropout:
         raise RuntimeError("the model's attention layers bring a mask or dropout of their own")
+    window = sliding_window or getattr(module, MASK_WINDOW, None)
     output = _attended.plan.attend(
         layer_number(module),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        AttentionOptions(
-            scaling, sliding_window, softcap, s_aux, getattr(module, "sees_block", False)
-        ),
+        AttentionOptions(scaling, window, softcap, s_aux, getattr(module, "sees_block", False)),
     )
     return output.unsqueeze(0), None
 

@@ -9,16 +9,19 @@ forward, in chunks and under a tree mask, does not write the logits that transfo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
 from engine.attention.backend import (
     IMPLEMENTATION,
     KV_LAYER,
+    MASK_WINDOW,
     AttentionOptions,
     KVShape,
     attending,
@@ -231,7 +234,7 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
     positions = torch.arange(2, device=model.device)[None]
     outside = f"{type(model).__name__} does not use transformers' attention interface"
     try:
-        with attending(probe), finding_states() as states:
+        with attending(probe), finding_states() as states, _masks() as masks:
             model(input_ids=ids, position_ids=positions, use_cache=False)
     except Exception as error:
         reason = f"{type(model).__name__} cannot run on the engine's attention: {error}"
@@ -239,7 +242,7 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
     layers = sorted(probe.shapes)
     if not layers and not states:
         raise UnsupportedModelError(outside)
-    _check_windows(model, probe)
+    _give_windows(model, probe, masks)
     if not states and "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
         raise UnsupportedModelError(
             f"{type(model).__name__}: its layers of kind linear_attention keep a state, and call no "
@@ -254,19 +257,45 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
     ]
 
 
-def _check_windows(model: PreTrainedModel, probe: ShapeProbe) -> None:
-    """Raises UnsupportedModelError where layers that are said to have a window do not hand it over:
-    texts of the checks at start are shorter than windows."""
-    window = getattr(model.config, "sliding_window", None)
+@contextmanager
+def _masks() -> Iterator[list[int | None]]:
+    """The windows of the masks that models ask transformers for within the block; None: one without."""
+    found: list[int | None] = []
+
+    def note(*_: object, local_size: int | None = None, **__: object) -> None:
+        found.append(local_size)
+
+    AttentionMaskInterface.register(IMPLEMENTATION, note)
+    try:
+        yield found
+    finally:
+        # Without one transformers makes no masks, as long as a model runs.
+        AttentionMaskInterface._global_mapping.pop(IMPLEMENTATION)
+
+
+def _give_windows(model: PreTrainedModel, probe: ShapeProbe, masks: Sequence[int | None]) -> None:
+    """Gives layers the window that is in their mask alone. Raises UnsupportedModelError where layers have
+    one and it is not known: texts of the checks at start are shorter than windows."""
+    layers, windows = sorted(probe.shapes), {each for each in masks if each is not None}
     kinds = [
         each for each in getattr(model.config, "layer_types", None) or () if each in _ATTENDING
     ]
-    if window is None or window >= max_position(model.config) or len(kinds) != len(probe.shapes):
+    if not kinds and windows and None not in masks:
+        kinds = ["sliding_attention"] * len(layers)
+    if len(kinds) != len(layers):
         return
-    if any(
-        kind == "sliding_attention" and layer in probe.without_window
-        for kind, layer in zip(kinds, sorted(probe.shapes), strict=True)
-    ):
+    lacking = {
+        layer
+        for kind, layer in zip(kinds, layers, strict=True)
+        if kind == "sliding_attention" and layer in probe.without_window
+    }
+    window = getattr(model.config, "sliding_window", None)
+    if len(windows) == 1:
+        (window,) = windows
+        for module in model.modules():
+            if getattr(module, "layer_idx", -1) in lacking:
+                vars(module)[MASK_WINDOW] = window
+    elif lacking and window is not None and window < max_position(model.config):
         raise UnsupportedModelError(
             f"{type(model).__name__}: its layers of kind sliding_attention do not say their window of "
             f"{window} tokens"

@@ -13,6 +13,7 @@ import transformers as hf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from transformers.models.qwen2_moe import modeling_qwen2_moe
 
 from bench.census import tiny_config as census_config
 from engine.batch import ForwardOutput
@@ -31,12 +32,12 @@ from engine.model.loader import (
     resolve_dtype,
     sampling_defaults,
 )
-from engine.model.selfcheck import check_logits, reference_logits
+from engine.model.selfcheck import check_logits, logit_errors, reference_logits
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import SAMPLED
 from engine.weights.rounding.int8 import is_exact, quantize_weight
 from worlds.changed_folders import configure
-from worlds.tiny_models import CPU, VOCAB_SIZE, make_runner, tiny_config, tiny_model
+from worlds.tiny_models import CPU, VOCAB_SIZE, enlarge, make_runner, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -381,17 +382,36 @@ def test_layers_that_share_keys_and_values_share_a_store_s_rows() -> None:
     assert [shape.row for shape in shapes[2:]] == [0, 1]
 
 
-@pytest.mark.parametrize(("window", "is_served"), [(100, False), (400, True)])
-def test_windows_that_layers_do_not_say_are_refused_where_a_text_may_be_longer(
-    window: int, is_served: bool
-) -> None:
-    """transformers' Qwen2-MoE has them in its masks alone."""
-    config = census_config("qwen2_moe")
+def with_windows(kind: str, window: int) -> hf.PreTrainedModel:
+    """A model of one of the types whose windows transformers has in masks alone."""
+    config = census_config(kind)
     config.max_position_embeddings, config.sliding_window = 400, window
-    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
-    model = prepare_model(hf.Qwen2MoeForCausalLM(config), CPU)
+    if kind == "qwen2_moe":
+        kinds = ("sliding_attention", "full_attention")
+        config.layer_types = [kinds[layer % 2] for layer in range(config.num_hidden_layers)]
+    torch.manual_seed(3)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    enlarge(model)
+    return prepare_model(model, CPU)
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
+def test_windows_that_are_in_masks_alone_are_kept(kind: str) -> None:
+    wide, narrow = (reference_logits(with_windows(kind, window)) for window in (400, 5))
+    assert not torch.allclose(wide, narrow, atol=0.1)
+    errors = logit_errors(make_runner(with_windows(kind, 5), exact=True), narrow)
+    assert 0 < max(errors.values()) < 1e-4
+
+
+@pytest.mark.parametrize(("window", "is_served"), [(100, False), (400, True)])
+def test_windows_that_nothing_says_are_refused_where_a_text_may_be_longer(
+    window: int, is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        monkeypatch.setattr(modeling_qwen2_moe, each, lambda **_: None)
+    model = with_windows("qwen2_moe", window)
     if is_served:
-        assert len(attach_attention(model)) == config.num_hidden_layers
+        assert len(attach_attention(model)) == model.config.num_hidden_layers
         return
     with pytest.raises(UnsupportedModelError, match="do not say their window of 100 tokens"):
         attach_attention(model)
