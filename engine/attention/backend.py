@@ -36,7 +36,7 @@ IMPLEMENTATION = "slipstream"
 
 KV_LAYER = "kv_layer"
 MASK_WINDOW = "mask_window"
-"""Of an attention layer whose window is in the model's mask alone."""
+"""Attribute of an attention layer whose window is in the model's mask alone."""
 """An attention layer's number in the store, if it differs from its number in the model."""
 
 LARGEST_KEY = 2.0**60

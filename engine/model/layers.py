@@ -101,14 +101,14 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else bias.detach()  # no parameter: it is packed as well
         self.in_features, self.out_features = in_features, out_features
         self.packed: Any = packed
-        self._weight: torch.Tensor | None = None
+        self._weight: tuple[nn.Parameter, ...] = ()  # within: it is none of the module's
 
     @property
     def weight(self) -> torch.Tensor:
         """Unpacked for the few models that read it, mostly of routers, and kept for them."""
-        if self._weight is None:
-            self._weight = self.packed.weight
-        return self._weight
+        if not self._weight:
+            self._weight = (nn.Parameter(self.packed.weight, requires_grad=False),)
+        return self._weight[0]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``inputs`` ``[.., in_features]``; returns ``[.., out_features]``."""
@@ -130,14 +130,21 @@ class GroupedLinear(nn.Module):
         self.product = product
         self.scheme, self.method = scheme, method
         self.first = first
-        self._weight: torch.Tensor | None = None
+        self._weight: tuple[nn.Parameter, ...] = ()  # within: it is none of the module's
 
     @property
     def weight(self) -> torch.Tensor:
         """Made of its codes for the few models that read it, mostly of routers, and kept for them."""
-        if self._weight is None:
-            self._weight = self.product.weight(self.first, self.out_features)
-        return self._weight
+        if not self._weight:
+            weight = self.product.weight(self.first, self.out_features)
+            self._weight = (nn.Parameter(weight, requires_grad=False),)
+        return self._weight[0]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[out_features]``, for models that read it; it is added to the product already."""
+        bias: torch.Tensor | None = self.product.packed.bias
+        return None if bias is None else bias.flatten()[self.first :][: self.out_features]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``inputs`` ``[.., in_features]``; returns ``[.., out_features]``."""

@@ -285,6 +285,8 @@ class OneOrderProducts(_Mode):
             return self._product(*args, **kwargs)
         if func in _MATMULS and args[1].dim() == 2:
             return self._product(args[0], args[1].T)
+        if func in _MATMULS and isinstance(args[0], nn.Parameter) and args[0].dim() == 2:
+            return self._product(args[1].mT, args[0]).mT
         if func is torch.bmm:
             experts = _packed_whole(self._module, args[1])
             if experts is not None:

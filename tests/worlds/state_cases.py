@@ -49,6 +49,9 @@ CASES: dict[str, Callable[[torch.dtype, int], Asked]] = {
     "odd dimensions": lambda dtype, rows: recurrence((1, 3), (19, 21), dtype, rows),
     "decays of keys": lambda dtype, rows: recurrence((2, 2), (24, 32), dtype, rows, per_key=True),
     "Mamba": lambda dtype, rows: recurrence((1, 6), (40, 96), dtype, rows, has_beta=False),
+    "Mamba 1": lambda dtype, rows: recurrence(
+        (1, 40), (8, 1), dtype, rows, has_beta=False, per_key=True
+    ),
     "decays of keys alone": lambda dtype, rows: recurrence(
         (2, 2), (17, 8), dtype, rows, has_beta=False, per_key=True
     ),

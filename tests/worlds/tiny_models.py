@@ -144,6 +144,10 @@ _HYBRIDS: dict[str, dict[str, Any]] = {
         **{"layer_types": ["mamba", "attention"], "num_local_experts": 4},
         **{"num_experts_per_tok": 2, "shared_intermediate_size": 32},
     },
+    "jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4},
+        **{"expert_layer_period": 2, "expert_layer_offset": 0, "mamba_d_state": 8},
+    },
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
 }
@@ -151,7 +155,7 @@ _HYBRIDS: dict[str, dict[str, Any]] = {
 HYBRIDS = tuple(_HYBRIDS)
 MIXTURES = (
     *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"),
-    *("qwen3_5_moe_text", "qwen3_next", "kimi_linear", "granitemoehybrid"),
+    *("qwen3_5_moe_text", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba"),
 )
 """Models with experts."""
 STATELESS = tuple(_CONFIGS)
