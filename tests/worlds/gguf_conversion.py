@@ -60,7 +60,7 @@ def metadata_of(architecture: str, config: Any) -> Values:
     rope = rope.get("full_attention", rope)
     heads = _first(own, "num_attention_heads", "n_head")
     width = _first(own, "hidden_size", "n_embd")
-    head_dim = own.get("head_dim") or width // heads
+    head_dim = own.get("head_dim") or width // (heads or 1)
     said = {
         "block_count": config.num_hidden_layers,
         "context_length": _first(own, "max_position_embeddings", "n_positions") or 1024,
@@ -147,6 +147,23 @@ def _mamba(own: Values) -> Values:
         "ssm.time_step_rank": heads,
         "ssm.inner_size": heads * width,
     }
+
+
+def _mamba1(own: Values) -> Values:
+    expand = _first(own, "mamba_expand", "expand")
+    unused = {"attention.head_count": 0, "feed_forward_length": 0}
+    return {
+        **({} if "num_attention_heads" in own else unused),
+        "ssm.conv_kernel": _first(own, "mamba_d_conv", "conv_kernel"),
+        "ssm.state_size": _first(own, "mamba_d_state", "state_size"),
+        "ssm.time_step_rank": _first(own, "mamba_dt_rank", "time_step_rank"),
+        "ssm.inner_size": expand * own["hidden_size"],
+        "ssm.dt_b_c_rms": True if own["model_type"] == "falcon_mamba" else None,
+    }
+
+
+def _jamba(own: Values) -> Values:
+    return _mamba1(own) | _kv_where(own, "full_attention", list(own["layer_types"]))
 
 
 def _kv_where(own: Values, kind: str, kinds: list[str]) -> Values:
@@ -294,6 +311,8 @@ _MORE: dict[str, Callable[[Values], Values]] = {
         "feed_forward_length": own["intermediate_size_mlp"],
         "interleave_moe_layer_step": own["interleave_moe_layer_step"],
     },
+    "jamba": _jamba,
+    "mamba": _mamba1,
     "mamba2": _mamba,
     "minicpm3": lambda own: {
         **_latent(own),
@@ -379,7 +398,7 @@ def _converted(architecture: str, config: Any, name: str, weight: Array) -> Tens
         weight = -np.exp(weight)
     if re.search(r"conv1d\.weight|conv\.conv\.weight|shared_expert_gate", name):
         weight = weight.squeeze()
-    if re.search(r"(mamba|mixer)\.(A_log|D)$", name):
+    if re.search(r"(mamba|mixer)\.(A_log|D)$", name) and architecture not in ("jamba", "mamba"):
         weight = weight.reshape(-1, 1)
     if re.search(r"(mamba|mixer)\.norm\.weight", name):
         weight = weight.reshape(_first(config.to_dict(), "mamba_n_groups", "n_groups"), -1)
