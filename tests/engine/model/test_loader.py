@@ -35,6 +35,7 @@ from engine.model.loader import (
 from engine.model.selfcheck import check_logits, logit_errors, reference_logits
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import SAMPLED
+from engine.states.operator import OPERATORS
 from engine.weights.rounding.int8 import is_exact, quantize_weight
 from worlds.changed_folders import configure
 from worlds.tiny_models import CPU, VOCAB_SIZE, enlarge, make_runner, tiny_config, tiny_model
@@ -176,10 +177,13 @@ def test_layers_that_share_a_number_are_refused() -> None:
         attach_attention(model)
 
 
-def test_a_layer_with_a_state_of_an_unknown_function_is_refused() -> None:
+def test_a_layer_with_a_state_of_an_unknown_function_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(OPERATORS, "mamba_selective_scan")
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
     model = hf.AutoModelForCausalLM.from_config(hf.MambaConfig(**sizes))
-    expected = "layer backbone.layers.0.mixer keeps a state by mamba_inner_fn"
+    expected = "layer backbone.layers.0.mixer keeps a state by mamba_selective_scan,"
     with pytest.raises(UnsupportedModelError, match=expected):
         attach_attention(model)
 
