@@ -84,7 +84,10 @@ def _weigh(w: Whole, at: int) -> int:
     )
 
 
-def test_a_callee_is_compiled_once_for_constants_and_widths_of_integers() -> None:
+def test_a_callee_is_compiled_once_for_constants_and_widths_of_integers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what is kept is not compiled
     whole, tokens = Memory(Whole), array("i", [0, 3])
     whole["tokens"] = address_of(tokens)
     assert Loop(_weigh).compile()(whole.address, 1) == 1001 + (13 * 3 + 1) - 10
