@@ -270,7 +270,7 @@ def _masks() -> Iterator[list[int | None]]:
         yield found
     finally:
         # Without one transformers makes no masks, as long as a model runs.
-        AttentionMaskInterface._global_mapping.pop(IMPLEMENTATION)
+        AttentionMaskInterface._global_mapping.pop(IMPLEMENTATION, None)
 
 
 def _give_windows(model: PreTrainedModel, probe: ShapeProbe, masks: Sequence[int | None]) -> None:
