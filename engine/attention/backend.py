@@ -35,9 +35,9 @@ from kvpool.store import KVStore, RowShape
 IMPLEMENTATION = "slipstream"
 
 KV_LAYER = "kv_layer"
-MASK_WINDOW = "mask_window"
-"""Attribute of an attention layer whose window is in the model's mask alone."""
 """An attention layer's number in the store, if it differs from its number in the model."""
+MASK_WINDOW = "mask_window"
+"""An attention layer's window, if it is in the model's mask alone."""
 
 LARGEST_KEY = 2.0**60
 """Keys are limited to it: no model has any as large, and sums of their products stay finite."""

@@ -259,7 +259,8 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
 
 @contextmanager
 def _masks() -> Iterator[list[int | None]]:
-    """The windows of the masks that models ask transformers for within the block; None: one without."""
+    """Notes the windows of the masks that models ask transformers for within the block; None: a mask has
+    none."""
     found: list[int | None] = []
 
     def note(*_: object, local_size: int | None = None, **__: object) -> None:

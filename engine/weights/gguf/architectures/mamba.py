@@ -20,11 +20,10 @@ def _mamba(said: Said) -> Mapping[str, Any]:
 
 
 def _jamba(said: Said) -> Mapping[str, Any]:
-    attends, no = "full_attention", "linear_attention"
-    kinds = kinds_by_heads(said, attends, no)
+    kinds = kinds_by_heads(said, "full_attention", "linear_attention")
     routers = [f"blk.{layer}.ffn_gate_inp.weight" for layer in range(said.num_layers)]
     return {
-        **_turns("attn_layer", [kind == attends for kind in kinds]),
+        **_turns("attn_layer", [kind == "full_attention" for kind in kinds]),
         **_turns("expert_layer", [name in said.tensors for name in routers]),
         "mamba_dt_rank": said.needed("ssm.time_step_rank"),
         "mamba_expand": said.needed("ssm.inner_size") // said.needed("embedding_length"),
