@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.drafting.published.methods import read_network
 from training.head_data import Text, draft_ids, groups, load_texts, unused_token
 from training.head_losses import Guesses, chosen_rows, distance, distilled, right
 from training.learners import EAGLE3, KINDS, MEDUSA, P_EAGLE, Learner, Shape, make_learner
@@ -251,6 +252,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, required=True)
     add("--minutes", type=float, required=True, help="of work, in all runs together")
     add("--max-steps", type=int, default=1 << 30, help="stop here, if sooner")
+    add("--init", type=Path, help="folder of such heads, trained before, to begin with")
     add("--held-out", type=Path, help="file of training.written --held-out; else some of --texts")
     add("--num-held-out", type=int, default=48, help="most texts that are kept aside")
     add("--draft-vocab-size", type=int, default=0, help="its most frequent tokens; 0: all")
@@ -278,6 +280,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.kind == P_EAGLE and args.num_steps < 2:
         parser.error("--num-steps must be at least 2 for p_eagle")
+    if args.kind == MEDUSA and args.init is not None:
+        parser.error("--init is not for medusa")
+    if args.init is not None and args.draft_vocab_size:
+        parser.error("--draft-vocab-size is that of --init")
     if args.kind == MEDUSA and args.draft_vocab_size:
         parser.error("--draft-vocab-size is not for medusa, which has the target's output head")
     return args
@@ -294,8 +300,17 @@ def main(arguments: list[str] | None = None) -> list[float]:
         # Where the file has grown, what the run has learnt is not kept aside.
         args.num_held_out = min(args.num_held_out, saved.get("num_held", args.num_held_out))
     texts, num_held = read_texts(args, target.facts.vocab_size)
-    shape = Shape(**saved["shape"]) if saved is not None else new_shape(args, texts, target)
+    first = None
+    if saved is not None:
+        shape = Shape(**saved["shape"])
+    elif args.init is not None:
+        first = read_network(args.kind, args.init, target.facts, target.model)
+        shape = Shape(args.num_steps, args.num_layers, first.token_map, first.mask_token_id)
+    else:
+        shape = new_shape(args, texts, target)
     learner = make_learner(args.kind, target, shape, args)
+    if first is not None:
+        begin_with(learner, first)
     count = sum(parameter.numel() for parameter in learner.module.parameters())
     print(f"{args.kind}: {count / 1e6:.2f} M parameters, {len(texts)} texts", flush=True)
     states = States(target, texts, None if args.no_cache_states else args.out / "states.bin")
@@ -305,6 +320,15 @@ def main(arguments: list[str] | None = None) -> list[float]:
     accuracy = trainer.train()
     print(json.dumps({"held_out_top1": accuracy}))
     return accuracy
+
+
+def begin_with(learner: Learner, first: torch.nn.Module) -> None:
+    """Gives a learner the weights of heads that were trained before. Raises ValueError where these have
+    other shapes or parts."""
+    try:
+        learner.module.network.load_state_dict(first.state_dict())
+    except RuntimeError as error:
+        raise ValueError(f"--init: {error}") from error
 
 
 def new_shape(args: argparse.Namespace, texts: Sequence[Text], target: Target) -> Shape:

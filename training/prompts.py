@@ -159,6 +159,7 @@ _FOLLOW_UPS = (
     "Rewrite that for an expert.",
 )
 _HELD_OUT_SHARE = 0.06
+OWN_SHARE = 0.35
 
 
 def _words(text: str) -> list[str]:
@@ -188,10 +189,15 @@ class PromptMaker:
     ``held_out``: from the subjects that are kept aside. ``own_share``: of prompts that the model is to
     think of itself."""
 
-    own_share = 0.35
-
-    def __init__(self, rng: random.Random, units: Sequence[str], held_out: bool = False) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        units: Sequence[str],
+        held_out: bool = False,
+        own_share: float = OWN_SHARE,
+    ) -> None:
         self._rng = rng
+        self.own_share = own_share
         self._units = units
         self._subjects = _split(_words(_SUBJECTS), held_out)
         self._code_tasks = _split(_words(_CODE_TASKS), held_out)
@@ -255,12 +261,10 @@ class PromptMaker:
 class GivenPrompts(PromptMaker):
     """Draws from prompts that somebody has. ``held_out``: from the tenth of them that is kept aside."""
 
-    own_share = 0.0
-
     def __init__(
         self, rng: random.Random, prompts: Sequence[Prompt], held_out: bool = False
     ) -> None:
-        super().__init__(rng, [], held_out)
+        super().__init__(rng, [], held_out, own_share=0.0)
         self._prompts = [each for at, each in enumerate(prompts) if (at % 10 == 0) == held_out]
 
     def keep(self, fits: Callable[[Prompt], bool]) -> int:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.request.params import GenerationRequest, SamplingParams, SpeculativeParams
-from training.prompts import GivenPrompts, Prompt, PromptMaker, read_prompts
+from training.prompts import OWN_SHARE, GivenPrompts, Prompt, PromptMaker, read_prompts
 from training.samples import load_units
 
 _TEMPERATURES = (0.0, 0.0, 0.7, 0.8, 1.0)
@@ -135,7 +135,7 @@ def make_prompts(args: argparse.Namespace, rng: random.Random) -> PromptMaker:
     if args.prompts is not None:
         return GivenPrompts(rng, read_prompts(args.prompts), args.held_out)
     name = "heldout.jsonl" if args.held_out else "train.jsonl"
-    return PromptMaker(rng, load_units(args.corpus / name), args.held_out)
+    return PromptMaker(rng, load_units(args.corpus / name), args.held_out, args.own_share)
 
 
 def whole_lines(path: Path) -> list[str]:
@@ -157,6 +157,12 @@ def main(arguments: list[str] | None = None) -> None:
     source.add_argument("--corpus", type=Path, help="folder of training.corpus: prompts of ours")
     source.add_argument("--prompts", type=Path, help="JSON lines with prompt or messages: yours")
     parser.add_argument("--held-out", action="store_true", help="prompts that are kept aside")
+    parser.add_argument(
+        "--own-share",
+        type=float,
+        default=OWN_SHARE,
+        help="of prompts that the model thinks of itself, beside those of --corpus",
+    )
     parser.add_argument("--tokens", type=int, required=True, help="of replies")
     parser.add_argument("--new-tokens", type=int, default=320, help="most of a reply")
     parser.add_argument("--at-once", type=int, default=64)

@@ -186,6 +186,19 @@ def test_the_distance_of_states_counts_where_it_has_a_weight(folder: Path, tmp_p
         assert any(not first[name].equal(second[name]) for name in first)
 
 
+def test_a_run_may_begin_with_heads_that_were_trained_before(folder: Path, tmp_path: Path) -> None:
+    more = {"draft_vocab_size": NUM_USED}
+    before = heads.main(arguments(folder, "eagle3", tmp_path / "first", 160, **more))
+    given = {"init": tmp_path / "first", "texts": folder / "texts.jsonl"}
+    begun = heads.main(arguments(folder, "eagle3", tmp_path / "second", 0, **given))
+    assert begun == pytest.approx(before, abs=1e-6)
+    assert max(before) > 0.3, "as it is not without training"
+    with pytest.raises(ValueError, match=r"(?s)--init: .*Missing key"):
+        heads.main(arguments(folder, "eagle3", tmp_path / "third", 0, num_layers=2, **given))
+    with pytest.raises(DraftRefusedError, match="it is not of the method p_eagle"):
+        heads.main(arguments(folder, "p_eagle", tmp_path / "fourth", 0, **given))
+
+
 def test_another_run_in_the_folder_is_not_gone_on_with(folder: Path, tmp_path: Path) -> None:
     heads.main(arguments(folder, "eagle3", tmp_path, 1))
     with pytest.raises(ValueError, match="holds a run with kind eagle3, not p_eagle"):
@@ -204,6 +217,8 @@ def test_another_run_in_the_folder_is_not_gone_on_with(folder: Path, tmp_path: P
     [
         {"kind": "p_eagle", "num_steps": 1},
         {"kind": "medusa", "draft_vocab_size": 8},
+        {"kind": "medusa", "init": "heads"},
+        {"kind": "eagle3", "init": "heads", "draft_vocab_size": 8},
         {"kind": "eagle3", "num_layers": 0},
         {"kind": "eagle"},
     ],
