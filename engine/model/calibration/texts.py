@@ -6,6 +6,7 @@ from Liu et al., "LLM-QAT: Data-Free Quantization Aware Training for Large Langu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -16,12 +17,19 @@ from transformers import PreTrainedModel
 from engine.model.decoder import cache_name
 from engine.model.loader import max_position
 
+logger = logging.getLogger(__name__)
+
 CALIBRATION_TOKENS = 16384
 """So many are enough: with more, text that was held back is written no better (docs/quantization.md)."""
 _LENGTH = 512
 """Tokens of a piece of text: each is read behind those before it."""
-_AT_ONCE = 16
-"""More of them would keep more keys and values than some models have weights."""
+_OWN_LENGTH = 128
+"""The same of texts that the model writes: many short ones calibrate better than few long ones
+(docs/quantization.md), and need fewer steps."""
+_AT_ONCE = 128
+"""A step takes hardly longer than of a few; more would keep more keys and values than some models have
+weights."""
+_TOLD_EVERY = 32
 _BEGINNINGS = (
     "The",
     "In the year",
@@ -68,7 +76,8 @@ def calibration_texts(
 
     Raises ValueError for a text that is shorter than one piece.
     """
-    length = min(_LENGTH, max_position(model.config), most_tokens)
+    longest = _OWN_LENGTH if text is None else _LENGTH
+    length = min(longest, max_position(model.config), most_tokens)
     count = most_tokens // length
     if text is None:
         return write_texts(model, beginnings(tokenizer), count, length)
@@ -121,6 +130,9 @@ def _write(
     """Fills rows ``[texts, tokens]`` behind their first ``known`` tokens."""
     name, cache, read = cache_name(model), None, 0
     for end in range(int(known.min()), ids.shape[1]):
+        if end % _TOLD_EVERY == 0:
+            told = end, ids.shape[1], len(ids)
+            logger.info("4 bits: writing token %d of %d of %d texts to calibrate on", *told)
         found = model(
             input_ids=ids[:, read:end].to(model.device),
             use_cache=True,

@@ -62,6 +62,8 @@ def add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level="WARNING")
+    # What takes minutes says how far it is.
+    logging.getLogger("engine.model.calibration").setLevel("INFO")
     fault = _fault(arguments)
     if fault is not None:
         return _refuse(fault)

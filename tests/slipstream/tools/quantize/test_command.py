@@ -117,7 +117,7 @@ def test_a_folder_in_4_bits_has_what_was_measured(
 
 
 def test_without_a_text_a_model_is_calibrated_on_its_own(
-    text: Path, capsys: pytest.CaptureFixture[str]
+    text: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = ["bundled", "--bits", "4", "--calibration-tokens", "64", "--check", str(text)]
     assert main(["quantize", *arguments, "--tokens", "200", "--json"]) == 0
@@ -125,6 +125,12 @@ def test_without_a_text_a_model_is_calibrated_on_its_own(
     found = json.loads(said.out)
     assert found["num_tokens"] == 199
     assert ("does not survive 4 bits" in said.err) == (found["kl"] > 0.05)
+    # What takes minutes says how far it is.
+    told = [each for each in caplog.messages if each.startswith("4 bits:")]
+    assert told == [
+        "4 bits: writing token 32 of 64 of 1 texts to calibrate on",
+        *(f"4 bits: decoder layer {number} of 6" for number in range(1, 7)),
+    ]
 
 
 @pytest.mark.parametrize(("kl", "warns"), [(0.049, False), (0.051, True), (float("nan"), True)])
