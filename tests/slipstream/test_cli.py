@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from server.version import server_version
-from slipstream.cli import main
+from worlds.commands import Run
 
 
-def test_version_help_and_usage_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_help_and_usage_are_shown(run: Run) -> None:
     """Help explains flags, variables and files."""
     named = ("MODEL", "--speculative.draft-strategy", "SLIPSTREAM_", "--config", "examples:")
     for arguments, code, parts in (
@@ -14,18 +14,14 @@ def test_version_help_and_usage_are_shown(capsys: pytest.CaptureFixture[str]) ->
         (["serve", "--help"], 0, named),
         ([], 2, ("COMMAND",)),
     ):
-        with pytest.raises(SystemExit) as done:
-            main(arguments)
-        shown = capsys.readouterr()[code > 0]
-        assert done.value.code == code
+        shown = run(*arguments, status=code)[code > 0]
         assert [part for part in parts if part not in shown] == []
         assert "default: None" not in shown
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refusal(run: Run, *arguments: str) -> str:
     """Returns what a server says that does not start, whose last line is the reason."""
-    assert main(["serve", *arguments]) == 2
-    err = capsys.readouterr().err
+    err = run("serve", *arguments, status=2).err
     assert err.splitlines()[-1].startswith("slipstream: ")
     return err
 
@@ -45,10 +41,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--api-key", "two words"], "visible ASCII"),
     ],
 )
-def test_bad_settings_are_explained_in_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
-) -> None:
-    err = refusal(capsys, *arguments)
+def test_bad_settings_are_explained_in_one_line(run: Run, arguments: list[str], part: str) -> None:
+    err = refusal(run, *arguments)
     assert part in err
     assert err.count("\n") == 1
 
@@ -67,25 +61,20 @@ def test_bad_settings_are_explained_in_one_line(
         (["serv"], "invalid choice: 'serv'"),
     ],
 )
-def test_bad_flags_are_explained_in_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
-) -> None:
+def test_bad_flags_are_explained_in_one_line(run: Run, arguments: list[str], part: str) -> None:
     """A flag may not be shortened either: what it means would change with the next one added."""
-    with pytest.raises(SystemExit) as done:
-        main(arguments)
-    err = capsys.readouterr().err
-    assert done.value.code == 2
+    err = run(*arguments, status=2).err
     assert part in err
     assert err.count("\n") == 1
     assert "s3cret" not in err
 
 
 def test_a_variable_that_is_no_setting_ends_the_start_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_APIKEY", "s3cret")
     told = "variable SLIPSTREAM_APIKEY: no such setting; did you mean SLIPSTREAM_API_KEY?"
-    assert refusal(capsys, "bundled", "--port", "0") == f"slipstream: {told}\n"
+    assert refusal(run, "bundled", "--port", "0") == f"slipstream: {told}\n"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +90,6 @@ def test_a_variable_that_is_no_setting_ends_the_start_in_one_line(
     ],
 )
 def test_what_rules_out_several_models_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+    run: Run, arguments: list[str], part: str
 ) -> None:
-    assert part in refusal(capsys, *arguments)
+    assert part in refusal(run, *arguments)

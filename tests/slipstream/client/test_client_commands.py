@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli import main
 from slipstream.client.bench import read_prompts
 from slipstream.client.bench_report import UNSTEADY
 from slipstream.client.spec_bench import Questions
 from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
+from worlds.commands import Run
 from worlds.many_models import built
 from worlds.scripted_engine import engine_info, prompt_text
 
@@ -52,24 +52,20 @@ def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 @pytest.mark.usefixtures("url")
-def test_a_pipe_gets_bare_text_and_the_account_goes_to_stderr(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["complete", "say"]) == 0
-    out, err = capsys.readouterr()
+def test_a_pipe_gets_bare_text_and_the_account_goes_to_stderr(run: Run) -> None:
+    out, err = run("complete", "say")
     assert out == "hello world\n"
     assert "# 11 tokens, ended; first after" in err
     drafts = "7 of 10 drafts accepted (70.0%), mean gamma 2.50"
     assert f"# ngram: 4 steps of 2.75 tokens, {drafts}" in err
     assert "\x1b" not in out + err
-    assert main(["complete", "say", "--quiet", "--mark", "brackets"]) == 0
-    assert capsys.readouterr() == (MARKED, "")
+    assert run("complete", "say", "--quiet", "--mark", "brackets") == (MARKED, "")
 
 
-def test_flags_become_the_request(url: str, engine: ScriptedEngine) -> None:
+def test_flags_become_the_request(url: str, engine: ScriptedEngine, run: Run) -> None:
     flags = "--drafter nasd --gamma 3 --tree tree --option decay=0.25 --option fill=false"
     sampling = "--max-tokens 7 --temperature 0.5 --top-k 9 --seed 4 --field min_tokens=2"
-    assert main(["complete", "ab", "--url", f"{url}/v1", *flags.split(), *sampling.split()]) == 0
+    run("complete", "ab", "--url", f"{url}/v1", *flags.split(), *sampling.split())
     (request,) = engine.requests
     speculative, params = request.speculative, request.sampling
     assert (speculative.draft_strategy, speculative.adaptive_depth) == ("nasd", "fixed")
@@ -82,35 +78,31 @@ def test_flags_become_the_request(url: str, engine: ScriptedEngine) -> None:
 @pytest.mark.parametrize("arguments", [[], ["-"]])
 @pytest.mark.usefixtures("url")
 def test_a_prompt_comes_through_a_pipe(
-    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, run: Run, arguments: list[str]
 ) -> None:
     pipe(monkeypatch, "from a pipe\n")
-    assert main(["complete", *arguments]) == 0
+    run("complete", *arguments)
     assert bytes(engine.requests[0].prompt_token_ids[-12:]) == b"from a pipe\n"
     # Nobody has said how to sample, and from the whole distribution small models write noise.
     assert engine.requests[0].sampling.temperature == 0.2
 
 
-def test_breaks_that_json_leaves_as_they_are_end_no_event(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_breaks_that_json_leaves_as_they_are_end_no_event(run: Run) -> None:
     text = "one\u2028two\u2029three\x85four"
     with slipstream(ScriptedEngine(text, group_sizes=(400,))) as url:
-        assert main(["complete", "say", "--url", url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["text"] == text
+        assert json.loads(run("complete", "say", "--url", url, "--json").out)["text"] == text
 
 
-def test_what_the_model_or_the_operator_says_of_sampling_is_left_as_it_is() -> None:
+def test_what_the_model_or_the_operator_says_of_sampling_is_left_as_it_is(run: Run) -> None:
     engine = ScriptedEngine(info=engine_info(sampling_defaults={"top_k": 20}))
     with slipstream(engine) as url:
-        assert main(["chat", "--message", "hi", "--url", url]) == 0
+        run("chat", "--message", "hi", "--url", url)
     assert (engine.requests[0].sampling.temperature, engine.requests[0].sampling.top_k) == (1, 20)
 
 
 @pytest.mark.usefixtures("url")
-def test_json_holds_the_whole_reply(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["complete", "say", "--json"]) == 0
-    out, err = capsys.readouterr()
+def test_json_holds_the_whole_reply(run: Run) -> None:
+    out, err = run("complete", "say", "--json")
     reply = json.loads(out)
     assert reply["text"] == "hello world"
     assert "".join(token["text"] for token in reply["tokens"] if token["drafted"]) == "eloor"
@@ -132,10 +124,9 @@ def test_json_holds_the_whole_reply(capsys: pytest.CaptureFixture[str]) -> None:
 )
 @pytest.mark.usefixtures("url")
 def test_what_is_refused_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str], flags: list[str], status: int, message: str
+    run: Run, flags: list[str], status: int, message: str
 ) -> None:
-    assert main(["complete", "x", *flags]) == status
-    out, err = capsys.readouterr()
+    out, err = run("complete", "x", *flags, status=status)
     assert out == ""
     assert err.startswith("slipstream: ")
     assert message in err
@@ -143,35 +134,30 @@ def test_what_is_refused_is_said_in_one_line(
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["chat", "--message", "x"], ["bench"]])
-def test_a_refused_connection_is_explained(
-    capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
+def test_a_refused_connection_is_explained(run: Run, command: list[str]) -> None:
     with socket.socket() as taken:
         # Bound, and nobody listens.
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        assert main([*command, "--url", url]) == 1
-    assert f"no server answers at {url}" in capsys.readouterr().err
+        assert f"no server answers at {url}" in run(*command, "--url", url, status=1).err
 
 
 def test_a_key_comes_by_flag_or_variable(
-    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: ScriptedEngine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with slipstream(engine, api_key="sesame") as url:
-        assert main(["complete", "x", "--url", url]) == 1
-        assert "--api-key, or the variable SLIPSTREAM_API_KEY" in capsys.readouterr().err
-        assert main(["complete", "x", "--url", url, "--api-key", "sesame"]) == 0
+        refused = run("complete", "x", "--url", url, status=1)
+        assert "--api-key, or the variable SLIPSTREAM_API_KEY" in refused.err
+        run("complete", "x", "--url", url, "--api-key", "sesame")
         monkeypatch.setenv("SLIPSTREAM_API_KEY", "sesame")
-        assert main(["complete", "x", "--url", url]) == 0
+        run("complete", "x", "--url", url)
 
 
 @pytest.mark.parametrize("key", ["", "sesame\n", "sesame ", "s\u00e9same"])
 @pytest.mark.usefixtures("url")
-def test_a_key_that_no_header_can_carry_is_not_a_lost_connection(
-    capsys: pytest.CaptureFixture[str], key: str
-) -> None:
-    assert main(["complete", "x", "--api-key", key]) == 1
-    assert "the API key is empty, or has characters" in capsys.readouterr().err
+def test_a_key_that_no_header_can_carry_is_not_a_lost_connection(run: Run, key: str) -> None:
+    said = run("complete", "x", "--api-key", key, status=1)
+    assert "the API key is empty, or has characters" in said.err
 
 
 @pytest.mark.parametrize(
@@ -185,25 +171,19 @@ def test_a_key_that_no_header_can_carry_is_not_a_lost_connection(
 )
 @pytest.mark.usefixtures("url")
 def test_what_json_cannot_carry_is_refused(
-    engine: ScriptedEngine,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: list[str],
+    engine: ScriptedEngine, run: Run, tmp_path: Path, arguments: list[str]
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "half \\ud83d"}\n')
-    assert main([each.replace("PROMPTS", str(path)) for each in arguments]) == 1
-    assert "numbers that are not finite, or halves of characters" in capsys.readouterr().err
+    said = run(*(each.replace("PROMPTS", str(path)) for each in arguments), status=1)
+    assert "numbers that are not finite, or halves of characters" in said.err
     assert engine.requests == []
 
 
 @pytest.mark.usefixtures("url")
-def test_what_came_before_a_failure_stays(
-    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_came_before_a_failure_stays(engine: ScriptedEngine, run: Run) -> None:
     engine.break_after = 2
-    assert main(["complete", "x"]) == 1
-    out, err = capsys.readouterr()
+    out, err = run("complete", "x", status=1)
     assert out == "hell\n"
     assert "slipstream: " in err
     assert "Traceback" not in err
@@ -212,27 +192,20 @@ def test_what_came_before_a_failure_stays(
 # --- another server ---
 
 
-def test_another_server_is_used_and_said_to_tell_nothing(
-    other: OtherServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["complete", "count", "--mark", "brackets", "--seed", "1"]) == 0
-    out, err = capsys.readouterr()
+def test_another_server_is_used_and_said_to_tell_nothing(other: OtherServer, run: Run) -> None:
+    out, err = run("complete", "count", "--mark", "brackets", "--seed", "1")
     assert out == "one two three\n"
     assert "# 5 tokens, ended" in err
     assert "# this server does not tell which tokens were drafted" in err
     assert other.bodies[0]["model"] == "other/model"
     assert "temperature" not in other.bodies[0]
-    assert main(["chat", "--message", "count"]) == 0
-    assert capsys.readouterr().out == "one two three\n"
+    assert run("chat", "--message", "count").out == "one two three\n"
 
 
-def test_another_servers_refusal_is_told(
-    other: OtherServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["complete", "count", "--model", "mine"]) == 1
-    assert "refused: [], mine" in capsys.readouterr().err
-    assert main(["complete", "count", "--drafter", "ngram"]) == 2
-    assert "this server is not Slipstream" in capsys.readouterr().err
+def test_another_servers_refusal_is_told(other: OtherServer, run: Run) -> None:
+    assert "refused: [], mine" in run("complete", "count", "--model", "mine", status=1).err
+    refused = run("complete", "count", "--drafter", "ngram", status=2)
+    assert "this server is not Slipstream" in refused.err
     assert len(other.bodies) == 1
 
 
@@ -241,18 +214,14 @@ def test_another_servers_refusal_is_told(
 
 @pytest.mark.usefixtures("url")
 def test_piped_lines_are_turns_and_commands(
-    engine: ScriptedEngine,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    engine: ScriptedEngine, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     saved = tmp_path / "talk.json"
     monkeypatch.setenv("HOME", str(tmp_path))
     turns = ["hi", "/drafter nasd", "again\\", "and\\", "so on", "/save ~/talk.json"]
     turns += ["/reset", "//new", "/history"]
     pipe(monkeypatch, "\n".join([*turns, "/quit", "not sent"]))
-    assert main(["chat", "--system", "be brief", "--drafter", "ngram", "--gamma", "2"]) == 0
-    out, err = capsys.readouterr()
+    out, err = run("chat", "--system", "be brief", "--drafter", "ngram", "--gamma", "2")
     assert out == "hello world\n" * 3
     start = "system: be brief\nuser: "
     assert [*map(prompt_text, engine.requests)] == [
@@ -269,7 +238,7 @@ def test_piped_lines_are_turns_and_commands(
     ]
 
     pipe(monkeypatch, "/load ~/talk.json\nmore\n")
-    assert main(["chat"]) == 0
+    run("chat")
     last = prompt_text(engine.requests[-1])
     assert last.endswith("so on\nassistant: hello world\nuser: more\n")
 
@@ -277,14 +246,10 @@ def test_piped_lines_are_turns_and_commands(
 @pytest.mark.parametrize("line", ["/drafter nope", "/bogus", "/load /nowhere/x", "/save"])
 @pytest.mark.usefixtures("url")
 def test_a_command_that_fails_ends_a_piped_conversation(
-    engine: ScriptedEngine,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    line: str,
+    engine: ScriptedEngine, run: Run, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     pipe(monkeypatch, f"{line}\nnot sent\n")
-    assert main(["chat"]) == 2
-    assert capsys.readouterr().err.startswith("slipstream: ")
+    assert run("chat", status=2).err.startswith("slipstream: ")
     assert engine.requests == []
 
 
@@ -293,15 +258,14 @@ def test_a_command_that_fails_ends_a_piped_conversation(
 
 @pytest.mark.usefixtures("url")
 def test_a_bench_compares_with_plain_decoding(
-    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    engine: ScriptedEngine, run: Run, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}]}\n')
     json_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
     flags = f"--prompts {prompts} --requests 3 --rounds 2 --concurrency 2 --drafters ngram,nasd"
-    files = ["--json", str(json_path), "--plot", str(plot_path)]
-    assert main(["bench", *flags.split(), "--gamma", "4", *files]) == 0
-    out, err = capsys.readouterr()
+    files = ["--json", json_path, "--plot", plot_path]
+    out, err = run("bench", *flags.split(), "--gamma", "4", *files)
     # Rounds this short may differ by any amount.
     assert err in ("", f"# {UNSTEADY}\n")
     assert "| equal texts |" in out
@@ -342,7 +306,7 @@ def test_lines_of_files_end_at_line_feeds_alone(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("url")
 def test_a_bench_asks_all_turns_of_spec_benchs_questions(
-    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    engine: ScriptedEngine, run: Run, tmp_path: Path
 ) -> None:
     file, json_path = tmp_path / "question.jsonl", tmp_path / "out.json"
     lines: list[dict[str, object]] = [
@@ -352,8 +316,7 @@ def test_a_bench_asks_all_turns_of_spec_benchs_questions(
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = f"--spec-bench {file} --ids odd --rounds 1 --concurrency 1 --json {json_path}"
-    assert main(["bench", *flags.split(), "--drafters", "ngram"]) == 0
-    out = capsys.readouterr().out
+    out = run("bench", *flags.split(), "--drafters", "ngram").out
     header = next(line for line in out.splitlines() if "speed-up (tokens/step)" in line)
     assert [each.strip() for each in header.split("|")[2:-1]] == ["mt_bench", "qa"]
     assert "x (2.75)" in out
@@ -371,33 +334,28 @@ def test_a_bench_asks_all_turns_of_spec_benchs_questions(
 
 
 @pytest.mark.parametrize("model", ["one", "two"])
-def test_a_server_of_several_models_is_slipstream_too(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
-) -> None:
+def test_a_server_of_several_models_is_slipstream_too(run: Run, tmp_path: Path, model: str) -> None:
     """The first model is the one that is asked where none is named."""
     named = [] if model == "one" else ["--model", model]
     file = tmp_path / "out.json"
     app, _, launchers, _ = built(["one", "two"], 1e6, lambda: 1 << 62)
     with listening(app) as url:
-        assert main(["complete", "a", "--url", url, "--drafter", "ngram", *named]) == 0
-        assert capsys.readouterr().out.startswith(model)
+        said = run("complete", "a", "--url", url, "--drafter", "ngram", *named)
+        assert said.out.startswith(model)
         engine: Any = launchers[model].engine
         assert engine.requests[-1].speculative.draft_strategy == "ngram"
         flags = f"--url {url} --requests 1 --rounds 1 --drafters ngram --json {file}"
-        assert main(["bench", *flags.split(), *named]) == 0
+        run("bench", *flags.split(), *named)
     assert json.loads(file.read_text())["model"]["id"] == model
 
 
-def test_another_server_is_measured_as_it_is(
-    other: OtherServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "--requests", "4", "--rounds", "1"]) == 0
-    out, err = capsys.readouterr()
+def test_another_server_is_measured_as_it_is(other: OtherServer, run: Run) -> None:
+    out, err = run("bench", "--requests", "4", "--rounds", "1")
     assert "measured as it is, without a baseline" in err
     assert "| as it is |" in out
     assert len(other.bodies) == 5
-    assert main(["bench", "--drafters", "ngram"]) == 2
-    assert "this server is not Slipstream" in capsys.readouterr().err
+    refused = run("bench", "--drafters", "ngram", status=2)
+    assert "this server is not Slipstream" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -422,31 +380,28 @@ def test_another_server_is_measured_as_it_is(
 )
 @pytest.mark.usefixtures("url")
 def test_a_bench_checks_its_flags_before_it_runs(
-    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], flags: str, message: str
+    engine: ScriptedEngine, run: Run, flags: str, message: str
 ) -> None:
-    assert main(["bench", *flags.split()]) == 2
-    assert message in capsys.readouterr().err
+    assert message in run("bench", *flags.split(), status=2).err
     assert engine.requests == []
 
 
 @pytest.mark.parametrize(
     "wrong", [{"question_id": "a1"}, {"category": ["qa"]}, {"turns": [1]}, {"turns": []}]
 )
+@pytest.mark.usefixtures("url")
 def test_a_question_of_other_types_is_named(
-    capsys: pytest.CaptureFixture[str], url: str, tmp_path: Path, wrong: dict[str, object]
+    run: Run, tmp_path: Path, wrong: dict[str, object]
 ) -> None:
     path = tmp_path / "questions.jsonl"
     question = {"question_id": 1, "category": "qa", "turns": ["why?"]}
     path.write_text(f"{json.dumps(question)}\n{json.dumps(question | wrong)}\n")
-    assert main(["bench", "--url", url, "--spec-bench", str(path)]) == 2
-    assert "--spec-bench: question 2 has no " in capsys.readouterr().err
+    said = run("bench", "--spec-bench", path, status=2)
+    assert "--spec-bench: question 2 has no " in said.err
 
 
 @pytest.mark.parametrize("line", ["no json", "[]", '{"prompt": "a", "messages": []}', "{}"])
-def test_a_bad_line_of_prompts_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
-) -> None:
+def test_a_bad_line_of_prompts_is_named(run: Run, tmp_path: Path, line: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' + line + "\n")
-    assert main(["bench", "--prompts", str(path)]) == 2
-    assert f"{path}, line 2: " in capsys.readouterr().err
+    assert f"{path}, line 2: " in run("bench", "--prompts", path, status=2).err

@@ -16,7 +16,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from scipy.stats import chi2
 
-from slipstream.cli import main
 from slipstream.client.prove_answers import (
     FALSE_ALARMS,
     FREEDOM,
@@ -28,6 +27,7 @@ from slipstream.client.prove_answers import (
 )
 from slipstream.client.prove_plan import Offer, make_plan
 from worlds.client_servers import listening
+from worlds.commands import Run, Said
 
 CATALOGUE: Mapping[str, Any] = {
     "data": [
@@ -253,26 +253,22 @@ class WholeServer:
         return JSONResponse({"choices": [choice]})
 
 
-def prove(server: WholeServer, *flags: str) -> int:
+def prove(run: Run, server: WholeServer, *flags: object, status: int = 0) -> Said:
     with listening(server.app) as url:
-        return main(["prove", url, "--requests", "40", *flags])
+        return run("prove", url, "--requests", 40, *flags, status=status)
 
 
-def test_a_server_that_keeps_its_promise_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_keeps_its_promise_ends_with_0(run: Run) -> None:
     server = WholeServer(CATALOGUE, determinism="exact", exact_verified=True)
-    assert prove(server) == 0
-    assert "**35 of 35 texts equal**" in capsys.readouterr().out
+    assert "**35 of 35 texts equal**" in prove(run, server).out
     plain = [each for each in server.bodies if each["speculative"]["draft_strategy"] == "none"]
     assert len(plain) >= 5
 
 
-def test_a_promise_that_is_not_kept_ends_with_1_and_says_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_promise_that_is_not_kept_ends_with_1_and_says_where(tmp_path: Path, run: Run) -> None:
     files = tmp_path / "p.json", tmp_path / "p.md"
     server = WholeServer(CATALOGUE, slips=11, determinism="exact", exact_verified=True)
-    assert prove(server, "--json", str(files[0]), "--markdown", str(files[1])) == 1
-    out = capsys.readouterr().out
+    out, _ = prove(run, server, "--json", files[0], "--markdown", files[1], status=1)
     assert "Not kept: determinism" in out
     assert "token 1: 'too' (-0.500000), 'two' (-0.500000)" in out
     assert files[1].read_text() == out
@@ -282,10 +278,10 @@ def test_a_promise_that_is_not_kept_ends_with_1_and_says_where(
     assert first["body"]["speculative"]
 
 
-def test_a_body_is_told_as_it_was_sent(tmp_path: Path) -> None:
+def test_a_body_is_told_as_it_was_sent(tmp_path: Path, run: Run) -> None:
     file = tmp_path / "p.json"
     server = WholeServer(CATALOGUE, slips=3)
-    assert prove(server, "--json", str(file)) == 0
+    prove(run, server, "--json", file)
     for each in server.bodies:
         del each["speculative"]["return_drafted"]
     found = json.loads(file.read_text())["requests"]
@@ -298,53 +294,39 @@ def test_a_body_is_told_as_it_was_sent(tmp_path: Path) -> None:
     "card", [{"determinism": "fast"}, {"determinism": "exact", "exact_verified": False}, {}]
 )
 def test_where_nothing_is_promised_differences_are_only_told(
-    card: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    card: dict[str, Any], run: Run
 ) -> None:
-    assert prove(WholeServer(CATALOGUE, slips=11, **card)) == 0
-    out = capsys.readouterr().out
+    out, _ = prove(run, WholeServer(CATALOGUE, slips=11, **card))
     assert "Differences" in out
     assert "Near-ties" in out
 
 
-def test_another_server_is_compared_with_a_second_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_server_is_compared_with_a_second_one(run: Run) -> None:
     reference = WholeServer()
     with listening(reference.app) as against:
-        assert prove(WholeServer(slips=10), "--against", against) == 0
-    assert "4 of 40" not in capsys.readouterr().err
+        said = prove(run, WholeServer(slips=10), "--against", against)
+    assert "4 of 40" not in said.err
     assert len(reference.bodies) == 5
     assert not any("speculative" in each for each in reference.bodies)
 
 
-def test_what_is_not_answered_is_told_and_proves_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert prove(WholeServer(refuses="response_format")) == 0
-    assert ": no response_format" in capsys.readouterr().out
-    assert prove(WholeServer(refuses="model")) == 2
-    assert "nothing is proven" in capsys.readouterr().err
+def test_what_is_not_answered_is_told_and_proves_nothing(run: Run) -> None:
+    assert ": no response_format" in prove(run, WholeServer(refuses="response_format")).out
+    assert "nothing is proven" in prove(run, WholeServer(refuses="model"), status=2).err
 
 
-def test_what_came_before_the_server_broke_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prove(WholeServer(CATALOGUE, most=20, determinism="exact")) == 2
-    out, err = capsys.readouterr()
+def test_what_came_before_the_server_broke_is_told(run: Run) -> None:
+    out, err = prove(run, WholeServer(CATALOGUE, most=20, determinism="exact"), status=2)
     assert "Ended early: broken" in out
     assert " texts equal**" in out
     assert err.endswith("slipstream: broken\n")
-    broken = WholeServer(CATALOGUE, most=20, slips=7, determinism="exact")
-    assert prove(broken) == 1
+    prove(run, WholeServer(CATALOGUE, most=20, slips=7, determinism="exact"), status=1)
 
 
-def test_no_server_is_not_a_broken_promise(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prove", "http://127.0.0.1:9"]) == 2
-    assert "no server answers" in capsys.readouterr().err
+def test_no_server_is_not_a_broken_promise(run: Run) -> None:
+    assert "no server answers" in run("prove", "http://127.0.0.1:9", status=2).err
 
 
-def test_flags_are_checked_before_anything_is_sent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["prove", "--json", str(tmp_path / "no" / "p.json")]) == 2
-    assert "cannot write" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main(["prove", "--requests", "none"])
-    assert ended.value.code == 2
-    assert "--requests" in capsys.readouterr().err
+def test_flags_are_checked_before_anything_is_sent(tmp_path: Path, run: Run) -> None:
+    assert "cannot write" in run("prove", "--json", tmp_path / "no" / "p.json", status=2).err
+    assert "--requests" in run("prove", "--requests", "none", status=2).err

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from drafters.base import DrafterInfo
-from slipstream.cli import main
 from worlds.client_servers import OtherServer, ScriptedEngine, listening, slipstream
+from worlds.commands import Run
 from worlds.scripted_engine import ASSISTANT, USER, engine_info, prompt_text
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def log(folder: Path, *lines: Any) -> str:
 
 @pytest.mark.usefixtures("url")
 def test_lines_become_prompts_with_their_completions(
-    engine: ScriptedEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: ScriptedEngine, tmp_path: Path, run: Run
 ) -> None:
     path = log(
         tmp_path,
@@ -46,8 +46,7 @@ def test_lines_become_prompts_with_their_completions(
         {"prompt": [1, 2], "completion": [3]},
         {"messages": [{"role": "user", "content": "q"}], "completion": "a"},
     )
-    assert main(["warm", path, "--concurrency", "1"]) == 0
-    assert capsys.readouterr().out == "taught 3 of 3 requests\n"
+    assert run("warm", path, "--concurrency", "1").out == "taught 3 of 3 requests\n"
     text, ids, chat = engine.requests
     assert prompt_text(text) == "abcd"
     assert (text.cache_salt, ids.cache_salt) == ("s", "")
@@ -61,22 +60,19 @@ def test_lines_become_prompts_with_their_completions(
 
 @pytest.mark.usefixtures("url")
 def test_the_newest_lines_are_taught_in_order(
-    engine: ScriptedEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: ScriptedEngine, tmp_path: Path, run: Run
 ) -> None:
     path = log(tmp_path, *({"prompt": [number], "completion": [9]} for number in range(20)))
-    assert main(["warm", path, "--last", "5", "--drafter", "ngram"]) == 0
-    assert capsys.readouterr().out == "taught 5 of 5 requests\n"
+    said = run("warm", path, "--last", "5", "--drafter", "ngram")
+    assert said.out == "taught 5 of 5 requests\n"
     assert sorted(each.prompt_token_ids[0] for each in engine.requests) == [15, 16, 17, 18, 19]
     assert engine.requests[0].speculative.draft_strategy == "ngram"
 
 
 @pytest.mark.usefixtures("url")
-def test_what_is_refused_is_told_and_the_rest_taught(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused_is_told_and_the_rest_taught(tmp_path: Path, run: Run) -> None:
     lines = ({"prompt": text, "completion": "b"} for text in ("a", "x" * 600))
-    assert main(["warm", log(tmp_path, *lines)]) == 1
-    out, err = capsys.readouterr()
+    out, err = run("warm", log(tmp_path, *lines), status=1)
     assert out == "taught 1 of 2 requests\n"
     assert "1 not taken: line 3: " in err
 
@@ -96,24 +92,18 @@ def test_what_is_refused_is_told_and_the_rest_taught(
 )
 @pytest.mark.usefixtures("url")
 def test_a_line_that_is_none_ends_it_before_anything_is_sent(
-    engine: ScriptedEngine,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    line: Any,
-    message: str,
+    engine: ScriptedEngine, tmp_path: Path, run: Run, line: Any, message: str
 ) -> None:
-    assert main(["warm", log(tmp_path, line)]) == 2
-    assert message in capsys.readouterr().err
+    assert message in run("warm", log(tmp_path, line), status=2).err
     assert engine.requests == []
 
 
 def test_files_and_servers_that_are_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["warm", str(tmp_path / "none")]) == 2
-    assert main(["warm", log(tmp_path)]) == 2
-    assert "has no lines" in capsys.readouterr().err
+    run("warm", tmp_path / "none", status=2)
+    assert "has no lines" in run("warm", log(tmp_path), status=2).err
     with listening(OtherServer().app) as found:
         monkeypatch.setenv("SLIPSTREAM_URL", found)
-        assert main(["warm", log(tmp_path, {"prompt": "a", "completion": "b"})]) == 2
-    assert "not Slipstream" in capsys.readouterr().err
+        said = run("warm", log(tmp_path, {"prompt": "a", "completion": "b"}), status=2)
+    assert "not Slipstream" in said.err

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import main
 from slipstream.tools.models.memory import PROCESSES, Needs, needs_of
+from worlds.commands import Run
 from worlds.gguf_files import write_gguf
 from worlds.hub import Hub, pointed_at, running
 
@@ -27,25 +27,18 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield found
 
 
-def test_what_was_pulled_is_listed_with_what_it_takes(
-    hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["models"]) == 0
-    assert capsys.readouterr() == ("", "no models are here: slipstream pull NAME\n")
-    assert main(["pull", "hf.co/org/tiny-GGUF"]) == 0
-    found = capsys.readouterr()
+def test_what_was_pulled_is_listed_with_what_it_takes(hub: Hub, run: Run) -> None:
+    assert run("models") == ("", "no models are here: slipstream pull NAME\n")
+    found = run("pull", "hf.co/org/tiny-GGUF")
     assert found.out.strip().endswith("tiny-Q4_K_M.gguf")
     assert found.err.endswith("slipstream serve org/tiny-GGUF:Q4_K_M\n")
-    assert main(["pull", "org/plain"]) == 0
-    capsys.readouterr()
-    assert main(["models", "--json"]) == 0
-    plain, tiny = json.loads(capsys.readouterr().out)
+    run("pull", "org/plain")
+    plain, tiny = json.loads(run("models", "--json").out)
     assert (plain["name"], tiny["name"]) == ("org/plain", "org/tiny-GGUF:Q4_K_M")
     assert (plain["tokens"], tiny["tokens"]) == (1024, 256)
     # Of the second: two layers of two heads of 16, keys and values, in 16 bits.
     assert [each["per_1000_tokens"] for each in (plain, tiny)] == ["0.256 MB"] * 2
-    assert main(["models"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("models").out.splitlines()
     assert [line.split()[0] for line in lines] == ["NAME", "org/plain", "org/tiny-GGUF:Q4_K_M"]
     assert hub.served
 
@@ -59,26 +52,22 @@ def test_what_was_pulled_is_listed_with_what_it_takes(
         ("https://example.com/a/b", "'https://example.com/a/b' is not org/repo[:QUANT]"),
     ],
 )
-def test_what_cannot_be_pulled_is_said_in_a_line(
-    hub: Hub, name: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["pull", name]) == 2
-    found = capsys.readouterr()
+def test_what_cannot_be_pulled_is_said_in_a_line(hub: Hub, name: str, said: str, run: Run) -> None:
+    found = run("pull", name, status=2)
     assert found.out == ""
     (line,) = found.err.splitlines()
     assert line.startswith(f"slipstream: {said}")
     assert not hub.served
 
 
-def test_what_is_recommended_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "--recommend"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_what_is_recommended_is_a_table(run: Run) -> None:
+    lines = run("models", "--recommend").out.splitlines()
     assert lines[0].startswith("MACHINE")
     assert len(lines) > 5
-    assert main(["models", "--recommend", "--memory-speed", "0"]) == 2
-    assert "--memory-speed" in capsys.readouterr().err
-    assert main(["models", "--memory-speed", "100"]) == 2
-    assert "--memory-speed is for --recommend" in capsys.readouterr().err
+    refused = run("models", "--recommend", "--memory-speed", 0, status=2)
+    assert "--memory-speed" in refused.err
+    refused = run("models", "--memory-speed", 100, status=2)
+    assert "--memory-speed is for --recommend" in refused.err
 
 
 def needs(folder: Path, **config: object) -> Needs | None:

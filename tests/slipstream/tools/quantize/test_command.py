@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from engine.model.loader import load_model, load_tokenizer
 from engine.model.quantization import complete_packed, quantization_info, round_inputs
 from engine.weights.rounding.int8 import is_exact
-from slipstream.cli import main
 from slipstream.tools.quantize import command
 from slipstream.tools.quantize.check import compare
+from worlds.commands import Run
 
 HERE = Path(__file__).parent
 CODE = "for index in range(10):\n    print(index)\n\n\ndef add(a, b):\n    return a + b\n" * 20
@@ -25,11 +25,10 @@ needs_int8 = pytest.mark.skipif(not is_exact(), reason="this CPU has no VNNI")
 
 @needs_int8
 def test_a_written_folder_is_served_in_8_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "in-8-bits"
-    assert main(["quantize", "bundled", str(folder)]) == 0
-    assert "42 linear layers in 8 bits" in capsys.readouterr().out
+    assert "42 linear layers in 8 bits" in run("quantize", "bundled", folder).out
     model = load_model(str(folder), torch.device("cpu"))
     complete_packed(model)
     info = quantization_info(model)
@@ -37,18 +36,16 @@ def test_a_written_folder_is_served_in_8_bits(
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.decode(tokenizer.encode(CODE, add_special_tokens=False)) == CODE
     assert tokenizer.chat_template
-    assert main(["quantize", str(folder), str(tmp_path / "again")]) == 0
+    run("quantize", folder, tmp_path / "again")
     assert "weights that came in few bits are made floats: 42 of 8 bits" in caplog.text
 
 
 @needs_int8
-def test_the_comparison_says_how_near_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_comparison_says_how_near_they_are(tmp_path: Path, run: Run) -> None:
     text = tmp_path / "text.py"
     text.write_text(CODE)
-    assert main(["quantize", "bundled", "--check", str(text), "--tokens", "300", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    arguments = ["quantize", "bundled", "--check", text, "--tokens", 300]
+    found = json.loads(run(*arguments, "--json").out)
     assert found["num_tokens"] == 299
     assert 0 < found["kl"] < 0.01
     assert found["loss_int8"] == pytest.approx(found["loss"], rel=0.05)
@@ -57,21 +54,17 @@ def test_the_comparison_says_how_near_they_are(
     assert len(errors) == 43  # of six layers, and the head
     assert sorted(errors.values(), reverse=True) == list(errors.values())
     assert all(0 < error < 0.05 for error in errors.values())
-    assert main(["quantize", "bundled", "--check", str(text), "--tokens", "300"]) == 0
-    said = capsys.readouterr().out
+    said = run(*arguments).out
     assert f"{found['loss']:.4f}, in 8 bits {found['loss_int8']:.4f}" in said
     assert said.rstrip().endswith(list(errors)[4])
 
 
 @needs_int8
-def test_what_is_compared_in_8_bits_is_what_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_compared_in_8_bits_is_what_is_written(tmp_path: Path, run: Run) -> None:
     text, folder = tmp_path / "text.py", tmp_path / "in-8-bits"
     text.write_text(CODE)
-    arguments = ["quantize", "bundled", str(folder), "--check", str(text), "--tokens", "300"]
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    arguments = ["quantize", "bundled", folder, "--check", text, "--tokens", 300]
+    found = json.loads(run(*arguments, "--json").out)
     model, written = (load_model(each, torch.device("cpu")) for each in ("bundled", str(folder)))
     round_inputs(written)
     token_ids = load_tokenizer("bundled").encode(CODE, add_special_tokens=False)[:300]
@@ -86,22 +79,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_folder_in_4_bits_has_what_was_measured(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_in_4_bits_has_what_was_measured(tmp_path: Path, text: Path, run: Run) -> None:
     folder = tmp_path / "in-4-bits"
-    arguments = ["quantize", "bundled", str(folder), "--bits", "4", "--calibration", str(text)]
-    arguments += ["--calibration-tokens", "1024", "--tokens", "300"]
-    assert main([*arguments, "--most-kl", "1e-9"]) == 3
-    said = capsys.readouterr()
+    arguments = ["quantize", "bundled", folder, "--bits", 4, "--calibration", text]
+    arguments += ["--calibration-tokens", 1024, "--tokens", 300]
+    said = run(*arguments, "--most-kl", "1e-9", status=3)
     assert "above 1e-09: nothing is written" in said.err
     assert "parameters in 4 bits" in said.out
     assert not folder.exists()
-    assert main([*arguments, "--json"]) == 0
+    found = json.loads(run(*arguments, "--json").out)
     (tmp_path / "new").touch()
     rights = (tmp_path / "new").stat().st_mode
     assert {each.stat().st_mode for each in folder.iterdir()} == {rights}, "as other new files"
-    found = json.loads(capsys.readouterr().out)
     assert found["bits"] == 4
     assert 0 < found["kl"] < 0.3
     assert found["loss_int4"] == pytest.approx(found["loss"], abs=0.3)
@@ -112,16 +101,14 @@ def test_a_folder_in_4_bits_has_what_was_measured(
     assert (scheme["format"], scheme["ignore"]) == ("pack-quantized", ["lm_head"])
     assert (folder / "generation_config.json").is_file()
     assert load_tokenizer(str(folder)).chat_template
-    assert main([*arguments, "--json"]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not empty" in run(*arguments, "--json", status=2).err
 
 
 def test_without_a_text_a_model_is_calibrated_on_its_own(
-    text: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    text: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = ["bundled", "--bits", "4", "--calibration-tokens", "64", "--check", str(text)]
-    assert main(["quantize", *arguments, "--tokens", "200", "--json"]) == 0
-    said = capsys.readouterr()
+    arguments = ["bundled", "--bits", 4, "--calibration-tokens", 64, "--check", text]
+    said = run("quantize", *arguments, "--tokens", 200, "--json")
     found = json.loads(said.out)
     assert found["num_tokens"] == 199
     assert ("does not survive 4 bits" in said.err) == (found["kl"] > 0.05)
@@ -166,15 +153,10 @@ def test_a_model_that_changes_too_much_is_not_called_good(
     ],
 )
 def test_what_cannot_be_done_is_said(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    part: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, arguments: list[str], part: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["quantize", *arguments]) == 2
-    error = capsys.readouterr().err
+    error = run("quantize", *arguments, status=2).err
     assert error.startswith("slipstream quantize: ")
     assert error.count("\n") == 1
     assert part in error

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from drafters.base import DrafterInfo, DrafterNeeds, DrafterUnavailableError
 from drafters.registry import NoneDrafter
 from drafters.tree import DraftTree
-from slipstream.cli import main
 from slipstream.tools.replay import replay as replay_module
 from slipstream.tools.replay import report
 from slipstream.tools.replay.cost import DEFAULT_STEP_COST, StepCost
@@ -30,6 +29,7 @@ from slipstream.tools.replay.replay import (
 )
 from slipstream.tools.simulate.profile import Kind
 from slipstream.tools.simulate.trace import read_trace
+from worlds.commands import Run
 
 ROOT = Path(__file__).resolve().parents[4]
 FLAT = StepCost([(1, 1.0), (65, 1.0)])
@@ -244,14 +244,11 @@ def test_what_is_no_json_is_refused_by_line(
 # --- the command ---
 
 
-def test_the_command_prints_and_writes_the_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_and_writes_the_figures(tmp_path: Path, run: Run) -> None:
     log = write_log(tmp_path, {"prompt": [1, 2, 3, 1, 2, 3], "completion": [1, 2, 3] * 8})
     out = tmp_path / "out.json"
-    flags = ["--drafters", "none,ngram", "--budgets", "3,7", "--json", str(out)]
-    assert main(["replay", str(log), *flags]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    flags = ["--drafters", "none,ngram", "--budgets", "3,7", "--json", out]
+    lines = run("replay", log, *flags).out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0][:4] == ["drafter", "shape", "budget", "tokens/step"]
     # ``none`` has no trees to offer; ``ngram`` is replayed in both shapes.
@@ -271,13 +268,11 @@ def test_the_command_prints_and_writes_the_figures(
     assert (result["num_steps"], result["num_tokens"], result["num_draft_tokens"]) == (3, 24, 21)
 
 
-def test_texts_are_read_with_the_bundled_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_texts_are_read_with_the_bundled_tokenizer(tmp_path: Path, run: Run) -> None:
     text = "def total(prices):\n    return sum(prices)\n"
     log = write_log(tmp_path, {"prompt": text * 2, "completion": text * 2})
-    assert main(["replay", str(log), "--drafters", "suffix", "--budgets", "8"]) == 0
-    rows = capsys.readouterr().out.splitlines()[2:]
+    said = run("replay", log, "--drafters", "suffix", "--budgets", 8)
+    rows = said.out.splitlines()[2:]
     assert [row.split("|")[2].strip() for row in rows] == ["chain", "tree"]
     assert all(float(row.split("|")[4]) > 4 for row in rows)
 
@@ -292,12 +287,12 @@ def test_token_ids_are_replayed_without_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_step_cost_can_be_given(tmp_path: Path) -> None:
+def test_a_step_cost_can_be_given(tmp_path: Path, run: Run) -> None:
     log = write_log(tmp_path, {"prompt": [1, 2, 3, 1, 2, 3], "completion": [1, 2, 3] * 8})
     cost, out = tmp_path / "cost.json", tmp_path / "out.json"
     cost.write_text("[[1, 1000], [4, 2000.0]]")
-    common = ["replay", str(log), "--drafters", "ngram", "--shapes", "chain", "--budgets", "3"]
-    assert main([*common, "--step-cost", str(cost), "--json", str(out)]) == 0
+    common = ["replay", log, "--drafters", "ngram", "--shapes", "chain", "--budgets", 3]
+    run(*common, "--step-cost", cost, "--json", out)
     (result,) = json.loads(out.read_text())["results"]
     assert result["estimated_speedup"] == pytest.approx(2.0, abs=0.01)
 
@@ -318,13 +313,8 @@ def test_step_costs_lie_on_lines_between_what_was_measured() -> None:
         (["--tree-width", "1"], "from 2 to 64"),
     ],
 )
-def test_bad_flags_are_refused_by_name(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["replay", "log.jsonl", *arguments])
-    assert done.value.code == 2
-    err = capsys.readouterr().err
+def test_bad_flags_are_refused_by_name(run: Run, arguments: list[str], message: str) -> None:
+    err = run("replay", "log.jsonl", *arguments, status=2).err
     assert arguments[0] in err
     assert message in err
 
@@ -352,30 +342,23 @@ STEP_COSTS = [
     ],
 )
 def test_what_cannot_be_replayed_is_refused_with_the_reason(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    cost: str,
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, run: Run, cost: str, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "cost.json").write_text(cost)
     log = write_log(tmp_path, {"prompt": [1], "completion": [2], "note": 3})
-    given = [str(tmp_path / "cost.json") if each == "COST" else each for each in arguments]
-    assert main(["replay", str(log), *given]) == 2
-    out, err = capsys.readouterr()
+    given = [tmp_path / "cost.json" if each == "COST" else each for each in arguments]
+    out, err = run("replay", log, *given, status=2)
     assert out == ""
     assert re.match(f"slipstream: {message}", err)
-    assert main(["replay", str(tmp_path / "no.jsonl")]) == 2
-    assert "no.jsonl" in capsys.readouterr().err
+    assert "no.jsonl" in run("replay", tmp_path / "no.jsonl", status=2).err
 
 
 def test_plots_need_matplotlib_and_say_so_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["replay", str(tmp_path / "no.jsonl"), "--plot", "x.png"]) == 2
-    assert ".[plot]" in capsys.readouterr().err
+    assert ".[plot]" in run("replay", tmp_path / "no.jsonl", "--plot", "x.png", status=2).err
 
 
 def test_a_plot_has_a_line_per_drafter_and_shape(

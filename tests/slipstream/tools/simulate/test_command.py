@@ -13,8 +13,14 @@ from engine.config import EngineConfig
 from slipstream.tools.simulate.command import main
 from slipstream.tools.simulate.policies import speculative_of
 from slipstream.tools.simulate.profile import Costs, Kind, Profile, write_profile
+from worlds.commands import Run
 
 ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(capsys, main)
 
 
 @pytest.fixture
@@ -27,13 +33,10 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_tells_all_that_its_lists_combine_to(
-    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_tells_all_that_its_lists_combine_to(profile: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out.json"
     flags = ["--rate=1", "--seconds=4", "--replicas=1,2", "--policy=none,fixed:2", f"--json={out}"]
-    assert main(["run", str(profile), *flags]) == 0
-    said = capsys.readouterr().out
+    said = run("run", profile, *flags).out
     found = json.loads(out.read_text(encoding="utf-8"))
     assert [(each["run"], each["num_replicas"]) for each in found] == [
         ("none, least_loaded", 1),
@@ -46,27 +49,25 @@ def test_a_run_tells_all_that_its_lists_combine_to(
 
 
 def test_a_trace_of_texts_is_drafted_for_by_a_real_drafter(
-    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile: Path, tmp_path: Path, run: Run
 ) -> None:
     text = [5, 6, 7, 8] * 10
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"at": 0, "prompt": text, "completion": text}), encoding="utf-8")
     out = tmp_path / "out.json"
     flags = [f"--trace={trace}", "--drafter=ngram", "--policy=fixed:4", f"--json={out}"]
-    assert main(["run", str(profile), *flags]) == 0
-    capsys.readouterr()
+    run("run", profile, *flags)
     (found,) = json.loads(out.read_text(encoding="utf-8"))
     assert found["tokens_per_step"] == pytest.approx(5.0)
 
 
 def test_a_study_writes_its_picture_and_its_figures(
-    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    profile: Path, tmp_path: Path, run: Run
 ) -> None:
     flags = ["--only=scale", "--most-replicas=1", "--seconds=3", f"--out={tmp_path}"]
-    assert main(["study", str(profile), *flags]) == 0
+    assert "round_robin" in run("study", profile, *flags).out
     assert (tmp_path / "scale.svg").read_text(encoding="utf-8").startswith("<?xml")
     assert len(json.loads((tmp_path / "scale.json").read_text(encoding="utf-8"))) == 3
-    assert "round_robin" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -84,16 +85,15 @@ def test_a_study_writes_its_picture_and_its_figures(
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_a_line(
-    profile: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    profile: Path, flags: list[str], words: str, run: Run
 ) -> None:
-    assert main(["run", str(profile), *flags]) == 2
-    assert words in capsys.readouterr().err
+    assert words in run("run", profile, *flags, status=2).err
 
 
-def test_a_kind_has_one_file_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_has_one_file_of_prompts(run: Run) -> None:
     flags = ["--prompts", "edit=a.jsonl", "--prompts", "edit=b.jsonl"]
-    assert main(["measure", "1", "profile.json", *flags]) == 2
-    assert "--prompts: a kind has two files" in capsys.readouterr().err
+    refused = run("measure", 1, "profile.json", *flags, status=2)
+    assert "--prompts: a kind has two files" in refused.err
 
 
 def test_the_words_of_policies() -> None:

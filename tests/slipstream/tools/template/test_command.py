@@ -9,7 +9,7 @@ import pytest
 
 from drafters.tables.stand import StandDrafter
 from drafters.tables.template import load_template
-from slipstream.cli import main
+from worlds.commands import Run
 
 HERE = str(Path(__file__).parent)
 """A folder that holds no model."""
@@ -17,11 +17,10 @@ GOOD = json.dumps({"prompt": "a", "completion": "b"})
 CODE = "for index in range(10):\n    print(index)\n"
 
 
-def test_a_log_becomes_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_becomes_a_template(tmp_path: Path, run: Run) -> None:
     log, out = tmp_path / "log.jsonl", tmp_path / "tree.json"
     log.write_text(json.dumps({"prompt": CODE * 3, "completion": CODE * 2}))
-    assert main(["stand-template", str(log), "--out", str(out), "--nodes", "12"]) == 0
-    assert "12 nodes" in capsys.readouterr().out
+    assert "12 nodes" in run("stand-template", log, "--out", out, "--nodes", 12).out
     assert len(load_template(out)) == 12
     StandDrafter(str(out))  # raises for what it cannot use
 
@@ -39,12 +38,11 @@ def test_a_log_becomes_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_what_cannot_be_done_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, arguments: list[str], part: str
+    tmp_path: Path, run: Run, line: str, arguments: list[str], part: str
 ) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(line)
-    assert main(["stand-template", str(log), "--out", str(tmp_path / "t"), *arguments]) == 2
-    err = capsys.readouterr().err
+    err = run("stand-template", log, "--out", tmp_path / "t", *arguments, status=2).err
     assert part in err[err.index("slipstream: ") :]
     assert "Traceback" not in err
     assert not (tmp_path / "t").exists()
