@@ -133,7 +133,7 @@ async def test_a_served_name_replaces_the_models() -> None:
         reply = await client.post("/completions", json={"model": "mine", "prompt": "a"})
         assert reply.json()["model"] == "mine"
         old = await client.post("/completions", json={"model": "test/scripted", "prompt": "a"})
-        assert old.status_code == 404
+        assert fault(old) == (404, "model_not_found")
 
 
 async def test_the_card_and_the_fingerprint_tell_8_bits_from_16() -> None:

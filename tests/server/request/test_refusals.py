@@ -105,6 +105,7 @@ CHATS: list[Row] = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"echo": True}, "echo"),
+    ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ({"continue_final_message": True}, "continue_final_message"),
     *(
         ({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs.{name}")

@@ -10,8 +10,9 @@ import ollama
 import pytest
 
 from server.apis.ollama.catalogue import OLLAMA_VERSION
+from server.apis.ollama.request import OllamaOptions
+from server.request.chat import Chat
 from server.request.large_bodies import LARGE
-from worlds.client_servers import slipstream
 from worlds.official_clients import ollama_client
 from worlds.request_bodies import CALL, TOOLS
 from worlds.scripted_engine import (
@@ -101,22 +102,6 @@ async def test_the_official_client_streams() -> None:
         assert pieces[-1].eval_count == len(TEXT.encode())
 
 
-def test_the_official_synchronous_client_is_served() -> None:
-    with slipstream(ScriptedEngine(TEXT), api_key="s3cret") as url:
-        with ollama.Client(host=url, headers={"Authorization": "Bearer s3cret"}) as client:
-            reply = client.chat("test/scripted", MESSAGES)
-            assert reply.message.content == TEXT
-            texts = [each.response for each in client.generate("test/scripted", "hi", stream=True)]
-            assert "".join(map(str, texts)) == TEXT
-            assert [each.model for each in client.list().models] == ["test/scripted:latest"]
-        with (
-            ollama.Client(host=url) as stranger,
-            pytest.raises(ollama.ResponseError, match="API key") as refused,
-        ):
-            stranger.list()
-    assert refused.value.status_code == 401
-
-
 async def test_a_loop_of_tools_goes_round() -> None:
     """The model's calls come back as the client has them: without their ids."""
     engine = ScriptedEngine(f"Look.{CALL}{CALL}")
@@ -159,6 +144,14 @@ async def test_generate_is_a_message_or_text_as_it_is() -> None:
         assert list(engine.requests[1].prompt_token_ids) == [USER, *b"hi"]
         room = engine.info.max_model_len - 3
         assert engine.requests[1].sampling.max_tokens == room
+        await client.generate("test/scripted", "<s>", raw=True)
+        assert list(engine.requests[2].prompt_token_ids) == [BOS], "the tokenizer's comes once"
+
+
+def test_every_option_is_a_field_of_chats() -> None:
+    said = OllamaOptions().for_request({}).keys()
+    assert set(OllamaOptions.model_fields) - said == {"num_predict", "repeat_penalty"}
+    assert said <= {*Chat.model_fields}
 
 
 async def test_options_are_those_of_the_engine() -> None:
@@ -411,9 +404,3 @@ async def test_probes_find_a_server() -> None:
         assert version.json()["version"] == OLLAMA_VERSION
         assert (await http.head("http://test/api/tags", headers=key)).status_code == 200
         assert (await http.get("http://test/api/nothing", headers=key)).json().keys() == {"error"}
-
-
-async def test_a_raw_prompt_gets_the_tokenizers_bos_where_it_has_no_tokens() -> None:
-    engine = ScriptedEngine(TEXT)
-    await post("http://test/api/generate", {"prompt": "<s>", "raw": True}, engine)
-    assert list(engine.requests[0].prompt_token_ids) == [BOS]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from openai import BadRequestError, NotFoundError
 from tokenizers import AddedToken, processors
 
 from server.plan import IGNORED_HEADER
@@ -234,16 +233,6 @@ async def test_max_tokens_is_clamped_to_the_room_there_is() -> None:
     assert [each.sampling.max_tokens for each in engine.requests] == [2, 1, 1, 1]
     assert reply.json()["choices"][0]["finish_reason"] == "length"
     assert default.status_code == 200
-
-
-async def test_the_openai_client_raises_its_own_errors() -> None:
-    async with openai_client(ScriptedEngine()) as client:
-        with pytest.raises(NotFoundError) as missing:
-            await client.completions.create(model="gpt-4", prompt="a")
-        with pytest.raises(BadRequestError) as refused:
-            await client.completions.create(model="test/scripted", prompt="a", suffix="b")
-    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
-    assert refused.value.param == "suffix"
 
 
 @pytest.mark.parametrize(

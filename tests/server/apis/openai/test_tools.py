@@ -72,23 +72,6 @@ async def test_chunks_of_calls_have_openai_shape() -> None:
     assert all(not delta.get("content") for delta in deltas)
 
 
-async def test_a_conversation_with_calls_goes_back_through_the_template() -> None:
-    engine = ScriptedEngine(CALL)
-    async with openai_client(engine) as client:
-        reply = await client.chat.completions.create(
-            model="test/scripted", messages=MESSAGES, tools=TOOLS
-        )
-        message = reply.choices[0].message
-        assert message.content is None
-        answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
-        await client.chat.completions.create(
-            model="test/scripted", messages=[*MESSAGES, message.model_dump(), answer], tools=TOOLS
-        )
-    written = prompt_of(engine, 1)
-    assert '"arguments": {"city": "Köln"}' in written
-    assert written.endswith("tool: rain\n")
-
-
 CUT = CALL[: CALL.index("ln")]
 PARTIAL = '{"city": "Kö'
 
@@ -206,8 +189,13 @@ OTHER_CALL = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'
     [
         (
             {"tools": [*TOOLS, OTHER], "tool_choice": "required"},
-            [CALL, OTHER_CALL, f"{CALL}\n{OTHER_CALL}"],
-            ["text", BAD_CALL, f"text {CALL}"],
+            [
+                CALL,
+                OTHER_CALL,
+                f"{CALL}\n{OTHER_CALL}",
+                f"<think>hm <tool_call> </think>\n\n{CALL}",
+            ],
+            ["text", BAD_CALL, f"text {CALL}", "<think>hm</think> no"],
         ),
         (
             {"tools": [*TOOLS, OTHER], "tool_choice": NAMED},
@@ -235,21 +223,12 @@ async def test_calls_are_valid_by_construction(
     fields: dict[str, Any], allowed: list[str], refused: list[str]
 ) -> None:
     engine = ScriptedEngine(CALL)
-    reply = await post("/chat/completions", {"messages": MESSAGES, **fields}, engine)
+    body = {"messages": MESSAGES, **fields}
+    reply = await post("/chat/completions", body, engine, byte_tokenizer(THINKING))
     assert reply.status_code == 200, reply.text
     grammar = engine.requests[0].sampling.grammar
     assert [text for text in allowed if not allows(grammar, text)] == []
     assert [text for text in refused if allows(grammar, text)] == []
-
-
-async def test_a_required_call_comes_after_the_reasoning() -> None:
-    engine = ScriptedEngine(CALL)
-    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
-    await post("/chat/completions", body, engine, byte_tokenizer(THINKING))
-    grammar = engine.requests[0].sampling.grammar
-    assert allows(grammar, CALL)
-    assert allows(grammar, f"<think>hm <tool_call> </think>\n\n{CALL}")
-    assert not allows(grammar, "<think>hm</think> no")
 
 
 # --- refusals ---
@@ -372,7 +351,8 @@ def _turn(assistant: Any, tool: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [asked, assistant, tool], "stream": True, **fields}
 
 
-READ: Any = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+READ: Any = {"id": "c", "type": "function"}
+READ |= {"function": {"name": "get_weather", "arguments": ARGUMENTS}}
 SAID = {"role": "assistant", "content": "I look.", "tool_calls": [READ]}
 FOUND = {"role": "tool", "tool_call_id": "c"}
 USAGE = {"tools": TOOLS, "stream_options": {"include_usage": True}}
@@ -390,7 +370,7 @@ CLAUDE = {
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "output_config": {"effort": "high"},
 }
-CALLED = {"type": "tool_use", "id": "c", "name": "get_weather", "input": {}}
+CALLED = {"type": "tool_use", "id": "c", "name": "get_weather", "input": json.loads(ARGUMENTS)}
 RESULT = {"tool_use_id": "c", "type": "tool_result", "content": "4711", "is_error": False}
 
 
@@ -424,7 +404,9 @@ async def test_what_agents_send_back_is_taken(path: str, body: dict[str, Any]) -
     reply = await post(path, body, engine)
     assert reply.status_code == 200, reply.text
     shown = prompt_of(engine)
-    assert 'assistant: I look.<tool_call>{"name": "get_weather", "arguments": {}}' in shown
+    assert (
+        f'assistant: I look.<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}' in shown
+    )
     assert "tool: 4711" in shown
     assert "billing" not in shown
 
