@@ -53,7 +53,9 @@ async def test_connections_that_the_kernel_remembers_keep_no_successor_from_the_
         await until(lambda: not found.num_connections)
     with socket.socket() as plain, pytest.raises(OSError, match="in use"):
         plain.bind(found.address)
-    bind(*found.address).close()
+    with bind(*found.address), pytest.raises(OSError, match="cannot listen"):
+        # Nor does the successor share it with a third that starts at once.
+        bind(*found.address)
 
 
 async def test_the_port_answers_until_the_last_request_has_finished() -> None:

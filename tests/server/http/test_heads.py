@@ -169,12 +169,13 @@ async def test_bodies_of_any_framing_do_not_count() -> None:
     async with live(engine) as found, RawConnection(found) as client:
         head = CHUNKED.replace(b"transfer-encoding: chunked", b"content-length: %d" % len(body))
         await client.send(head + body)
-        chunks = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in pieces)
-        await client.send(CHUNKED + chunks + b"0\r\na: b\r\n\r\n")
+        for parts in (pieces, [body]):
+            chunks = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in parts)
+            await client.send(CHUNKED + chunks + b"0\r\na: b\r\n\r\n")
         await client.send(GET + b"connection: close\r\n\r\n")
         replies = await client.read_to_end()
-    assert replies.count(b"HTTP/1.1 200 OK") == 3
-    assert [each.prompt_token_ids for each in engine.requests] == [tuple(b"hi")] * 2
+    assert replies.count(b"HTTP/1.1 200 OK") == 4
+    assert [each.prompt_token_ids for each in engine.requests] == [tuple(b"hi")] * 3
 
 
 async def test_trailers_are_no_headers() -> None:

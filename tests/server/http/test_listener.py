@@ -52,30 +52,6 @@ def test_other_machines_are_served_without_a_key_only_if_that_is_said(host: str)
             serve(Settings(host=host, port=0, engine_process=False, api_workers=2, **more), config)
 
 
-def leave_a_connection_behind(listener: socket.socket) -> None:
-    """One that the listener's side closed first: the kernel remembers it for a minute."""
-    open_to_successors(listener)
-    listener.listen()
-    with socket.create_connection(listener.getsockname()) as client:
-        accepted, _ = listener.accept()
-        accepted.close()
-        assert client.recv(1) == b""
-
-
-def test_what_is_left_of_the_last_servers_connections_keeps_nobody_from_the_port() -> None:
-    with bind("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        leave_a_connection_behind(first)
-    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
-        plain.bind(("127.0.0.1", port))
-    with bind("127.0.0.1", port) as second:
-        # Nor does the second share it with a third that starts at once.
-        with pytest.raises(OSError, match="cannot listen"):
-            bind("127.0.0.1", port)
-        leave_a_connection_behind(second)
-    bind("127.0.0.1", port).close()
-
-
 def test_a_host_that_is_not_ours_is_told_in_a_line() -> None:
     with pytest.raises(OSError, match=r"^cannot listen on 192\.0\.2\.1, port 0: "):
         bind("192.0.2.1", 0)

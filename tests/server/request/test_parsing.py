@@ -13,7 +13,6 @@ from server.apis.openai.tokens import TokenizeRequest
 from server.apis.responses.request import ResponsesRequest
 from server.errors import ApiError
 from server.request.parsing import check_content_type, parse
-from worlds.serving import as_json
 
 HALF = r"\ud83d"
 TRAILING_COMMA = (
@@ -110,10 +109,11 @@ def test_whole_characters_and_a_mark_at_the_begin_are_taken() -> None:
     assert parse(CompletionRequest, content).prompt == ["\U0001f600\\ud83d \U0001f600"]
 
 
-HALVES: list[tuple[type[Any], str, str]] = [
+HALVES: list[tuple[type[Any], str, str | None]] = [
     (CompletionRequest, '"prompt": "a %s"', "prompt"),
     (CompletionRequest, '"prompt": ["a", "%s"]', "prompt.1"),
     (CompletionRequest, '"prompt": "a", "model": "%s"', "model"),
+    (CompletionRequest, '"%s": 1', None),
     (CompletionRequest, '"prompt": "a", "logit_bias": {"%s": 1}', "logit_bias"),
     (CompletionRequest, '"prompt": "a", "unheard_of": [{"a": "%s"}]', "unheard_of.0.a"),
     (ChatRequest, '"messages": [{"role": "user", "content": "%s"}]', "messages.0.content"),
@@ -126,18 +126,10 @@ HALVES: list[tuple[type[Any], str, str]] = [
 @pytest.mark.parametrize(("kind", "body", "field"), HALVES)
 @pytest.mark.parametrize("half", [HALF, r"\uDe00x", r"\ude00\ud83d"])
 def test_half_a_character_is_a_400_that_names_the_field(
-    kind: type[Any], body: str, field: str, half: str
+    kind: type[Any], body: str, field: str | None, half: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
         parse(kind, f"{{{body % half}}}".encode())
     assert refused.value.param == field
     assert "half a character" in refused.value.message
     refused.value.message.encode()  # can be sent
-
-
-@pytest.mark.anyio
-async def test_half_a_character_is_answered(client: Any) -> None:
-    for body in ({"prompt": "\ud83d"}, {"\ud83d": 1}):
-        reply = await client.post("/completions", **as_json(body))
-        assert reply.status_code == 400
-        assert "half a character" in reply.json()["error"]["message"]

@@ -116,14 +116,6 @@ def test_what_is_not_sound_is_refused_in_a_line_with_its_field_and_no_key(
     assert KEY not in text
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"api-keys-file .*nowhere\.yaml: No such file"):
-        read_tenants(tmp_path / "nowhere.yaml")
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ValueError, match=r"bytes\.yaml: is not UTF-8"):
-        read_tenants(tmp_path / "bytes.yaml")
-
-
 class World:
     def __init__(self, folder: Path) -> None:
         self.now = 0.0
