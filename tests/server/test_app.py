@@ -22,6 +22,9 @@ async def test_probes_follow_the_engine() -> None:
         assert (await client.get("http://test/health")).json() == {"status": "ok"}
         assert (await client.get("http://test/ready")).json() == {"status": "ready"}
         assert (await client.get("http://test/version")).json()["version"]
+        engine.is_alive = False
+        for probe in ("health", "ready"):
+            assert (await client.get(f"http://test/{probe}")).status_code == 503
         assert engine.stopped_with is None
     assert engine.stopped_with == 7
 
@@ -150,24 +153,6 @@ async def test_the_card_and_the_fingerprint_tell_8_bits_from_16() -> None:
     assert cards[0] is None
     assert (cards[1]["bits"], cards[1]["num_quantized"]) == (8, 600)
     assert len(fingerprints) == 3
-
-
-async def test_drafters_are_listed_with_options_defaults_and_caps() -> None:
-    settings = {
-        "speculative": {"num_speculative_tokens": 6},
-        "speculative_caps": {"max_speculative_tokens": 12, "draft_strategies": ["ngram"]},
-    }
-    async with serve(ScriptedEngine(), **settings) as client:
-        listed = (await client.get("/drafters")).json()
-    assert [each["id"] for each in listed["data"]] == ["none", "ngram"]
-    option = {"name": "max_match", "default": 4, "description": "longest match"}
-    assert listed["data"][1]["options"] == [option | {"minimum": 1, "maximum": 16}]
-    assert listed["data"][1]["drafts_trees"] is False
-    assert listed["policies"] == ["fixed", "target_rate", "goodput"]
-    assert listed["tree_strategies"] == ["auto", "none", "linear", "tree"]
-    assert listed["defaults"]["draft_strategy"] == "ngram"
-    assert listed["defaults"]["max_speculative_tokens"] == 6
-    assert listed["caps"]["max_speculative_tokens"] == 12
 
 
 async def test_wrong_paths_methods_and_bodies_have_the_error_shape(client: Any) -> None:

@@ -43,9 +43,20 @@ async def test_the_documented_file_is_a_new_endpoint(
 
 
 async def test_a_form_can_be_made_of_what_is_listed() -> None:
-    caps = {"max_speculative_tokens": 12, "max_tree_width": 3}
-    async with serve(ScriptedEngine(), speculative_caps=caps) as client:
+    """Drafters with their options, defaults and caps; and the fields of ``speculative``."""
+    caps = {"max_speculative_tokens": 12, "max_tree_width": 3, "draft_strategies": ["ngram"]}
+    settings = {"speculative": {"num_speculative_tokens": 6}, "speculative_caps": caps}
+    async with serve(ScriptedEngine(), **settings) as client:
         listed = (await client.get("/drafters")).json()
+    assert [each["id"] for each in listed["data"]] == ["none", "ngram"]
+    option = {"name": "max_match", "default": 4, "description": "longest match"}
+    assert listed["data"][1]["options"] == [option | {"minimum": 1, "maximum": 16}]
+    assert listed["data"][1]["drafts_trees"] is False
+    assert listed["policies"] == ["fixed", "target_rate", "goodput"]
+    assert listed["tree_strategies"] == ["auto", "none", "linear", "tree"]
+    assert listed["defaults"]["draft_strategy"] == "ngram"
+    assert listed["defaults"]["max_speculative_tokens"] == 6
+    assert listed["caps"]["max_speculative_tokens"] == 12
     told = {each["name"]: each for each in listed["fields"]}
     names = [each.name for each in fields(SpeculativeParams)]
     assert list(told) == list(listed["defaults"]) == names == list(SpeculativeField.model_fields)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from server.reply.byte_level import ByteLevelDecoder, decoder_parts
 from server.reply.detokenizer import decoder
@@ -17,19 +18,23 @@ UNKNOWN = 100_000
 
 
 @cache
-def backend() -> Tokenizer:
+def tokenizer(make: Callable[[], Any]) -> Any:
     """With tokens that are added, one of them spelled in no byte's stand-in."""
-    made: Tokenizer = merging_tokenizer().backend_tokenizer
+    made = make()
     made.add_tokens(["<think>", "a b", "\u20ac"])
     return made
 
 
+@pytest.mark.parametrize("make", [merging_tokenizer, sentencepiece_tokenizer])
 @pytest.mark.parametrize("skip", [False, True])
-@given(st.lists(st.one_of(st.integers(0, 273), st.just(UNKNOWN)), max_size=12))
-@example([0xF0, 0x9F, 0x98, 0x41, 0xED, 0xA0, 0x80, 0xC0, 0xAF, 0xF5, 0xE2, 0x82])
-def test_texts_are_the_librarys(skip: bool, token_ids: list[int]) -> None:
-    decode = ByteLevelDecoder(backend(), skip)
-    expected = backend().decode(token_ids, skip_special_tokens=skip)
+@given(token_ids=st.lists(st.one_of(st.integers(0, 273), st.just(UNKNOWN)), max_size=12))
+@example(token_ids=[0xF0, 0x9F, 0x98, 0x41, 0xED, 0xA0, 0x80, 0xC0, 0xAF, 0xF5, 0xE2, 0x82])
+@example(token_ids=[*range(256, 274)])
+def test_texts_are_the_librarys(make: Callable[[], Any], skip: bool, token_ids: list[int]) -> None:
+    decode = decoder(tokenizer(make), skip_special_tokens=skip)
+    expected = tokenizer(make).decode(
+        token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+    )
     assert decode(token_ids) == expected
     assert decode(token_ids) == expected  # by what has been looked up
 

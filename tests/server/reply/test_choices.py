@@ -3,7 +3,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from server.plan import TextOptions
@@ -50,16 +50,21 @@ stops = st.text(alphabet="hel €w😀x", min_size=1, max_size=4)
 take_plans = st.lists(st.booleans(), max_size=60)
 
 
-@given(texts, stops, st.booleans(), take_plans)
+@given(texts, st.lists(stops, min_size=1, max_size=3), st.booleans(), take_plans)
+@example("hell", ["ell", "l"], False, [])
+@example("hell", ["l", "hel", "el"], True, [])
 def test_text_and_tokens_are_cut_where_the_whole_text_says(
-    text: str, stop: str, include: bool, takes: list[bool]
+    text: str, stop: list[str], include: bool, takes: list[bool]
 ) -> None:
+    """At the stop string that is completed first; of two completed at once, at the longer."""
     token_ids = merging().encode(text, add_special_tokens=False)
-    at = text.find(stop)
-    cut = len(text) if at < 0 else at + len(stop) * include
-    shown, tokens, num_kept, found = run(TextOptions((stop,), include), token_ids, takes)
+    ends = [(text.find(each) + len(each), text.find(each), each) for each in stop if each in text]
+    end, at, first = min(ends, default=(len(text), len(text), None))
+    cut = end if include else at
+    options = TextOptions(tuple(stop), include)
+    shown, tokens, num_kept, found = run(options, token_ids, takes)
     assert shown == text[:cut]
-    assert found == (None if at < 0 else stop)
+    assert found == first
     assert "".join(each for _, each, _ in tokens) == shown
     assert num_kept == len(tokens)
     # Uncut, the tokens start at these places; those that start before the cut are kept.

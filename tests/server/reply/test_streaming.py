@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import server.reply.streaming
-from engine.request.errors import EngineDeadError, QueueFullError, RequestError, RequestFailedError
+from engine.request.errors import EngineDeadError, RequestError, RequestFailedError
 from worlds.scripted_engine import AsgiCall, ScriptedEngine
 from worlds.serving import endless, events, fault, post, serve, until
 
@@ -90,25 +90,12 @@ async def test_choices_beyond_the_queue_take_the_others_with_them() -> None:
     assert engine.open == set()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_dead_engine_is_a_503(stream: bool) -> None:
-    engine = ScriptedEngine()
-    async with serve(engine) as client:
-        engine.is_alive = False
-        refused = await client.post("/completions", json={"prompt": "x", "stream": stream})
-        health = await client.get("http://test/health")
-        ready = await client.get("http://test/ready")
-    assert fault(refused) == (503, "engine_dead")
-    assert health.status_code == ready.status_code == 503
-
-
 @pytest.mark.parametrize(
     ("error", "status", "code", "param"),
     [
         (EngineDeadError("boom at 0x1234"), 503, "engine_dead", None),
         (RequestFailedError("boom at 0x1234"), 500, "request_failed", None),
         (RequestError("top_k", "boom"), 400, "invalid_value", "top_k"),
-        (QueueFullError(1), 429, "queue_full", None),
     ],
 )
 async def test_an_engine_error_before_the_first_token_has_its_status(
