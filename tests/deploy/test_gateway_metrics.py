@@ -15,20 +15,13 @@ from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import serve
 
 PICKER = DEPLOY / "kubernetes" / "components" / "gateway" / "picker_config.yaml"
-# What the picker looks for where pods do not say otherwise.
-VLLM = {
-    "queuedRequestsSpec": "vllm:num_requests_waiting",
-    "runningRequestsSpec": "vllm:num_requests_running",
-    "kvUsageSpec": "vllm:kv_cache_usage_perc",
-    "cacheInfoSpec": "vllm:cache_config_info",
-}
 
 
 def engines() -> dict[str, dict[str, str]]:
     plugins = yaml.safe_load(PICKER.read_text())["plugins"]
     (extractor,) = (each for each in plugins if each["type"] == "core-metrics-extractor")
     ours = extractor["parameters"]["engineConfigs"]
-    return {each["name"]: each for each in ours} | {"vllm": VLLM}
+    return {each["name"]: each for each in ours}
 
 
 async def families(client: Any) -> dict[str, Any]:

@@ -294,9 +294,23 @@ def test_a_list_takes_commas_json_or_repetition_wherever_it_is_given(
         assert getattr(load(), name) == values
 
 
-def test_a_draft_with_a_name_that_cannot_be_is_refused_before_anything_is_loaded() -> None:
-    settings = Settings(draft=["Fast=/x"])
-    with pytest.raises(ValueError, match="the name 'Fast' is not lower-case"):
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"draft": ["Fast=/x"]}, "the name 'Fast' is not lower-case"),
+        (
+            {"tensor_parallel_size": 2, "engine_process": False},
+            "^tensor_parallel_size: .* a process of its ",
+        ),
+        ({"restart_engine": True, "engine_process": False}, "^restart_engine: "),
+        ({"request_log": "/no/such/log.jsonl"}, "^request_log: .*No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_setting_before_anything_is_loaded(
+    given: dict[str, Any], fault: str
+) -> None:
+    settings = Settings(port=0, **given)
+    with pytest.raises(ValueError, match=fault):
         serve(settings, settings.engine_config())
 
 
@@ -419,21 +433,6 @@ def test_what_needs_the_whole_model_is_refused_where_ranks_share_it(setting: Any
     # A copy of the draft model needs no whole target.
     copied = {"quantized": "int8", "quantized_model": "draft"}
     assert Settings(**copied | ALONE).engine_config().quantized == "int8"
-
-
-def test_ranks_need_the_engine_in_a_process_of_its_own() -> None:
-    settings = Settings(**ALONE, engine_process=False, port=0)
-    with pytest.raises(ValueError, match="tensor_parallel_size: .* a process of its own"):
-        serve(settings, settings.engine_config())
-
-
-def test_what_cannot_be_is_refused_by_its_setting_before_anything_is_loaded(tmp_path: Path) -> None:
-    settings = Settings(engine_process=False, restart_engine=True, port=0)
-    with pytest.raises(ValueError, match="^restart_engine: "):
-        serve(settings, settings.engine_config())
-    settings = Settings(request_log=str(tmp_path / "no" / "log.jsonl"))
-    with pytest.raises(ValueError, match="^request_log: .*No such file"):
-        check(settings, settings.engine_config())
 
 
 def test_plugins_can_be_turned_off_by_flag_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,12 @@ LIMIT = 64 << 10
 MANY = 10 << 20
 STREAM: dict[str, Any] = {"prompt": "x", "max_tokens": 400, "stream": True}
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
-CHUNKED = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    b"transfer-encoding: chunked\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+IN_CHUNKS, THREE_BYTES = b"transfer-encoding: chunked\r\n", b"content-length: 3\r\n"
+CHUNKED = POST + IN_CHUNKS + b"\r\n"
+TWO_LENGTHS = (
+    *(THREE_BYTES + IN_CHUNKS, IN_CHUNKS + THREE_BYTES),
+    THREE_BYTES + b"content-length: 4\r\n",
 )
 KEYED = b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer secret\r\n"
 ATTACKS = {
@@ -219,6 +222,10 @@ async def test_a_flood_of_requests_waits_unparsed() -> None:
             b"cannot ask for an Upgrade",
         ),
         (b"GET /health HTTP/1.1\r\nhost: x\r\n a: folded\r\n\r\n", b"Invalid HTTP request"),
+        *(
+            (POST + lengths + b"\r\n0\r\n\r\n" + GET + b"\r\n", b"Invalid HTTP")
+            for lengths in TWO_LENGTHS
+        ),
     ],
 )
 async def test_heads_that_say_too_little_or_too_much_are_a_400(
@@ -228,6 +235,8 @@ async def test_heads_that_say_too_little_or_too_much_are_a_400(
     reply = await raw.read_to_end()
     assert reply.startswith(b"HTTP/1.1 400 ")
     assert reply.count(b"HTTP/1.1 400 ") == 1
+    assert b"HTTP/1.1 200 " not in reply
+    assert b"connection: close" in reply
     assert says in reply
     assert b'"code":"invalid_http"' in reply
 

@@ -258,26 +258,6 @@ async def test_who_leaves_for_good_is_noticed_before_anything_is_written(stream:
     assert len(engine.closed_early) == 1
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        b"content-length: 3\r\ntransfer-encoding: chunked\r\n",
-        b"transfer-encoding: chunked\r\ncontent-length: 3\r\n",
-        b"content-length: 3\r\ncontent-length: 4\r\n",
-    ],
-)
-async def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(headers: bytes) -> None:
-    engine = ScriptedEngine("ab")
-    async with live(engine) as found, RawConnection(found) as client:
-        await client.send(HEAD + headers + b"\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n")
-        reply = await client.read_to_end()
-    assert reply.startswith(b"HTTP/1.1 400 ")
-    assert reply.count(b"HTTP/1.1") == 1
-    assert b"connection: close" in reply
-    assert b'"code":"invalid_http"' in reply
-    assert engine.requests == []
-
-
 async def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer() -> None:
     engine = endless()
     async with held(engine, BODY | {"stream": True}) as (_, client):

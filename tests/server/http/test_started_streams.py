@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.request.errors import EngineDeadError, EngineError, RequestFailedError
+from engine.request.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    EngineError,
+    RequestFailedError,
+)
 from server.apis.ollama.reply import OllamaWriter
 from server.apis.openai.reply import ChunkWriter
 from server.apis.responses.reply import ResponsesWriter
@@ -77,7 +82,11 @@ def broken(*_: Any) -> bytes:
 @pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(RequestFailedError(SECRET), "request_failed"), (EngineDeadError(SECRET), "engine_dead")],
+    [
+        (RequestFailedError(SECRET), "request_failed"),
+        (EngineDeadError(SECRET), "engine_dead"),
+        (DeadlineExceededError(2), "deadline_exceeded"),
+    ],
 )
 async def test_what_breaks_in_the_engine_is_told(
     path: str, error: EngineError, code: str, version: str

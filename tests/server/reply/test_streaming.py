@@ -121,18 +121,6 @@ async def test_an_unexpected_error_tells_nothing() -> None:
     assert "secret" not in reply.text
 
 
-async def test_a_request_that_shutdown_cut_off_is_a_503() -> None:
-    engine = endless()
-    async with serve(engine) as client:
-        engine.gate.clear()
-        pending = asyncio.ensure_future(client.post("/completions", json=ENDLESS))
-        await until(lambda: engine.open)
-        engine.aborted |= engine.open
-        engine.gate.set()
-        reply = await pending
-    assert fault(reply) == (503, "shutting_down")
-
-
 async def test_a_slow_reader_holds_up_its_own_choice_only() -> None:
     """A choice waits until its delta is sent, so an unread stream stops asking the engine for more."""
     engine = endless()

@@ -11,7 +11,7 @@ import pytest
 from server.plan import IGNORED_HEADER
 from server.request.speculative import SpeculativeField
 from worlds.request_bodies import ENDPOINTS, TEXT, Check, Outcome
-from worlds.scripted_engine import EOS, ScriptedEngine, byte_tokenizer
+from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import post, serve
 
 
@@ -97,8 +97,3 @@ async def test_null_is_not_given(path: str) -> None:
     assert given == left_out
     for name in optional:
         assert {"type": "null"} in schemas[model.__name__]["properties"][name]["anyOf"], name
-
-
-def test_eos_is_what_the_script_ends_with() -> None:
-    """``skip_special_tokens`` above relies on it."""
-    assert byte_tokenizer().eos_token_id == EOS

@@ -178,7 +178,10 @@ async def test_a_limit_above_the_room_is_cut_and_listed(path: str) -> None:
 
 TWO = '{"a": 1}{"b": 2}'
 CUT = '{"city": "Col'
-SHOWN = {CUT: json.dumps(CUT), None: "{}", "null": "{}", "[1]": '"[1]"', TWO: json.dumps(TWO)}
+SHOWN = {None: "{}", "null": "{}", "[1]": '"[1]"', CUT: json.dumps(CUT), TWO: json.dumps(TWO)}
+# What no template can write as an object: half a character, and one too deep.
+HALF, DEEP = r'{"a": "\ud83d"}', '{"a": ' * 600 + "1" + "}" * 600
+SHOWN |= {HALF: json.dumps(HALF), DEEP: json.dumps(DEEP)}
 
 
 @pytest.mark.parametrize("given", SHOWN)
@@ -193,7 +196,7 @@ async def test_arguments_that_are_no_object_are_text(given: str | None, takes_te
     chat = {"role": "assistant", "tool_calls": [{"id": "1", "index": 0.0, "function": call}]}
     block = {"type": "tool_use", "id": "1", "name": "f", "input": given}
     item = {"type": "function_call", "call_id": "1", **call}
-    engine = ScriptedEngine(TEXT)
+    engine = ScriptedEngine(TEXT, info=engine_info(max_model_len=20_000))
     async with serve(engine, byte_tokenizer(template)) as client:
         for path, name, message in (
             (CHAT, "messages", chat),

@@ -11,13 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.request.errors import DeadlineExceededError
 from server.app import build_app
 from server.request.large_bodies import LARGE
 from server.settings import Settings
 from worlds.gated_engine import Engine
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
-from worlds.serving import as_json, events, fault, post, serve, until
+from worlds.serving import as_json, fault, serve, until
 
 FILE = """
 tenants:
@@ -209,17 +208,6 @@ async def test_a_reply_that_is_late_is_a_504() -> None:
         text = (await client.get("http://test/metrics")).text
         assert 'slipstream_requests_total{finish_reason="deadline"} 1.0' in text
         assert engine.num_held_blocks == 0
-
-
-async def test_a_stream_that_is_late_ends_with_the_error() -> None:
-    engine = ScriptedEngine(group_sizes=(1,))
-    engine.break_after, engine.error = 2, DeadlineExceededError(2)
-    body = {"prompt": "a", "stream": True}
-    reply = await post("/completions", body, engine, max_request_seconds=60)
-    *chunks, error, done = events(reply.text)
-    assert len(chunks) == 2
-    assert error["error"]["code"] == "deadline_exceeded"
-    assert done == "[DONE]"
 
 
 async def test_the_servers_time_is_every_requests() -> None:

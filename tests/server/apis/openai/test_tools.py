@@ -409,18 +409,3 @@ async def test_what_agents_send_back_is_taken(path: str, body: dict[str, Any]) -
     )
     assert "tool: 4711" in shown
     assert "billing" not in shown
-
-
-@pytest.mark.parametrize(
-    "arguments", [r'{"a": "\ud83d"}', '{"a": ' * 600 + "1" + "}" * 600], ids=["half", "deep"]
-)
-async def test_arguments_that_no_template_can_write_are_sent_back_all_the_same(
-    arguments: str,
-) -> None:
-    call = READ | {"function": {"name": "get_weather", "arguments": arguments}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    engine = ScriptedEngine(TEXT, info=engine_info(max_model_len=20_000))
-    body = {"messages": [{"role": "user", "content": "a"}, said], "max_tokens": 4}
-    reply = await post("/chat/completions", body, engine)
-    assert reply.status_code == 200, reply.text
-    assert json.dumps(arguments) in prompt_of(engine)
