@@ -20,7 +20,7 @@ STEP = StepStats(
             num_emitted_tokens=5,
         ),
         "nasd": SpeculativeStats(
-            gammas=Counter({3: 1}), accepted=Counter({0: 1}), num_emitted_tokens=1
+            gammas=Counter({3: 1}), accepted=Counter({1: 1}), num_emitted_tokens=2
         ),
     },
     draft_seconds=0.25,

@@ -58,6 +58,16 @@ def events(text: str) -> list[Any]:
     ]
 
 
+def named_events(text: str) -> list[Any]:
+    """The data of server-sent events whose names have to be their types."""
+    found = []
+    for block in text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 def allows(grammar: str, text: str) -> bool:
     """Whether a text matches a grammar."""
     tokenizer = byte_tokenizer()

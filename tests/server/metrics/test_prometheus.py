@@ -80,7 +80,7 @@ async def test_steps_are_counted() -> None:
     assert [value(seen, seconds, part=each) for each in ("draft", "verify")] == [0.5, 1.0]
     assert value(seen, "slipstream_kv_blocks", state="committed") == 25
     ours = {"baseline_seconds_total": 6, "decode_seconds_total": 4, "spec_speedup_ratio": 1.5}
-    ours |= {"prompt_tokens_total": 18, "generation_tokens_total": 12, "preemptions_total": 4}
+    ours |= {"prompt_tokens_total": 18, "generation_tokens_total": 14, "preemptions_total": 4}
     ours |= {"requests_running": 4, "requests_waiting": 1, "kv_blocks_total": 100}
     ours |= {"prefix_cache_queries_total": 32, "prefix_cache_hits_total": 16, "engine_up": 1}
     ours["spec_draft_failures_total"] = 2
@@ -89,10 +89,10 @@ async def test_steps_are_counted() -> None:
         # A draft is a request's step with gamma above 0: two of ngram's three, one of nasd's.
         ("spec_decode_num_drafts_total", 6),
         ("spec_decode_num_draft_tokens_total", 20),
-        ("spec_decode_num_accepted_tokens_total", 8),
+        ("spec_decode_num_accepted_tokens_total", 10),
         ("prompt_tokens_total", 18 + 16),
         ("prompt_tokens_cached_total", 16),
-        ("generation_tokens_total", 12),
+        ("generation_tokens_total", 14),
         ("num_preemptions_total", 4),
         ("prefix_cache_queries_total", 32),
         ("prefix_cache_hits_total", 16),
@@ -102,8 +102,9 @@ async def test_steps_are_counted() -> None:
         ("kv_cache_usage_perc", 0.35),
     ):
         assert value(seen, f"vllm:{name}", **MODEL) == pytest.approx(expected), name
+    # Over all drafters.
     at = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    assert [value(seen, at, **MODEL, position=str(each)) for each in range(3)] == [4, 2, 2]
+    assert [value(seen, at, **MODEL, position=str(each)) for each in range(3)] == [6, 2, 2]
     sizes = {"block_size": "16", "num_gpu_blocks": "100"}
     assert value(seen, "vllm:cache_config_info", **MODEL, **sizes) == 1
 
@@ -283,16 +284,3 @@ def test_steps_become_samples(
         name, _, label = sample.partition(" ")
         labels = {"kind" if "memory" in name else "state": label} if label else {}
         assert metrics.registry.get_sample_value(f"slipstream_{name}", labels) == told, sample
-
-
-async def test_positions_are_summed_over_drafters() -> None:
-    metrics = Metrics(engine_info(), "m", lambda: True)
-    both = {"ngram": STEP.by_drafter["ngram"], "suffix": STEP.by_drafter["ngram"]}
-    metrics.observe_step(replace(STEP, by_drafter=both))
-    content = metrics.exposition("")[0].decode()
-    prefix = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    lines = [line for line in content.splitlines() if line.startswith(prefix)]
-    assert lines == [
-        f'{prefix}{{model_name="m",position="{at}"}} {count}'
-        for at, count in enumerate(["4.0", "2.0", "2.0"])
-    ]

@@ -148,12 +148,6 @@ async def test_ollamas_keep_alive_is_obeyed(path: str, padding: int) -> None:
         assert 1e5 < ((await ends()) - datetime.now(UTC)).total_seconds() < 2e6
 
 
-async def test_a_wrong_keep_alive_is_refused() -> None:
-    async with several("one", "two") as served:
-        body = {"model": "one", "prompt": "x", "keep_alive": "soon"}
-        assert (await served.client.post("/api/generate", json=body)).status_code == 400
-
-
 async def test_ollamas_clients_load_and_unload() -> None:
     async with several("one", "two") as served:
         asked = {"model": "one", "keep_alive": 0}

@@ -11,10 +11,7 @@ from server.reply.choices import TextAssembler
 from server.reply.detokenizer import IncrementalDetokenizer
 from worlds.scripted_engine import BOS, byte_tokenizer, merging_tokenizer
 
-
-@cache
-def merging() -> Any:
-    return merging_tokenizer()
+merging = cache(merging_tokenizer)
 
 
 def assembler(options: TextOptions, tokenizer: Any) -> TextAssembler:

@@ -17,7 +17,7 @@ from engine.grammar.vocabulary import error_of, new_matcher
 from engine.request.errors import RequestError
 from server.errors import ApiError
 from server.plan import IGNORED_HEADER
-from server.request.grammars import json_grammar
+from server.request.grammars import StructuredOutputs, grammar_of, json_grammar
 from worlds.request_bodies import with_values
 from worlds.scripted_engine import EOS, VOCAB_SIZE, ScriptedEngine, byte_tokenizer
 from worlds.serving import allows, post
@@ -66,6 +66,16 @@ def test_what_cannot_be_held_to_is_refused_by_its_path(schema: Any, path: str, r
     with pytest.raises((ApiError, RequestError), match=re.escape(reason)) as caught:
         use()
     assert caught.value.param == f"schema.properties.p{path}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "allowed"),
+    [(r"\d", "1"), (r"[\d.]", "1."), (r"\w", "1a"), (r"[\w１]", "1a１"), (r"\\d", r"\d")],
+)
+def test_digits_and_letters_of_a_regex_are_of_ascii(pattern: str, allowed: str) -> None:
+    grammar = grammar_of(None, StructuredOutputs.of(regex=pattern)).text
+    texts = ("1", "a", ".", r"\d", "１", "é")
+    assert "".join(each for each in texts if allows(grammar, each)) == allowed
 
 
 SCHEMA = {

@@ -59,6 +59,7 @@ def test_a_pipe_gets_bare_text_and_the_account_goes_to_stderr(run: Run) -> None:
     drafts = "7 of 10 drafts accepted (70.0%), mean gamma 2.50"
     assert f"# ngram: 4 steps of 2.75 tokens, {drafts}" in err
     assert "\x1b" not in out + err
+    assert "waiting" not in err
     assert run("complete", "say", "--quiet", "--mark", "brackets") == (MARKED, "")
 
 

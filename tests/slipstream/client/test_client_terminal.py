@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -43,15 +41,6 @@ def test_what_waits_vanishes_and_what_is_typed_meanwhile_tears_nothing() -> None
         assert shown.read_to_end() == 0
     assert rows(shown.seen) == ["hello world"]
     assert shown.seen.count("\x1b[?25l") == shown.seen.count("\x1b[?25h"), "the cursor is back"
-
-
-def test_a_pipe_gets_the_text_and_no_word_of_waiting() -> None:
-    with slipstream(ScriptedEngine("hello world")) as url:
-        command = [sys.executable, "-m", "slipstream.cli", "complete", "say", "--url", url]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "hello world\n")
-    assert "\x1b" not in done.stderr
-    assert "waiting" not in done.stderr
 
 
 @pytest.mark.parametrize(("flags", "variables"), [(["--no-color"], {}), ([], {"NO_COLOR": "1"})])

@@ -24,7 +24,7 @@ from worlds.scripted_engine import (
     engine_info,
     prompt_text,
 )
-from worlds.serving import serve
+from worlds.serving import named_events, serve
 
 TEXT = "hello wörld"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -97,11 +97,7 @@ async def test_events_come_in_anthropics_order() -> None:
     async with serve(ScriptedEngine(text), byte_tokenizer(THINKING)) as http:
         body = ASKED | {"tools": [TOOL], "stream": True}
         reply = await http.post("/messages?beta=true", json=body)
-    found = []
-    for block in reply.text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
+    found = named_events(reply.text)
     assert reply.headers["content-type"].startswith("text/event-stream")
     kinds = [each.get("delta", {}).get("type", each["type"]) for each in found]
     order = [kind for index, kind in enumerate(kinds) if kinds[index - 1 : index] != [kind]]

@@ -363,18 +363,23 @@ async def test_adapters_are_listed_and_known_by_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("served", "known", "other"),
+    ("served", "listed", "known", "other"),
     [
-        ("qwen:0.6b", ["qwen:0.6b"], "qwen"),
+        ("qwen", "qwen:latest", ["qwen", "qwen:latest"], "qwen:0.6b"),
+        ("qwen:latest", "qwen:latest", ["qwen", "qwen:latest"], "other"),
+        ("qwen:0.6b", "qwen:0.6b", ["qwen:0.6b"], "qwen"),
         # A model of the hub is meant with the hub's host as well.
-        ("org/a:Q8_0", ["org/a:Q8_0", "hf.co/org/a:Q8_0"], "hf.co/org/a"),
+        ("org/a:Q8_0", "org/a:Q8_0", ["org/a:Q8_0", "hf.co/org/a:Q8_0"], "hf.co/org/a"),
+        ("org/a", "org/a:latest", ["org/a", "org/a:latest", "hf.co/org/a"], "a"),
+        # A port is no tag.
+        ("host:80/org/a", "host:80/org/a:latest", ["host:80/org/a"], "host:81/org/a"),
     ],
 )
-async def test_a_name_with_a_tag_is_listed_as_it_is(
-    served: str, known: list[str], other: str
+async def test_a_name_without_a_tag_has_the_latest(
+    served: str, listed: str, known: list[str], other: str
 ) -> None:
     async with ollama_client(ScriptedEngine(TEXT), served_model_name=served) as client:
-        assert [each.model for each in (await client.list()).models] == [served]
+        assert [each.model for each in (await client.list()).models] == [listed]
         for name in known:
             assert (await client.chat(name, MESSAGES)).message.content == TEXT
         with pytest.raises(ollama.ResponseError):

@@ -22,22 +22,12 @@ from worlds.scripted_engine import (
     engine_info,
     prompt_text,
 )
-from worlds.serving import fault, post, serve
+from worlds.serving import fault, named_events, post, serve
 
 pytestmark = pytest.mark.anyio
 
 TEXT = "hello wörld"
 TOOL: Any = {"type": "function", **TOOLS[0]["function"], "strict": False}
-
-
-def stream_events(text: str) -> list[dict[str, Any]]:
-    """The data of a response's events, whose names have to be their types."""
-    found = []
-    for block in text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 async def test_the_openai_client_gets_a_response() -> None:
@@ -71,7 +61,7 @@ async def test_the_openai_client_streams_a_response() -> None:
         body = {"input": "hi", "tools": [TOOL], "seed": 1}
         whole = (await http.post("/responses", json=body)).json()
         streamed = await http.post("/responses", json=body | {"stream": True})
-    events = stream_events(streamed.text)
+    events = named_events(streamed.text)
     assert [each["sequence_number"] for each in events] == list(range(len(events)))
     kinds = [each["type"].removeprefix("response.") for each in events]
     order = [kind for index, kind in enumerate(kinds) if kinds[index - 1 : index] != [kind]]
@@ -111,7 +101,7 @@ async def test_what_a_failed_response_leaves_is_incomplete() -> None:
     engine = ScriptedEngine(TEXT)
     engine.break_after = 2
     reply = await post("/responses", {"input": "hi", "stream": True}, engine)
-    *_, last = stream_events(reply.text)
+    *_, last = named_events(reply.text)
     assert last["response"]["status"] == "failed"
     (item,) = last["response"]["output"]
     assert item["content"][0]["text"] == TEXT[:4]
@@ -301,7 +291,7 @@ async def test_a_conversation_goes_on_from_a_response_of_ones_own(tmp_path: Path
         first = (await ask("ka", input="one " + "x" * LARGE, instructions="be brief")).json()
         on = {"input": "two", "previous_response_id": first["id"]}
         second = (await ask("ka", stream=True, **on)).text
-        second = stream_events(second)[-1]["response"]
+        second = named_events(second)[-1]["response"]
         assert second["previous_response_id"] == first["id"]
         reference = {"type": "item_reference", "id": second["output"][0]["id"]}
         third = await ask("ka", input=[reference, {"role": "user", "content": "z" * LARGE}])

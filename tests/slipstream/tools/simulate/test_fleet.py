@@ -202,14 +202,6 @@ def test_a_busy_neighbour_slows_steps_by_what_was_measured() -> None:
     assert together.seconds == pytest.approx(0.3)
 
 
-def test_more_replicas_serve_more() -> None:
-    of = profile(SLOPED)
-    works = traffic(60.0, 5.0, of)
-    few, many = (figures(run(of, works, num_replicas=number)) for number in (2, 8))
-    assert many.whole.p99 < few.whole.p99
-    assert many.utilisation < few.utilisation
-
-
 def test_equal_seeds_give_equal_figures_and_others_do_not() -> None:
     kinds = {"edit": Kind(((40, 12), (90, 25)), 1.0, 16, 0.9, (0.8, 0.9))}
     of = profile(SLOPED, kinds)
