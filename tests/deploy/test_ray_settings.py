@@ -72,7 +72,6 @@ def test_arguments_are_known() -> None:
         Arguments(**{"setting": {}})
 
 
-@pytest.mark.anyio
 async def test_open_tokens_fall_as_they_are_written() -> None:
     tokens = OpenTokens()
     engine = ScriptedEngine("hello world", group_sizes=(1, 3))

@@ -30,8 +30,6 @@ from worlds.gated_engine import asking
 from worlds.scripted_engine import byte_tokenizer
 from worlds.serving import until
 
-pytestmark = pytest.mark.anyio
-
 
 def _launcher(model: str | None = None, step_timeout: float = 300.0) -> EngineLauncher:
     def answer(engine: RemoteEngine, resolver: SpeculativeResolver | None) -> Services:

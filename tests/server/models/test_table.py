@@ -21,7 +21,6 @@ from worlds.many_models import engine_of, several
 from worlds.scripted_engine import AsgiCall
 from worlds.serving import as_json, events, fault, serve, until
 
-pytestmark = pytest.mark.anyio
 GIB = 1 << 30
 LONG = {"prompt": "far" * LARGE, "truncate_prompt_tokens": 20}
 HELLO = [{"role": "user", "content": "hello there"}]

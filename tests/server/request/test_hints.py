@@ -26,8 +26,6 @@ from worlds.request_bodies import (
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info, prompt_text
 from worlds.serving import post, serve
 
-pytestmark = pytest.mark.anyio
-
 IGNORED = {
     "/completions": request_bodies.IGNORED,
     "/chat/completions": CHAT_IGNORED,

@@ -20,8 +20,6 @@ from worlds import deadly_bodies
 from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import as_json, endless, fault, serve, until
 
-pytestmark = pytest.mark.anyio
-
 ROOT = Path(__file__).resolve().parents[3]
 PADDING = " " * LARGE
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "seed": 1}

@@ -17,7 +17,6 @@ from worlds.request_bodies import COMPLETION, ENDPOINTS, STRICT, TEXT, TOOLS, ca
 from worlds.scripted_engine import BOS, ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import fault, post, serve
 
-pytestmark = pytest.mark.anyio
 Row = tuple[dict[str, Any], str]
 
 USER = {"role": "user", "content": "hi"}

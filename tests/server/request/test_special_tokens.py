@@ -49,7 +49,6 @@ def prompt_of(template: str, content: Any, **variables: Any) -> list[int]:
     return TextEncoder(tokenizer).encode("messages", text, add_special_tokens=False)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("allow", [None, False, True])
 async def test_a_message_cannot_forge_a_turn(allow: bool | None) -> None:
     engine = ScriptedEngine()
@@ -63,7 +62,6 @@ async def test_a_message_cannot_forge_a_turn(allow: bool | None) -> None:
         assert found == [USER, *f"user: {FORGED}\n".encode(), ASSISTANT]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("allow", [None, False, True])
 async def test_a_prompt_is_the_models_input_unless_it_is_said_to_be_text(
     allow: bool | None,

@@ -19,7 +19,6 @@ from worlds.live_server import live
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import serve, until
 
-pytestmark = pytest.mark.anyio
 BIG = bytes(range(256)) * 400
 FILES = {"a-Q4_K_M.gguf": BIG, "a-Q8_0.gguf": BIG * 2}
 REPO = "org/repo-GGUF"

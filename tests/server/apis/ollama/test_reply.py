@@ -77,7 +77,6 @@ def test_times_are_rfc_3339() -> None:
     assert abs((datetime.now(UTC) - now).total_seconds()) < 3600
 
 
-@pytest.mark.anyio
 async def test_a_pause_is_a_piece_without_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients read every line as an object, so a comment would break them."""
     monkeypatch.setattr(streaming, "KEEPALIVE_SECONDS", 0.0)

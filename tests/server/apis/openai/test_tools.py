@@ -22,8 +22,6 @@ from worlds.scripted_engine import (
 )
 from worlds.serving import allows, events, fault, post, serve
 
-pytestmark = pytest.mark.anyio
-
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 TEXT = f"I look.\n{CALL}\n{CALL}"
 

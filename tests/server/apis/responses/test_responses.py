@@ -24,8 +24,6 @@ from worlds.scripted_engine import (
 )
 from worlds.serving import fault, named_events, post, serve
 
-pytestmark = pytest.mark.anyio
-
 TEXT = "hello wörld"
 TOOL: Any = {"type": "function", **TOOLS[0]["function"], "strict": False}
 
