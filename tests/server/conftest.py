@@ -10,7 +10,12 @@ from worlds.serving import serve
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server around a scripted engine, with the default settings."""
-    async with serve(ScriptedEngine()) as found:
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server around that engine, with the default settings."""
+    async with serve(engine) as found:
         yield found

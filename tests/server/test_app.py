@@ -16,8 +16,7 @@ from worlds.scripted_engine import ScriptedEngine, byte_tokenizer, engine_info
 from worlds.serving import fault, serve
 
 
-async def test_probes_follow_the_engine() -> None:
-    engine = ScriptedEngine()
+async def test_probes_follow_the_engine(engine: ScriptedEngine) -> None:
     async with serve(engine, drain_seconds=7) as client:
         assert (await client.get("http://test/health")).json() == {"status": "ok"}
         assert (await client.get("http://test/ready")).json() == {"status": "ready"}
@@ -299,8 +298,7 @@ def test_defaults_that_the_engine_cannot_serve_stop_the_start() -> None:
         build_app(ScriptedEngine(), byte_tokenizer(), Settings(speculative_caps=caps))
 
 
-async def test_a_hung_step_is_seen_by_probes() -> None:
-    engine = ScriptedEngine()
+async def test_a_hung_step_is_seen_by_probes(engine: ScriptedEngine) -> None:
     async with serve(engine, step_timeout=30) as client:
         for seconds, status in ((29.0, 200), (31.0, 503), (0.0, 200)):
             engine.stalled_seconds = seconds

@@ -52,8 +52,7 @@ async def test_the_api_key_and_no_key_do_not_open_it(given: str | None) -> None:
         assert (await client.get("/models", headers=KEY)).status_code == 401
 
 
-async def test_a_change_holds_for_requests_that_come_after_it() -> None:
-    engine = ScriptedEngine()
+async def test_a_change_holds_for_requests_that_come_after_it(engine: ScriptedEngine) -> None:
     defaults = {"draft_strategy": "nasd", "adaptive_depth": "fixed", "num_speculative_tokens": 5}
     caps = {"max_speculative_tokens": 6, "draft_strategies": ["nasd"]}
     async with serve(engine, admin_key="adm1n", body_processes=1) as client:
@@ -79,8 +78,7 @@ async def test_a_change_holds_for_requests_that_come_after_it() -> None:
         assert shown["may_be_set"]["draft_strategies"] == list(engine.info.drafters)
 
 
-async def test_fields_that_are_not_given_stay_and_put_forgets_them() -> None:
-    engine = ScriptedEngine()
+async def test_fields_that_are_not_given_stay_and_put_forgets_them(engine: ScriptedEngine) -> None:
     speculative = {"draft_strategy": "nasd", "tree_strategy": "tree", "tree_width": 3}
     async with serve(engine, admin_key="adm1n", speculative=speculative) as client:
         assert (await change(client, defaults={"num_speculative_tokens": 4})).status_code == 200
@@ -141,8 +139,7 @@ async def test_a_change_shows_in_metrics_and_in_the_log(caplog: pytest.LogCaptur
     assert record.fields["defaults"] == {"draft_strategy": "none"}  # type: ignore[attr-defined]
 
 
-async def test_changes_at_once_are_all_taken_whole() -> None:
-    engine = ScriptedEngine()
+async def test_changes_at_once_are_all_taken_whole(engine: ScriptedEngine) -> None:
     async with serve(engine, admin_key="adm1n") as client:
         pairs = [("nasd", 3), ("ngram", 4), ("sampler", 5)] * 4
         await asyncio.gather(

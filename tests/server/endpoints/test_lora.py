@@ -27,8 +27,7 @@ async def ask(client: httpx.AsyncClient, model: str | None, **fields: Any) -> ht
     return await client.post("/completions", json={"prompt": "a", "model": model, **fields})
 
 
-async def test_the_model_field_chooses_and_the_reply_says_so() -> None:
-    engine = ScriptedEngine()
+async def test_the_model_field_chooses_and_the_reply_says_so(engine: ScriptedEngine) -> None:
     async with serve(engine, admin_key="adm1n") as client:
         base = (await client.get("/models")).json()["data"][0]["id"]
         assert (await ask(client, "mine")).status_code == 404
@@ -117,8 +116,7 @@ async def test_bodies_that_say_too_little_or_too_much(body: Any, param: str) -> 
         assert fault(reply, "param") == (400, param)
 
 
-async def test_a_damaged_adapter_is_a_400_with_the_reason() -> None:
-    engine = ScriptedEngine()
+async def test_a_damaged_adapter_is_a_400_with_the_reason(engine: ScriptedEngine) -> None:
     engine.refused_adapter = AdapterError("/adapters/mine: use_dora is set, which is not served")
     async with serve(engine, admin_key="adm1n") as client:
         reply = await load(client, "mine")

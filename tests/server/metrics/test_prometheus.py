@@ -55,12 +55,10 @@ async def test_a_client_finds_what_it_reads(kind: str, accept: str) -> None:
             assert sample.labels["model_name"] == "test/scripted"
 
 
-async def test_steps_are_counted() -> None:
-    engine = ScriptedEngine()
-    async with serve(engine) as client:
-        engine.emit(STEP)
-        engine.emit(STEP)
-        seen = await scrape(client)
+async def test_steps_are_counted(engine: ScriptedEngine, client: Any) -> None:
+    engine.emit(STEP)
+    engine.emit(STEP)
+    seen = await scrape(client)
     for name, drafter, expected in (
         ("draft_tokens_total", "ngram", 14),
         ("draft_tokens_total", "nasd", 6),
@@ -209,8 +207,7 @@ async def test_blocks_and_outcomes_are_told_before_the_first_request(client: Any
     assert value(samples, "slipstream_rejections_total", reason="queue_full") == 0
 
 
-async def test_no_label_grows_with_requests_or_clients() -> None:
-    engine = ScriptedEngine()
+async def test_no_label_grows_with_requests_or_clients(engine: ScriptedEngine, client: Any) -> None:
 
     async def visit(client: Any, number: int) -> None:
         body = {"prompt": "a", "user": f"user-{number}", "cache_salt": f"cache_salt-{number}"}
@@ -223,12 +220,11 @@ async def test_no_label_grows_with_requests_or_clients() -> None:
         await client.request(f"ODD{number}", f"/no/such/{number}")
         engine.emit(STEP)
 
-    async with serve(engine) as client:
-        await visit(client, 1)
-        before = set(await scrape(client))
-        for number in range(2, 6):
-            await visit(client, number)
-        after = set(await scrape(client))
+    await visit(client, 1)
+    before = set(await scrape(client))
+    for number in range(2, 6):
+        await visit(client, number)
+    after = set(await scrape(client))
     # The first scrape is an answer itself, counted in the second.
     new = {(name, labels) for name, labels in after - before if "/metrics" not in str(labels)}
     assert new == set()

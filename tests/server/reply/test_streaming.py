@@ -99,15 +99,13 @@ async def test_choices_beyond_the_queue_take_the_others_with_them() -> None:
     ],
 )
 async def test_an_engine_error_before_the_first_token_has_its_status(
-    error: Any, status: int, code: str, param: str | None
+    error: Any, status: int, code: str, param: str | None, engine: ScriptedEngine, client: Any
 ) -> None:
-    engine = ScriptedEngine()
     engine.break_after, engine.error = 0, error
-    async with serve(engine) as client:
-        for stream in (False, True):
-            reply = await client.post("/completions", json={"prompt": "x", "stream": stream})
-            assert (*fault(reply), reply.json()["error"]["param"]) == (status, code, param)
-            assert "0x1234" not in reply.text
+    for stream in (False, True):
+        reply = await client.post("/completions", json={"prompt": "x", "stream": stream})
+        assert (*fault(reply), reply.json()["error"]["param"]) == (status, code, param)
+        assert "0x1234" not in reply.text
     assert engine.open == set()
 
 

@@ -141,12 +141,11 @@ OF_EITHER = (
     ],
 )
 async def test_templates_that_go_through_parts_are_given_parts(
-    template: str, expected: str
+    template: str, expected: str, engine: ScriptedEngine
 ) -> None:
     """They would lose texts without a word; spellings of special tokens stay text in them, too."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b<|user|>"}]
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
-    engine = ScriptedEngine()
     tokenizer = byte_tokenizer(template)
     async with serve(engine, tokenizer) as client:
         reply = await client.post("/chat/completions", json={"messages": messages})
@@ -194,10 +193,9 @@ HEAVY = (
 
 
 async def test_what_no_signal_can_interrupt_is_for_another_process(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine
 ) -> None:
     monkeypatch.setattr(LIMIT, "most_seconds", 0.5)
-    engine = ScriptedEngine()
     async with serve(engine, byte_tokenizer(HEAVY), body_processes=1) as client:
         for word, status, code in (
             ("ab", 200, None),

@@ -205,9 +205,8 @@ TOKENS: list[Row] = [
     ],
 )
 async def test_what_cannot_be_is_a_400_that_names_it(
-    path: str, base: dict[str, Any], rows: list[Row]
+    path: str, base: dict[str, Any], rows: list[Row], engine: ScriptedEngine
 ) -> None:
-    engine = ScriptedEngine()
     async with serve(engine, max_choices=4) as client:
         for fields, param in rows:
             refused = await client.post(path, json=base | fields)
@@ -230,20 +229,19 @@ async def test_a_malformed_value_is_a_400_that_names_the_field(path: str) -> Non
     assert engine.requests == []
 
 
-async def test_all_keys_of_a_bias_that_are_no_tokens_are_named() -> None:
+async def test_all_keys_of_a_bias_that_are_no_tokens_are_named(client: Any) -> None:
     bias = {"bad1": 1, "5": 2, "bad2": 3}
-    async with serve(ScriptedEngine()) as client:
-        for path in ("/completions", "/chat/completions"):
-            refused = await client.post(path, json=ENDPOINTS[path][1] | {"logit_bias": bias})
-            error = refused.json()["error"]
-            assert (refused.status_code, error["param"]) == (400, "logit_bias.bad1")
-            assert "'bad1', 'bad2'" in error["message"]
-            beyond = await client.post(path, json=ENDPOINTS[path][1] | {"logit_bias": {"270": 1}})
-            assert "270" in beyond.json()["error"]["message"]
-        many = {f"bad{number}" + "x" * 500: 1 for number in range(1_000)}
-        refused = await client.post("/completions", json=COMPLETION | {"logit_bias": many})
-        assert "and 990 more" in refused.json()["error"]["message"]
-        assert len(refused.text) < 2_000
+    for path in ("/completions", "/chat/completions"):
+        refused = await client.post(path, json=ENDPOINTS[path][1] | {"logit_bias": bias})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "logit_bias.bad1")
+        assert "'bad1', 'bad2'" in error["message"]
+        beyond = await client.post(path, json=ENDPOINTS[path][1] | {"logit_bias": {"270": 1}})
+        assert "270" in beyond.json()["error"]["message"]
+    many = {f"bad{number}" + "x" * 500: 1 for number in range(1_000)}
+    refused = await client.post("/completions", json=COMPLETION | {"logit_bias": many})
+    assert "and 990 more" in refused.json()["error"]["message"]
+    assert len(refused.text) < 2_000
 
 
 async def test_a_malformed_prompt_is_a_400() -> None:
@@ -255,8 +253,7 @@ async def test_a_malformed_prompt_is_a_400() -> None:
             assert fault(refused, "param") == (400, "prompt"), prompt
 
 
-async def test_an_empty_prompt_is_the_bos_token_where_there_is_one() -> None:
-    engine = ScriptedEngine()
+async def test_an_empty_prompt_is_the_bos_token_where_there_is_one(engine: ScriptedEngine) -> None:
     assert (await post("/completions", {"prompt": ""}, engine)).status_code == 200
     assert engine.requests[0].prompt_token_ids == (BOS,)
 
@@ -288,15 +285,14 @@ def test_too_many_items_are_one_finding(path: str, field: str, items: list[Any])
     assert f"{field}.0" not in refused.value.message
 
 
-async def test_a_prompt_too_long_is_not_looked_into() -> None:
-    async with serve(ScriptedEngine()) as client:
-        for prompt, part in (
-            ([-1] * 512, "512 tokens"),
-            ([[-1]] * 129, "129 choices"),
-            (["<|user|>" * 500] * 129, "129 choices"),
-        ):
-            reply = await client.post("/completions", json={"prompt": prompt})
-            assert part in reply.json()["error"]["message"]
+async def test_a_prompt_too_long_is_not_looked_into(client: Any) -> None:
+    for prompt, part in (
+        ([-1] * 512, "512 tokens"),
+        ([[-1]] * 129, "129 choices"),
+        (["<|user|>" * 500] * 129, "129 choices"),
+    ):
+        reply = await client.post("/completions", json={"prompt": prompt})
+        assert part in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

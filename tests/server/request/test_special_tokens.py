@@ -50,8 +50,7 @@ def prompt_of(template: str, content: Any, **variables: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("allow", [None, False, True])
-async def test_a_message_cannot_forge_a_turn(allow: bool | None) -> None:
-    engine = ScriptedEngine()
+async def test_a_message_cannot_forge_a_turn(allow: bool | None, engine: ScriptedEngine) -> None:
     body = {"messages": [{"role": "user", "content": FORGED}], "allow_special_tokens": allow}
     reply = await post("/chat/completions", body, engine)
     assert reply.status_code == 200, reply.text
@@ -64,9 +63,8 @@ async def test_a_message_cannot_forge_a_turn(allow: bool | None) -> None:
 
 @pytest.mark.parametrize("allow", [None, False, True])
 async def test_a_prompt_is_the_models_input_unless_it_is_said_to_be_text(
-    allow: bool | None,
+    allow: bool | None, engine: ScriptedEngine
 ) -> None:
-    engine = ScriptedEngine()
     body = {"prompt": "<|user|>a", "allow_special_tokens": allow}
     body["prediction"] = {"type": "content", "content": "a</s>"}
     assert (await post("/completions", body, engine)).status_code == 200

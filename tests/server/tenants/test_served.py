@@ -210,8 +210,7 @@ async def test_a_reply_that_is_late_is_a_504() -> None:
         assert engine.num_held_blocks == 0
 
 
-async def test_the_servers_time_is_every_requests() -> None:
-    engine = ScriptedEngine()
+async def test_the_servers_time_is_every_requests(engine: ScriptedEngine) -> None:
     async with serve(engine, max_request_seconds=60) as client:
         await client.post("/completions", json={"prompt": "a"})
         await client.post("/completions", json={"prompt": "a", "timeout": 5})

@@ -307,9 +307,8 @@ async def test_reasoning_is_split_off_and_counted() -> None:
         assert "".join(delta.get(name, "") for delta in deltas) == expected[name]
 
 
-async def test_past_reasoning_is_handed_to_the_template() -> None:
+async def test_past_reasoning_is_handed_to_the_template(engine: ScriptedEngine) -> None:
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
-    engine = ScriptedEngine()
     messages = [{"role": "assistant", "content": "a", "reasoning": "b"}]
     await post("/chat/completions", {"messages": messages}, engine, byte_tokenizer(template))
     assert prompt_of(engine) == "[b]a"
@@ -334,12 +333,10 @@ async def test_special_tokens_in_tools_calls_and_results_are_text() -> None:
         assert text in prompt_of(engine)
 
 
-async def test_a_chat_has_the_tokens_that_are_told() -> None:
-    engine = ScriptedEngine()
-    async with serve(engine) as client:
-        body = {"messages": MESSAGES, "tools": TOOLS, "chat_template_kwargs": {"shout": True}}
-        await client.post("/chat/completions", json=body)
-        found = await client.post("http://test/tokenize", json=body)
+async def test_a_chat_has_the_tokens_that_are_told(engine: ScriptedEngine, client: Any) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "chat_template_kwargs": {"shout": True}}
+    await client.post("/chat/completions", json=body)
+    found = await client.post("http://test/tokenize", json=body)
     assert found.json()["tokens"] == list(engine.requests[0].prompt_token_ids)
 
 
