@@ -16,11 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from engine.attention.backend import AttentionNeeds, build_attention
+from engine.attention.backend import AttentionNeeds
 from engine.batch import NORMED
 from engine.drafting.draft_model import DraftLimits
 from engine.drafting.facts import TargetFacts
-from engine.drafting.head_model import ChainHead
 from engine.drafting.medusa import MedusaHeads
 from engine.drafting.published import eagle3
 from engine.drafting.published.folder import DraftFolder
@@ -237,12 +236,6 @@ def eagle_network(form: Form = EAGLE3) -> eagle3.Eagle3Network:
 
 def chain_needs(network: ChainNetwork, setup: Setup) -> AttentionNeeds:
     return AttentionNeeds("fast", CPU, torch.float32, setup.block_size, network.shapes)
-
-
-def chain_head(network: Any, setup: Setup) -> ChainHead:
-    """Returns a head over a store of its own, for engines of these sizes."""
-    attention = build_attention(chain_needs(network, setup), setup.num_blocks)
-    return ChainHead(network, attention, limits(setup))
 
 
 def limits(setup: Setup) -> DraftLimits:

@@ -1,10 +1,10 @@
-"""Heads on the target's hidden states, in the engine: right heads are believed, rows read what they have
-to, and no text changes."""
+"""Heads on the target's hidden states, in the engine: what is drawn is told, which heads fit a target,
+and no text changes. That rows read what they have to is shown in ``test_head_drafts.py``."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,10 @@ import torch
 from gguf.constants import GGMLQuantizationType
 
 from drafters.base import NORMED, DrafterUnavailableError, DraftRequest, DraftSampling, DraftShape
-from drafters.model.heads import Eagle3Drafter
-from drafters.model.medusa import MedusaDrafter
 from drafters.model.protocol import Candidates
 from drafters.registry import draft_methods
-from engine.attention.backend import KVShape
 from engine.build import build_engine, build_engine_for
 from engine.config import EngineConfig
-from engine.core import EngineCore
 from engine.drafting.drafts import SMALL_MODEL, find_drafts, with_bundled_drafts
 from engine.drafting.heads import DraftHeads, prepare_heads, quantize_head
 from engine.drafting.medusa import MedusaHeads
@@ -32,7 +28,6 @@ from engine.model.loader import BUNDLED, load_model
 from engine.model.quantization import packed_weights, quantize_linears
 from engine.request.params import PLAIN, SamplingParams
 from engine.sampling.noise import gumbel_list, request_key
-from engine.transfer import Readback, read_now
 from engine.weights.rounding.int8 import is_exact
 from worlds.changed_folders import configure
 from worlds.engine_harness import (
@@ -53,9 +48,7 @@ from worlds.trained_heads import (
     HIDDEN_SIZE,
     TARGET,
     bound_heads,
-    chain_head,
     eagle_network,
-    target_states,
     write_checkpoint,
     write_heads,
 )
@@ -111,57 +104,6 @@ def test_drafts_are_drawn_where_the_verification_asks_for_it(
         assert driver.token_ids["r0"] == TARGET.recomputed(requests[0], NUM_TOKENS)
 
 
-# --- right heads are believed ---
-
-
-class OracleHeads:
-    """Knows a text by its hidden states and says what follows each of them."""
-
-    num_heads = 4
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._token_ids = token_ids
-        with torch.inference_mode():
-            body = TARGET.reference.base_model(torch.tensor([token_ids]))
-        self._hidden = body.last_hidden_state[0]
-
-    def read_now(self, begin: Callable[[Readback], Callable[[], Any]]) -> Any:
-        return read_now(begin)
-
-    def begin(
-        self, hidden: Sequence[torch.Tensor], asks: Sequence[DraftRequest], num: int, readback: Any
-    ) -> Callable[[], list[list[Candidates]]]:
-        del readback
-        assert num > 0
-        assert len(asks) == len(hidden)
-        return lambda: [self._after(row) for row in hidden]
-
-    def _after(self, row: torch.Tensor) -> list[Candidates]:
-        position = int((self._hidden - row).abs().sum(-1).argmin())
-        torch.testing.assert_close(row, self._hidden[position], atol=2e-4, rtol=1e-3)
-        return [
-            Candidates([self._token_ids[position + 2 + head]], [0.99])
-            for head in range(self.num_heads)
-        ]
-
-
-def expect_all_right(driver: Driver, name: str, text: Sequence[int]) -> None:
-    """``text``: what the request wrote and more. Every draft came true."""
-    assert driver.token_ids[name] == text[:NUM_TOKENS]
-    stats = driver.finishes[name].speculative
-    assert stats.num_draft_tokens > 12
-    assert stats.num_accepted_tokens == stats.num_draft_tokens
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_medusas_heads_predict_what_follows_the_anchor(sampling: str) -> None:
-    each = request("r", circle_prompt(3), SAMPLINGS[sampling], drafting("medusa", num_tokens=4))
-    text = [*each.prompt_token_ids, *TARGET.recomputed(each, NUM_TOKENS + 8)]
-    drafters = {"medusa": MedusaDrafter(OracleHeads(text))}
-    driver = Driver(TARGET.core(Setup(prefill_chunk=5, drafters=drafters))).run(each)
-    expect_all_right(driver, "r", text[24:])
-
-
 def test_a_head_that_is_all_zeros_says_what_the_target_says() -> None:
     output_head = TARGET.reference.get_output_embeddings()
     heads = bound_heads(ResidualHeads(2, 2, HIDDEN_SIZE))
@@ -189,81 +131,6 @@ def test_heads_draw_with_the_noise_of_the_positions_they_predict() -> None:
     for head, candidates in enumerate(by_head):
         noise = torch.tensor(gumbel_list(key, 5 + head, range(TINY_VOCAB)))
         assert candidates.token_ids == (logits + noise).topk(4).indices.tolist()
-
-
-class OracleNetwork(torch.nn.Module):
-    """Knows a text's states: checks what each row reads and answers with the row's own state."""
-
-    hidden_layers = (0, NORMED)
-    candidate_layers = ((0, NORMED),)
-    shapes = (KVShape(1, 1, 8, 8),)
-    feature_size = HIDDEN_SIZE
-    max_len = 512
-    token_map = None
-    num_parallel = 1
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        super().__init__()
-        self._ids = torch.tensor(token_ids)
-        self._states = target_states(token_ids)
-        self.num_rows = 0
-
-    def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        entering, normed = states.split(HIDDEN_SIZE, dim=-1)
-        at = torch.cdist(normed, self._states[NORMED]).argmin(-1)
-        torch.testing.assert_close(normed, self._states[NORMED][at], atol=2e-4, rtol=1e-3)
-        torch.testing.assert_close(entering, self._states[0][at])
-        return normed
-
-    def forward(
-        self, token_ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, plan: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert plan is not None
-        at = positions + 1
-        assert torch.equal(token_ids, self._ids[at])
-        normed = self._states[NORMED]
-        torch.testing.assert_close(features, normed[positions], atol=2e-4, rtol=1e-3)
-        self.num_rows += len(at)
-        return normed[at], normed[at]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = TARGET.reference.get_output_embeddings()(hidden)
-        return logits
-
-
-def core_with(network: torch.nn.Module, setup: Setup) -> EngineCore:
-    drafters = {"eagle3": Eagle3Drafter(chain_head(network, setup))}
-    return TARGET.core(setup.but(drafters=drafters))
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_rows_of_chains_read_their_token_and_the_states_before_it(sampling: str) -> None:
-    each = request("r", circle_prompt(3), SAMPLINGS[sampling], drafting("eagle3", num_tokens=4))
-    text = [*each.prompt_token_ids, *TARGET.recomputed(each, NUM_TOKENS + 8)]
-    network = OracleNetwork(text)
-    driver = Driver(core_with(network, Setup(prefill_chunk=5))).run(each)
-    expect_all_right(driver, "r", text[24:])
-    assert network.num_rows > 24 + NUM_TOKENS
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_after_a_cached_prefix_rows_read_the_state_behind_its_last_block(sampling: str) -> None:
-    """Tokens that another request computed without the head are computed again; then all is found."""
-    first = request("first", circle_prompt(3), SAMPLINGS[sampling])
-    text = [*first.prompt_token_ids, *TARGET.recomputed(first, NUM_TOKENS + 40)]
-    network = OracleNetwork(text)
-    driver = Driver(core_with(network, Setup(prefill_chunk=5))).run(first)
-    num_fed = []
-    for name, num_known in (("again", 24), ("hit", 24), ("follow-up", 43)):
-        wanted = drafting("eagle3", num_tokens=4)
-        each = request(name, text[:num_known], SAMPLINGS[sampling], wanted)
-        before = network.num_rows
-        driver.run(each)
-        num_fed.append(network.num_rows - before)
-        expect_all_right(driver, name, text[num_known:])
-    cached = [driver.finishes[name].num_cached_tokens for name in ("again", "hit", "follow-up")]
-    assert cached == [0, 20, 40]
-    assert num_fed[1] <= num_fed[0] - 19, "the first of the cached tokens has no row"
 
 
 # --- the engine's own ---
