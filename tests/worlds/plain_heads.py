@@ -261,7 +261,8 @@ class PlainBlock:
         mask: int,
         anchor_predicts: bool = False,
     ) -> None:
-        self.embedding, self.head = ends[0], tensors.get("lm_head.weight", ends[1])
+        self.embedding = tensors.get("embed_tokens.weight", ends[0])
+        self.head = tensors.get("lm_head.weight", ends[1])
         self.ids = torch.arange(len(self.head)) + tensors.get("d2t", 0)
         self.tensors, self.layers, self.sizes, self.sees = tensors, layers, sizes, sees
         self.block_size, self.mask, self.skipped = block_size, mask, int(not anchor_predicts)

@@ -1,10 +1,9 @@
-"""Tiny folders of DFlash's and DSpark's heads with random weights, in every form that they come in, and
-the engine's attention to run them on."""
+"""Tiny folders of DFlash's and DSpark's heads with random weights, in every form that they come in."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from engine.attention.backend import AttentionNeeds, build_attention
-from engine.batch import InputBuffers, RequestRows, build_batch, slot_of
 from engine.drafting.facts import TargetFacts
 from engine.drafting.published.dflash import read
 from engine.drafting.published.dflash_network import DFlashNetwork
 from engine.drafting.published.folder import DraftFolder
-from worlds.tiny_models import scattered_table
 
 VOCAB, DRAFT_VOCAB, HIDDEN, TARGET_LAYERS = 96, 40, 32, 12
 HEADS, KV_HEADS, DIM, INNER, LAYERS, RANK = 4, 2, 8, 48, 3, 6
@@ -134,32 +130,12 @@ class Ends(nn.Module):
         self.output_head.weight = nn.Parameter(draw(201, VOCAB, HIDDEN), requires_grad=False)
 
 
-def read_network(path: Path, config: Mapping[str, Any], tensors: Tensors) -> DFlashNetwork:
+def read_network(
+    path: Path, config: Mapping[str, Any], tensors: Tensors, facts: TargetFacts = FACTS
+) -> DFlashNetwork:
     """Writes a folder, reads it, and gives it the target's ends."""
-    network = read(write_folder(path, config, tensors), FACTS)
+    network = read(write_folder(path, config, tensors), facts)
     network.requires_grad_(False).eval()
     ends = Ends()
     network.bind(ends.embed, ends.output_head)
     return network
-
-
-@torch.inference_mode()
-def block_behind(
-    network: DFlashNetwork, chunks: Iterable[torch.Tensor], anchor: int
-) -> torch.Tensor:
-    """Returns the block behind tokens whose states come in chunks, on the engine's attention over
-    scattered blocks of a store: ``[block_size, hidden_size]``."""
-    needs = AttentionNeeds("fast", torch.device("cpu"), torch.float32, 4, network.shapes)
-    attention, table, end = build_attention(needs, 64, "sdpa"), scattered_table(3, 64, among=64), 0
-    for states in chunks:
-        positions = torch.arange(end, end + len(states))
-        end += len(states)
-        slots = torch.tensor([slot_of(table, int(each), 4) for each in positions])
-        for layer, kept in enumerate(network.context(states, positions)):
-            attention.write(layer, slots, *kept)
-    rows = [anchor, *[network.mask_token_id] * (network.block_size - 1)]
-    batch = build_batch([RequestRows(rows, len(rows), end, [], table, 0)], 4)
-    inputs = InputBuffers(torch.device("cpu"), 64).fill(batch)
-    plan = attention.plan(batch, inputs)
-    hidden: torch.Tensor = network(inputs.token_ids, inputs.positions, plan)
-    return hidden

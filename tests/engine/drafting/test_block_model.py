@@ -3,7 +3,7 @@ trees, accepted parts, prefix hits, chunks, rests, batches, and the end of the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ LAYERS = (2, 6, 10)
 
 @dataclass(frozen=True)
 class Head:
-    """A folder, and how its layers attend."""
+    """A folder, how its layers attend, and the size of its target's states."""
 
     config: dict[str, Any]
     sees: list[tuple[int | None, bool]] = field(default_factory=lambda: OPEN)
     more: dict[str, torch.Tensor] = field(default_factory=dict)
     has_norms: bool = True
     anchor_predicts: bool = False
+    target_size: int = HIDDEN
 
     @property
     def is_spark(self) -> bool:
@@ -43,11 +44,30 @@ class Head:
 REDUCED = {"draft_vocab_size": blocks.DRAFT_VOCAB}
 FEWER = blocks.reduced_vocabulary()
 FEWER["lm_head.weight"] *= 0.3  # so that several tokens are likely
+OWN_ENDS = {
+    "embed_tokens.weight": blocks.draw(321, blocks.VOCAB, HIDDEN),
+    "lm_head.weight": blocks.draw(322, blocks.VOCAB, HIDDEN),
+}
+NESTED = PLAIN["dflash_config"]
 SPARK_TENSORS = blocks.spark_tensors(draft_vocab=blocks.DRAFT_VOCAB) | FEWER
 HEADS = {
     "dflash": Head(PLAIN),
     "dflash, sliding layers are causal": Head(
         PLAIN | SLIDES, [(SLIDING_ROWS, False), (None, True), (SLIDING_ROWS, False)]
+    ),
+    "dflash, none is causal": Head(
+        PLAIN | SLIDES | {"dflash_config": NESTED | {"causal": False}},
+        [(SLIDING_ROWS, True), (None, True), (SLIDING_ROWS, True)],
+    ),
+    "dflash, all are causal": Head(PLAIN | {"is_causal": True}, [(None, False)] * blocks.LAYERS),
+    "dflash, all slide": Head(
+        PLAIN | {"dflash_config": NESTED | {"use_swa": True, "swa_window_size": 7}},
+        [(7, True)] * blocks.LAYERS,
+    ),
+    "dflash, another width and ends of its own": Head(
+        SPECULATORS | {"target_hidden_size": 20},
+        more=OWN_ENDS | {"fc.weight": 0.2 * blocks.draw(320, HIDDEN, 3 * 20)},
+        target_size=20,
     ),
     "dflash, speculators": Head(SPECULATORS | REDUCED, more=FEWER),
     "dflash, speculators, sliding layers see the block": Head(
@@ -77,7 +97,8 @@ HEADS = {
 
 def block_world(path: Path, head: Head, **changes: Any) -> HeadWorld:
     tensors = blocks.block_tensors(head.has_norms) | head.more
-    network = blocks.read_network(path, head.config, tensors)
+    facts = replace(blocks.FACTS, hidden_size=head.target_size)
+    network = blocks.read_network(path, head.config, tensors, facts)
     assert network.hidden_layers == LAYERS
     ends = blocks.Ends()
     reading = PlainBlock(
@@ -91,7 +112,7 @@ def block_world(path: Path, head: Head, **changes: Any) -> HeadWorld:
         head.anchor_predicts,
     )
     kind = DSparkDrafter if head.is_spark else DFlashDrafter
-    return HeadWorld(kind, network, reading, HIDDEN, blocks.VOCAB, **changes)
+    return HeadWorld(kind, network, reading, head.target_size, blocks.VOCAB, **changes)
 
 
 @pytest.fixture(params=HEADS)

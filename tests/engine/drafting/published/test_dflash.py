@@ -1,10 +1,10 @@
-"""DFlash's and DSpark's folders: what they compute, against a reading of the same facts that shares no
-code with it; what is recognised; and what is refused."""
+"""DFlash's and DSpark's folders: what is read of them, what is recognised, and what is refused. What they
+compute is compared with a plain reading in ``test_block_model.py``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,10 @@ from engine.drafting.published.dflash import read, recognised, spread_layers
 from engine.drafting.published.folder import DraftRefusedError
 from engine.drafting.published.networks import place
 from worlds import published_blocks as blocks
-from worlds.plain_heads import PlainBlock, Sizes
 from worlds.published_blocks import (
     BLOCK,
-    DIM,
     FACTS,
-    HEADS,
     HIDDEN,
-    KV_HEADS,
     LAYER_CONFIG,
     LAYERS,
     MASK,
@@ -31,9 +27,7 @@ from worlds.published_blocks import (
     SPARK,
     SPECULATORS,
     VOCAB,
-    Ends,
     Tensors,
-    block_behind,
     block_tensors,
     draw,
     read_network,
@@ -42,117 +36,9 @@ from worlds.published_blocks import (
     write_folder,
 )
 
-THETA, NUM_KNOWN = 500.0, 21
 FULL, SLIDING = "full_attention", "sliding_attention"
-STATES = draw(500, NUM_KNOWN, 3 * HIDDEN)
-Sees = tuple[int | None, bool]
-"""How a layer attends: its window, and whether rows see the later ones of their block."""
-
-
-def plain_block(
-    tensors: Tensors, states: torch.Tensor, anchor: int, sees: Sequence[Sees], embed: torch.Tensor
-) -> torch.Tensor:
-    """Returns the block behind all of ``states`` by the plain reading of its definition: ``[BLOCK,
-    HIDDEN]``."""
-    sizes = Sizes(HEADS, KV_HEADS, DIM, THETA)
-    reading = PlainBlock(tensors, (), sizes, (embed, embed), sees, BLOCK, MASK)
-    return reading.block(anchor, states, BLOCK)
-
-
-OPEN: list[Sees] = [(None, True)] * LAYERS
-SLIDES = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 6, "use_sliding_window": True}
 NESTED = PLAIN["dflash_config"]
-CASES: dict[str, tuple[dict[str, Any], Tensors, list[Sees]]] = {
-    "plain": (PLAIN, block_tensors(), OPEN),
-    "plain, sliding layers are causal": (
-        PLAIN | SLIDES,
-        block_tensors(),
-        [(6, False), (None, True), (6, False)],
-    ),
-    "plain, none is causal": (
-        PLAIN | SLIDES | {"dflash_config": NESTED | {"causal": False}},
-        block_tensors(),
-        [(6, True), (None, True), (6, True)],
-    ),
-    "plain, all are causal": (
-        PLAIN | {"is_causal": True},
-        block_tensors(),
-        [(None, False)] * LAYERS,
-    ),
-    "plain, all slide": (
-        PLAIN | {"dflash_config": NESTED | {"use_swa": True, "swa_window_size": 7}},
-        block_tensors(),
-        [(7, True)] * LAYERS,
-    ),
-    "speculators": (SPECULATORS, block_tensors(), OPEN),
-    "speculators, sliding layers see the block": (
-        SPECULATORS
-        | {"transformer_layer_config": LAYER_CONFIG | SLIDES, "sliding_window_non_causal": True},
-        block_tensors(),
-        [(6, True), (None, True), (6, True)],
-    ),
-    "speculators, llama": (
-        SPECULATORS | {"transformer_layer_config": LAYER_CONFIG | {"model_type": "llama"}},
-        block_tensors(has_norms=False),
-        OPEN,
-    ),
-}
-
-
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Tensors, list[Sees]]:
-    return CASES[request.param]
-
-
-@pytest.mark.parametrize("chunks", [(NUM_KNOWN,), (1, 4, 16)], ids=["one piece", "chunks"])
-def test_a_block_is_what_the_facts_say(
-    case: tuple[dict[str, Any], Tensors, list[Sees]], chunks: Sequence[int], tmp_path: Path
-) -> None:
-    """``test_block_model.py`` has several of them, and later ones."""
-    config, tensors, sees = case
-    network, ends = read_network(tmp_path, config, tensors), Ends()
-    hidden = block_behind(network, STATES.split(list(chunks)), 17)
-    expected = plain_block(tensors, STATES, 17, sees, ends.embed.weight)
-    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(
-        network.logits(hidden), expected @ ends.output_head.weight.T, atol=1e-3, rtol=1e-4
-    )
-
-
-def test_ends_that_a_folder_has_are_its_own(tmp_path: Path) -> None:
-    embed, head = draw(310, VOCAB, HIDDEN), draw(311, VOCAB, HIDDEN)
-    tensors = block_tensors() | {"embed_tokens.weight": embed, "lm_head.weight": head}
-    network = read_network(tmp_path, SPECULATORS, tensors)
-    hidden = block_behind(network, [STATES], 17)
-    expected = plain_block(tensors, STATES, 17, OPEN, embed)
-    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(network.logits(hidden), hidden @ head.T, atol=1e-3, rtol=1e-4)
-
-
-def test_a_head_may_have_another_width_than_the_target(tmp_path: Path) -> None:
-    tensors = block_tensors() | {
-        "fc.weight": 0.2 * draw(320, HIDDEN, 3 * 20),
-        "embed_tokens.weight": draw(321, VOCAB, HIDDEN),
-        "lm_head.weight": draw(322, VOCAB, HIDDEN),
-    }
-    folder = write_folder(tmp_path, SPECULATORS | {"target_hidden_size": 20}, tensors)
-    network = read(folder, TargetFacts(20, VOCAB, 12, ""))
-    ends = Ends()
-    network.bind(ends.embed, ends.output_head)
-    states = draw(323, NUM_KNOWN, 60)
-    expected = plain_block(tensors, states, 17, OPEN, tensors["embed_tokens.weight"])
-    torch.testing.assert_close(block_behind(network, [states], 17), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_reduced_vocabulary_maps_to_the_targets(tmp_path: Path) -> None:
-    reduced = reduced_vocabulary()
-    config = SPECULATORS | {"draft_vocab_size": blocks.DRAFT_VOCAB}
-    network = read_network(tmp_path, config, block_tensors() | reduced)
-    assert network.token_map is not None
-    assert network.token_map.tolist() == reduced["t2d"].nonzero().flatten().tolist()
-    hidden = draw(330, 4, HIDDEN)
-    expected = hidden @ reduced["lm_head.weight"].T
-    torch.testing.assert_close(network.logits(hidden), expected, atol=1e-4, rtol=1e-4)
+STATES = draw(500, 2, 3 * HIDDEN)
 
 
 def test_the_same_vocabulary_needs_no_map(tmp_path: Path) -> None:
@@ -160,43 +46,6 @@ def test_the_same_vocabulary_needs_no_map(tmp_path: Path) -> None:
     for name, tensors in (("none", {}), ("same", same)):
         network = read_network(tmp_path / name, SPECULATORS, block_tensors() | tensors)
         assert network.token_map is None
-
-
-@pytest.mark.parametrize("reads_markov", [True, False])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_sparks_heads_are_what_the_facts_say(
-    reads_markov: bool, has_bias: bool, tmp_path: Path
-) -> None:
-    spark = spark_tensors(reads_markov=reads_markov, has_bias=has_bias)
-    network = read_network(tmp_path, SPARK, block_tensors() | spark)
-    previous, hidden = torch.tensor([3, 95, 0, 3]), draw(340, 4, HIDDEN)
-    known = spark["markov_head.markov_w1.weight"][previous]
-    corrections = network.markov(previous)
-    assert corrections is not None
-    expected = known @ spark["markov_head.markov_w2.weight"].T
-    torch.testing.assert_close(corrections, expected, atol=1e-4, rtol=1e-4)
-    features = torch.cat([hidden, known], dim=1) if reads_markov else hidden
-    score = features @ spark["confidence_head.proj.weight"][0]
-    score += spark.get("confidence_head.proj.bias", torch.zeros(1))
-    confidences = network.confidence(hidden, previous)
-    assert confidences is not None
-    torch.testing.assert_close(confidences, 1 / (1 + torch.exp(-score)), atol=1e-5, rtol=1e-4)
-
-
-def test_sparks_heads_fit_a_reduced_vocabulary(tmp_path: Path) -> None:
-    config = SPARK | {"draft_vocab_size": blocks.DRAFT_VOCAB}
-    spark = spark_tensors(draft_vocab=blocks.DRAFT_VOCAB)
-    network = read_network(tmp_path, config, block_tensors() | reduced_vocabulary() | spark)
-    corrections = network.markov(torch.tensor([95]))
-    assert corrections is not None
-    w1, w2 = spark["markov_head.markov_w1.weight"], spark["markov_head.markov_w2.weight"]
-    torch.testing.assert_close(corrections[0], w2 @ w1[95], atol=1e-4, rtol=1e-4)
-
-
-def test_dflash_corrects_nothing_and_says_nothing_of_acceptance(tmp_path: Path) -> None:
-    network = read_network(tmp_path, PLAIN, block_tensors())
-    assert network.markov(torch.tensor([1])) is None
-    assert network.confidence(draw(1, 1, HIDDEN), torch.tensor([1])) is None
 
 
 SPARK_AT_THE_TOP = LAYER_CONFIG | {
@@ -283,7 +132,7 @@ def test_rotary_embeddings_are_scaled_as_the_folder_says(tmp_path: Path) -> None
         for name, config in (("plain", PLAIN), ("scaled", scaled))
     ]
     contexts = [
-        network.context(STATES[:2], torch.tensor(positions))
+        network.context(STATES, torch.tensor(positions))
         for network, positions in zip(networks, ([2, 5], [8, 20]), strict=True)
     ]
     for (keys, _), (scaled_keys, _) in zip(*contexts, strict=True):
