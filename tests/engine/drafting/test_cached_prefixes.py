@@ -1,12 +1,14 @@
 """A prefix hit drafts as well as a miss: a head's rows are cached, evicted, preempted, chunked and salted
-with the blocks, whoever filled them.
+with the blocks, whoever filled them, and whether it drafts by its name or beside ``auto``.
 
 ``FakeFeatureModel`` fails where a row reads another state than the text's, or attends to other rows; the
-driver checks the pool after every step.
+driver checks the pool after every step. A head that fails beside ``auto`` is left out and shows in the
+log alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from drafters.base import Drafter, HiddenRows
+from drafters.base import NORMED, Drafter, HiddenRows
 from drafters.registry import build_drafters
 from engine.request.params import PLAIN, GenerationRequest, SamplingParams, SpeculativeParams
 from worlds.engine_harness import Driver, Setup, drafting, request, traces_of
@@ -25,6 +27,17 @@ from worlds.lanes import examples
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
 HEAD = drafting("head", num_tokens=3, min_confidence=0.0)
+AUTO = drafting("auto", num_tokens=3)
+WANTED = {
+    "head": HEAD,
+    "resting": drafting("head", num_tokens=0),
+    "auto": AUTO,
+    "auto, trees": drafting("auto", num_tokens=6, width=2),
+    "auto, goodput": drafting("auto", "goodput", num_tokens=4),
+    "auto, resting": drafting("auto", num_tokens=0),
+    "free": drafting("ngram"),
+    "plain": PLAIN,
+}
 KINDS = pytest.mark.parametrize(
     ("first_row", "keeps_anchor"), [(0, True), (1, True), (0, False)], ids=["0", "1", "context"]
 )
@@ -35,19 +48,22 @@ def ask(
     prompt: list[int],
     wanted: SpeculativeParams = HEAD,
     max_tokens: int = 6,
+    temperature: float = 0.0,
     **changes: Any,
 ) -> GenerationRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=5)
     return request(name, prompt, sampling, wanted, **changes)
 
 
 class World(Driver):
-    """An engine with a head, and how many tokens each request took from the cache when it started."""
+    """An engine with a head, which ``auto`` has as well, and how many tokens each request took from the
+    cache when it started."""
 
     def __init__(self, setup: Setup = Setup(), **sizes: Any) -> None:  # noqa: B008  (frozen)
         self.model = FakeFeatureModel(setup.block_size, **sizes)
         self.head = FakeHead(self.model)
-        drafters: dict[str, Drafter] = {"head": self.head, **build_drafters(["ngram"])}
+        drafters: dict[str, Drafter] = {"head": self.head, **build_drafters(["ngram", "auto"])}
+        drafters["auto"].meet(drafters)
         super().__init__(TARGET.core(replace(setup, drafters=drafters)))
         self.hits: dict[str, list[int]] = {}
         opened = self.core.pool.open
@@ -72,6 +88,18 @@ class World(Driver):
             for rows in call
             if rows.ask.request_id == each.request_id and rows.base < len(rows.ask.token_ids)
         )
+
+    def check_texts(self, *requests: GenerationRequest, longest: int = 64) -> None:
+        """The target's own as far as they go, whole but for what was aborted; nothing is left of them."""
+        for each in requests:
+            wanted, _ = TARGET.stream(each, (), longest)
+            found = self.token_ids[each.request_id]
+            assert found == wanted[: len(found)]
+            is_cut = self.finishes[each.request_id].reason == "abort"
+            assert is_cut or len(found) == len(wanted)
+        assert self.core.speculation.num_failures == 0
+        assert self.model.states == {}
+        assert traces_of(self.core, [each.request_id for each in requests]) == []
 
     def text(self, each: GenerationRequest) -> list[int]:
         return [*each.prompt_token_ids, *self.token_ids[each.request_id]]
@@ -170,11 +198,7 @@ def test_a_preempted_request_finds_its_rows_again() -> None:
     world.run(*requests)
     assert world.finishes["b"].num_preemptions > 0
     assert any(world.hits["b"][1:]), "what was not evicted is of use"
-    assert world.core.speculation.num_failures == 0
-    longest = 64
-    for each in requests:
-        wanted, _ = TARGET.stream(each, (), longest)
-        assert world.token_ids[each.request_id] == wanted
+    world.check_texts(*requests)
 
 
 def test_those_that_end_in_one_step_are_caught_up_in_one_forward() -> None:
@@ -253,6 +277,37 @@ def test_two_heads_have_rows_of_their_own() -> None:
     # The second's blocks took over the names; the first's are gone with them.
     assert cached == [0, 0, 20, 0]
     assert driver.core.speculation.num_failures == 0
+
+
+# --- beside auto ---
+
+
+@pytest.fixture
+def quiet_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    assert not [each for each in caplog.records if each.name == "drafters.containment"]
+
+
+@pytest.mark.usefixtures("quiet_log")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_text_is_the_targets_own(temperature: float) -> None:
+    """All kinds of requests beside each other, their prompts in chunks."""
+    world = World(Setup(prefill_chunk=5))
+    assert world.core.speculation.hidden_layers == (NORMED,)
+    requests = [ask(f"as {kind}", PROMPT, each, 24, temperature) for kind, each in WANTED.items()]
+    world.run(*requests)
+    world.check_texts(*requests)
+    assert world.num_fed(ask("as auto", PROMPT)) > 0
+    assert sum(world.drafted["as auto"]) > sum(world.drafted["as free"])
+
+
+@pytest.mark.usefixtures("quiet_log")
+def test_a_prefix_hit_is_cut_to_the_heads_rows_beside_auto_too() -> None:
+    world = World()
+    kinds = {"plain": PLAIN, "one": AUTO, "another": AUTO, "named": HEAD}
+    cached = {name: world.hit(ask(name, PROMPT, each, 24)) for name, each in kinds.items()}
+    assert cached == {"plain": 0, "one": 0, "another": 20, "named": 20}
+    assert 0 < world.num_fed(ask("another", PROMPT)) < 20 + 24
 
 
 # --- drafters that fail ---
@@ -339,7 +394,7 @@ def lives(draw: st.DrawFn) -> tuple[GenerationRequest, int, int]:
     """A request, the step in which it comes, and how many steps later it is aborted; texts share
     beginnings."""
     prompt = [*PROMPT[: draw(st.integers(1, 20))], *draw(st.sampled_from([[], [7], [7, 7]]))]
-    wanted = draw(st.sampled_from([HEAD, HEAD, PLAIN, drafting("head", num_tokens=0)]))
+    wanted = WANTED[draw(st.sampled_from(["head", "head", "head", *WANTED]))]
     if wanted is HEAD:
         wanted = replace(HEAD, tree_width=draw(st.integers(1, 2)))
     each = ask(
@@ -347,13 +402,17 @@ def lives(draw: st.DrawFn) -> tuple[GenerationRequest, int, int]:
         prompt,
         wanted,
         draw(st.integers(1, 16)),
+        draw(st.sampled_from([0.0, 0.0, 0.8])),
         priority=draw(st.sampled_from([0, 0, -1])),
         cache_salt=draw(st.sampled_from(["", "", "b"])),
     )
     return each, draw(st.integers(0, 20)), draw(st.sampled_from([1000, 1000, 2, 5]))
 
 
-@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=examples(200),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
     st.lists(lives(), min_size=1, max_size=8),
     st.sampled_from([1, 2, 4]),
@@ -364,6 +423,7 @@ def lives(draw: st.DrawFn) -> tuple[GenerationRequest, int, int]:
     st.sampled_from([3, 64]),
 )
 def test_rows_are_right_in_any_schedule(
+    caplog: pytest.LogCaptureFixture,
     arrivals: list[tuple[GenerationRequest, int, int]],
     block_size: int,
     num_spare: int,
@@ -372,6 +432,7 @@ def test_rows_are_right_in_any_schedule(
     kind: tuple[int, bool],
     max_catch_up_rows: int,
 ) -> None:
+    caplog.clear()
     setup = Setup(
         num_blocks=40 // block_size + num_spare,
         block_size=block_size,
@@ -394,11 +455,5 @@ def test_rows_are_right_in_any_schedule(
         world.step()
         if len(asked) == len(arrivals) and not world.core.has_work:
             break
-    assert world.core.speculation.num_failures == 0
-    for name, each in asked.items():
-        wanted, _ = TARGET.stream(each, (), 40)
-        found = world.token_ids[name]
-        assert found == wanted[: len(found)]
-        assert len(found) == len(wanted) or world.finishes[name].reason == "abort"
-    assert world.model.states == {}
-    assert traces_of(world.core, asked) == []
+    world.check_texts(*asked.values(), longest=40)
+    assert not [each for each in caplog.records if each.name == "drafters.containment"]
