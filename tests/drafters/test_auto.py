@@ -44,14 +44,14 @@ def test_repetition_is_copied_to_the_full_depth(shape: DraftShape) -> None:
     assert all(len(tree.survivals) == len(tree) > 0 for tree in run.trees)
 
 
-def nearly_said(text: Sequence[int]) -> list[int]:
+def nearly_said(text: Sequence[int]) -> dict[int, float]:
     """The token that comes, and beside it the one that comes after it, as third."""
     coming = target(text)
-    return [coming, 200_000, target([*text, coming])]
+    return {coming: 0.5, 200_000: 0.3, target([*text, coming]): 0.2}
 
 
 def test_tokens_that_the_target_nearly_said_are_drafted_and_accepted() -> None:
-    run = decode(AutoDrafter(), [1, 2], target, 60, shape=TREE, top_tokens=nearly_said)
+    run = decode(AutoDrafter(), [1, 2], target, 60, shape=TREE, tops=nearly_said)
     assert run.num_emitted[0] == 1
     assert run.num_emitted.count(2) > 0.9 * len(run.num_emitted)
     without = decode(AutoDrafter(), [1, 2], target, 60, shape=TREE)

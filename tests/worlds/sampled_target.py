@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
-from drafters.base import Drafter, DraftRequest, DraftSampling, DraftShape, Observation
+from drafters.base import Drafter, DraftSampling
 from engine.sampling.noise import gumbel_list, request_key
-from worlds.simulated_target import verify_step
+from worlds.simulated_target import go_on
 
 Probs = Callable[[Sequence[int]], dict[int, float]]
 """The target's distribution after a text, at temperature 1."""
@@ -56,33 +56,16 @@ def decode(
     probs: Probs,
     num_tokens: int,
     sampling: DraftSampling,
-    *,
-    max_nodes: int = 8,
-    shape: DraftShape | None = None,
 ) -> list[int]:
     """Extend ``token_ids`` by at least ``num_tokens``; the request must be open. Returns the number
-    emitted per step. Checks that a request's own text never depends on its drafts."""
-    shape, emitted_per_step = shape or DraftShape(), []
+    emitted per step."""
 
     def written(text: Sequence[int]) -> int:
         return choose(probs(text), len(text), sampling)
 
-    while sum(emitted_per_step) < num_tokens:
-        request = DraftRequest(request_id, token_ids, max_nodes, shape, sampling)
-        (tree,) = drafter.propose([request])
-        tree.validate()
-        assert len(tree) <= max_nodes
-        texts = [list(token_ids)]
-        for token, parent in zip(tree.token_ids, tree.parents, strict=True):
-            texts.append([*texts[parent + 1], token])
-        rows = [probs(text) for text in texts]
-        row_tokens = [written(text) for text in texts]
-        path, emitted = verify_step(tree, token_ids, written)
-        token_ids += emitted
-        k = drafter.num_top_tokens(request_id)
-        tops = [ranked(row, k) for row in rows]
-        top_probs = [[row[each] for each in top] for row, top in zip(rows, tops, strict=True)]
-        seen = Observation(request_id, token_ids, tree, row_tokens, path, emitted, tops, top_probs)
-        drafter.observe([seen])
-        emitted_per_step.append(len(emitted))
-    return emitted_per_step
+    def tops(text: Sequence[int]) -> dict[int, float]:
+        row = probs(text)
+        return {each: row[each] for each in ranked(row, drafter.num_top_tokens(request_id))}
+
+    how = {"sampling": sampling, "request_id": request_id, "tops": tops}
+    return go_on(drafter, token_ids, written, num_tokens, **how).num_emitted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from drafters.base import (
     GREEDY,
@@ -71,35 +72,40 @@ def decode(
     target: Target,
     num_tokens: int,
     *,
+    options: Mapping[str, OptionValue] | None = None,
+    **asked: Any,
+) -> Run:
+    """Decode at least ``num_tokens`` tokens as ``go_on`` does; the request stays open."""
+    token_ids = list(prompt)
+    drafter.open("r", token_ids, options or {}, "")
+    return go_on(drafter, token_ids, target, num_tokens, **asked)
+
+
+def go_on(
+    drafter: Drafter,
+    token_ids: list[int],
+    target: Target,
+    num_tokens: int,
+    *,
     max_nodes: int = 8,
     shape: DraftShape | None = None,
-    options: Mapping[str, OptionValue] | None = None,
+    sampling: DraftSampling = GREEDY,
     request_id: str = "r",
-    top_tokens: Callable[[Sequence[int]], list[int]] | None = None,
-    tokens_per_second: float = 0.0,
+    tops: Callable[[Sequence[int]], dict[int, float]] | None = None,
 ) -> Run:
-    """Decode at least ``num_tokens`` tokens, checking every proposal; the request stays open."""
-    shape = shape or DraftShape()
-    run = Run(list(prompt))
-    drafter.open(request_id, run.token_ids, options or {}, "")
+    """Extends the text of an open request, checking every proposal. ``tops``: the target's likeliest
+    tokens behind a text, and their probabilities."""
+    run = Run(token_ids)
     while sum(run.num_emitted) < num_tokens:
-        tree = ask(
-            drafter,
-            run.token_ids,
-            max_nodes,
-            shape,
-            request_id=request_id,
-            tokens_per_second=tokens_per_second,
-        )
-        path, emitted = verify_step(tree, run.token_ids, target)
-        contexts = [[*run.token_ids, *path] for path in ((), *node_paths(tree))]
-        row_token_ids = [target(context) for context in contexts]
-        top_token_ids = None
-        if top_tokens is not None:
-            top_token_ids = [top_tokens(context) for context in contexts]
-        run.token_ids.extend(emitted)
-        told = (tree, row_token_ids, path, emitted, top_token_ids)
-        drafter.observe([Observation(request_id, run.token_ids, *told)])
+        tree = ask(drafter, token_ids, max_nodes, shape or CHAIN, sampling, request_id)
+        path, emitted = verify_step(tree, token_ids, target)
+        contexts = [[*token_ids, *path] for path in ((), *node_paths(tree))]
+        told: list[Any] = [tree, [target(context) for context in contexts], path, emitted]
+        if tops is not None:
+            rows = [tops(context) for context in contexts]
+            told += [[list(row) for row in rows], [list(row.values()) for row in rows]]
+        token_ids.extend(emitted)
+        drafter.observe([Observation(request_id, token_ids, *told)])
         run.trees.append(tree)
         run.num_emitted.append(len(emitted))
     return run
@@ -112,12 +118,9 @@ def ask(
     shape: DraftShape = CHAIN,
     sampling: DraftSampling = GREEDY,
     request_id: str = "r",
-    tokens_per_second: float = 0.0,
 ) -> DraftTree:
     """Returns the draft that an open request is offered."""
-    request = DraftRequest(
-        request_id, token_ids, max_nodes, shape, sampling, tokens_per_second=tokens_per_second
-    )
+    request = DraftRequest(request_id, token_ids, max_nodes, shape, sampling)
     (tree,) = drafter.propose([request])
     check_tree(tree, max_nodes, shape)
     return tree
