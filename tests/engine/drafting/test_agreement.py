@@ -1,5 +1,5 @@
 """Whether heads are found to fit: ones that read certain layers by construction, whatever their files
-say, ones of another model, and stores without room to ask."""
+say, and ones of another model. Stores without room to ask are test_checked.py's."""
 
 from __future__ import annotations
 
@@ -157,28 +157,6 @@ def test_medusas_first_head_is_asked_for_what_follows_the_anchor(tmp_path: Path)
     assert low is not None
     assert low < 0.2
     assert agreement_of_medusa(MedusaHeads(right), []) is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_a_place_to_ask_the_file_is_believed(kind: str, tmp_path: Path) -> None:
-    head = head_of(KINDS[kind](tmp_path, 0, 1), counting_target(0))
-    assert agreement(head, []) is None
-    assert best_reading(head, []) == (head.candidate_layers[0], None)
-    assert head.hidden_layers == head.candidate_layers[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_blocks", [1, 2, 3, 7, 8, 9, 17, 40])
-def test_small_stores_are_asked_as_far_as_they_go(
-    kind: str, num_blocks: int, tmp_path: Path
-) -> None:
-    texts = texts_of(0, num_blocks)
-    assert sum(len(text.block_table) for text in texts) <= num_blocks
-    assert all(len(text.token_ids) <= 4 * len(text.block_table) for text in texts)
-    head = head_of(KINDS[kind](tmp_path, 0), counting_target(0), num_blocks)
-    share = agreement(head, texts)
-    assert share is not None
-    assert 0 <= share <= 1
 
 
 def test_nothing_is_kept_of_texts_that_were_asked(tmp_path: Path) -> None:
