@@ -27,6 +27,10 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from bench.gguf_types import fitting, pack
+from engine.weights.gguf.blocks import GgufEmbedding, GgufWeight
+from engine.weights.gguf.file import GgufHeader
+from engine.weights.gguf.tokenizer import gguf_tokenizer
+from engine.weights.index import TensorIndex
 
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
@@ -123,6 +127,37 @@ def gemma_vocabulary(space: str) -> Values:
         "tokenizer.ggml.scores": [-float(number) for number in range(len(tokens))],
         **{f"tokenizer.ggml.{name}_token_id": number for name, number in named.items()},
     }
+
+
+def header_of(values: Mapping[str, Any]) -> GgufHeader:
+    """The header of a file without tensors; None leaves a value out."""
+    said = {key: value for key, value in values.items() if value is not None}
+    return GgufHeader(said, TensorIndex({}), {})
+
+
+def tokenizer_of(values: Mapping[str, Any]) -> Any:
+    return gguf_tokenizer(header_of(values))
+
+
+def with_tokens(values: Values, more: Mapping[str, TokenType]) -> Values:
+    """A vocabulary with tokens of these kinds behind its own."""
+    added: Values = {"tokens": [*more], "token_type": [int(kind) for kind in more.values()]}
+    if "tokenizer.ggml.scores" in values:
+        added["scores"] = [-999.0] * len(more)
+    longer = {f"tokenizer.ggml.{name}": each for name, each in added.items()}
+    return values | {key: [*values[key], *each] for key, each in longer.items()}
+
+
+def places_of(model: PreTrainedModel) -> dict[str, GgufWeight | GgufEmbedding]:
+    named = model.named_modules(remove_duplicate=False)
+    return {name: each for name, each in named if isinstance(each, GgufWeight | GgufEmbedding)}
+
+
+def meant(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A model's values by name, whatever its places hold."""
+    places = places_of(model).items()
+    weights = {f"{name}.weight": each.dequantized(model.dtype) for name, each in places}
+    return model.state_dict() | weights
 
 
 def tensors_of(model: LlamaForCausalLM) -> Tensors:

@@ -15,23 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGMLQuantizationType, TokenType
+from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils.quantization_config import GgufConfig
 
 from bench.gguf_types import fitting
 from engine.model.loader import eos_token_ids, load_model, load_tokenizer, sampling_defaults
 from engine.request.errors import UnsupportedModelError
-from engine.weights.gguf.blocks import BLOCK_TYPES, GgufEmbedding, GgufWeight
-from engine.weights.gguf.file import GgufHeader, find_gguf, read_header
+from engine.weights.gguf.blocks import BLOCK_TYPES
+from engine.weights.gguf.file import find_gguf, read_header
 from engine.weights.gguf.loading import load_gguf, read_config, stored_dtype
-from engine.weights.gguf.tokenizer import end_token_ids, gguf_tokenizer
-from engine.weights.index import TensorIndex
 from slipstream.cli import main
 from worlds.gguf_files import (
     CONTROL,
@@ -41,10 +39,10 @@ from worlds.gguf_files import (
     TOKENS,
     Tensors,
     any_model,
-    gemma_vocabulary,
+    meant,
+    places_of,
     split_in_three,
     tiny_llama,
-    values_of,
     write_any,
     write_gguf,
 )
@@ -78,16 +76,6 @@ def test_a_file_is_the_model_that_it_was_written_from(written: Path) -> None:
     assert not hasattr(loaded.config, "quantization_config")
 
 
-def test_blocks_are_dequantised_into_bf16(tmp_path: Path) -> None:
-    kind = GGMLQuantizationType.Q8_0
-    path = write_gguf(tmp_path / "tiny.gguf", kind)
-    loaded = load_model(str(path), CPU, "bfloat16", packed=False)
-    own = tiny_llama().model.layers[1].mlp.down_proj.weight.detach().numpy()
-    expected = torch.from_numpy(dequantize(quantize(own, kind), kind)).bfloat16()
-    assert torch.equal(loaded.model.layers[1].mlp.down_proj.weight, expected)
-    assert {each.dtype for each in loaded.parameters()} == {torch.bfloat16}
-
-
 BLOCKS = [
     GGMLQuantizationType[each.name]
     for each in BLOCK_TYPES.values()
@@ -106,25 +94,6 @@ def wide_llama(tied: bool) -> LlamaForCausalLM:
 
 def load_packed(path: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     return load_gguf(path, *read_config(path), dtype)
-
-
-def places_of(model: nn.Module) -> dict[str, GgufWeight | GgufEmbedding]:
-    named = model.named_modules(remove_duplicate=False)
-    return {name: each for name, each in named if isinstance(each, GgufWeight | GgufEmbedding)}
-
-
-def unpack(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives it plain layers of what its places mean."""
-    made: nn.Module
-    for name, place in places_of(model).items():
-        weight = nn.Parameter(place.dequantized(model.dtype))
-        if isinstance(place, GgufEmbedding):
-            made = nn.Embedding(place.num_embeddings, place.embedding_dim, _weight=weight)
-        else:
-            made = nn.Linear(place.in_features, place.out_features, bias=False)
-            made.weight, made.bias = weight, place.bias
-        model.set_submodule(name, made)
-    return model
 
 
 def as_transformers_reads(path: Path) -> PreTrainedModel:
@@ -153,16 +122,12 @@ def test_blocks_stay_packed_and_mean_what_transformers_reads(
         assert place.scheme == fitting(kind, place.in_features).name
     shares = places["lm_head"].weight is places["model.embed_tokens"].weight
     assert shares == loaded.config.tie_word_embeddings == tied
+    whole = load_model(str(path), CPU, "bfloat16", packed=False)
     expected = theirs.state_dict()
-    found = unpack(loaded).state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert torch.equal(logits(loaded), logits(theirs))
-    whole = load_model(str(path), CPU, packed=False).state_dict()
-    # In bf16, but on CPUs that have none of it.
-    assert all(
-        torch.equal(whole[name].to(expected[name].dtype), expected[name]) for name in expected
-    )
+    for found in (meant(loaded), whole.state_dict()):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert torch.equal(logits(whole), logits(theirs))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -190,7 +155,7 @@ def test_architectures_are_read_as_transformers_reads_them(
     for packed in (True, False):
         loaded = load_gguf(path, *read_config(path), "auto", packed)
         assert len(places_of(loaded)) == (num_packed if packed else 0)
-        found = unpack(loaded).state_dict()
+        found = meant(loaded)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -286,18 +251,6 @@ def test_special_tokens_template_and_ends_are_the_files(written: Path) -> None:
     assert eos_token_ids(load_model(str(written), CPU), tokenizer) == (2, 3)
 
 
-def test_templates_that_have_names_are_taken_as_well(tmp_path: Path) -> None:
-    of_tools = "{{ tools | length }} tools"
-    name = "tokenizer.chat_template.tool_use"
-    values = {"tokenizer.chat_templates": ["tool_use"], name: of_tools}
-    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "tiny.gguf", values=values)))
-    assert tokenizer.chat_template == {"default": TEMPLATE, "tool_use": of_tools}
-    said = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "a"}], tools=[{}], tokenize=False
-    )
-    assert said == "1 tools"
-
-
 def test_the_ends_and_the_sampling_that_a_file_says_are_taken(tmp_path: Path) -> None:
     sampling = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 0}
     values = {f"general.sampling.{key}": value for key, value in sampling.items()}
@@ -308,175 +261,6 @@ def test_the_ends_and_the_sampling_that_a_file_says_are_taken(tmp_path: Path) ->
     model = load_model(path, CPU)
     assert eos_token_ids(model, None) == (2, 3, 7)
     assert sampling_defaults(model) == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
-
-
-@pytest.mark.parametrize(
-    ("names", "eos", "ends"),
-    [
-        # gpt-oss' "<|end|>" ends its reasoning, before what it says.
-        (["<|return|>", "<|end|>", "<|call|>"], 0, [0, 2]),
-        (["<|end|>", "<|endoftext|>"], 0, [0, 1]),
-        # Gemma 4's.
-        (["<eos>", "<turn|>", "<|tool_call>", "<|tool_response>"], 0, [0, 1, 3]),
-        # Those of Solar Open, whose reasoning ends as gpt-oss' does, of Kimi K2, and of older Gemmas.
-        (["<|end|>", "<|flush|>", "<|calls|>"], 1, [1, 2]),
-        (["[EOS]", "[EOT]", "<|im_end|>"], 2, [0, 1, 2]),
-        (["<eos>", "<end_of_turn>"], 1, [0, 1]),
-    ],
-)
-def test_texts_end_where_their_models_do(names: list[str], eos: int, ends: list[int]) -> None:
-    control, first = int(TokenType.CONTROL), len(TOKENS)
-    kinds = [control if "tool" not in each else int(TokenType.USER_DEFINED) for each in names]
-    metadata = values_of(tiny_llama())
-    metadata |= {
-        "tokenizer.ggml.tokens": [*TOKENS, *names],
-        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], *kinds],
-        "tokenizer.ggml.eos_token_id": first + eos,
-    }
-    named = end_token_ids(GgufHeader(metadata, TensorIndex({}), {}))
-    assert [each - first for each in named if each >= first] == ends
-
-
-@pytest.mark.parametrize(
-    ("splitter", "said", "begins"),
-    [
-        ("llama-bpe", None, True),
-        ("tekken", None, True),
-        ("llama-bpe", False, False),
-        ("smollm", None, False),
-        ("smollm", True, True),
-    ],
-)
-def test_texts_begin_as_the_vocabulary_has_it_where_a_file_does_not_say(
-    tmp_path: Path, splitter: str, said: bool | None, begins: bool
-) -> None:
-    """Files of Llama 3 do not, and its texts do."""
-    values = {"tokenizer.ggml.pre": splitter, "tokenizer.ggml.add_bos_token": said}
-    path = str(write_gguf(tmp_path / "tiny.gguf", values=values))
-    token_ids = load_tokenizer(path).encode("hello")
-    assert token_ids == [1] * begins + [TOKENS.index("hello")]
-
-
-@given(st.text(max_size=40))
-def test_texts_come_back_from_their_tokens(written: Path, text: str) -> None:
-    tokenizer = gguf_tokenizer(read_header(written))
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.decode(token_ids) == text
-
-
-def test_digits_stand_alone_where_the_model_learned_them_so(
-    tmp_path: Path, written: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A way of cutting text that is unknown is said, and is GPT-2's."""
-    assert load_tokenizer(str(written)).tokenize("hello 123") == ["hello", "Ġ", "1", "2", "3"]
-    for splitter in ("gpt-2", "scissors"):
-        assert not caplog.text
-        whole = write_gguf(tmp_path / "tiny.gguf", values={"tokenizer.ggml.pre": splitter})
-        assert load_tokenizer(str(whole)).tokenize("hello 123") == ["hello", "Ġ", "123"]
-    assert "'scissors', is unknown here" in caplog.text
-
-
-@pytest.mark.parametrize("splitter", ["gpt-2", "llama-bpe", "qwen2"])
-def test_other_tokenizers_are_those_of_transformers(tmp_path: Path, splitter: str) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", values={"tokenizer.ggml.pre": splitter})
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    ours = load_tokenizer(str(path))
-    for text in ("hello 123 wörld!\n\n  x", "", "don't  <|start|>stop<|end|>", "\t12.5e3"):
-        assert ours.encode(text) == theirs.encode(text)
-    assert ours.eos_token == theirs.eos_token
-    assert ours.chat_template == theirs.chat_template
-
-
-@pytest.mark.parametrize("kind", [TokenType.CONTROL, TokenType.USER_DEFINED])
-def test_tokens_that_are_not_spelled_in_bytes_letters_stand_whole(
-    tmp_path: Path, kind: TokenType
-) -> None:
-    """DeepSeek's, and runs of spaces as GPT-NeoX's vocabulary has them beside its own."""
-    begin, user, spaces = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>", " " * 4
-    first, hello = len(TOKENS), TOKENS.index("hello")
-    values = {
-        "tokenizer.ggml.tokens": [*TOKENS, begin, user, spaces, "\u0120" * 4],
-        "tokenizer.ggml.token_type": [
-            *values_of(tiny_llama())["tokenizer.ggml.token_type"],
-            int(TokenType.CONTROL),
-            int(kind),
-            int(TokenType.USER_DEFINED),
-            int(TokenType.NORMAL),
-        ],
-        "tokenizer.ggml.bos_token_id": first,
-        "tokenizer.ggml.add_bos_token": True,
-    }
-    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "tiny.gguf", values=values)))
-    assert (tokenizer.bos_token_id, len(tokenizer)) == (first, first + 4)
-    text = f"{user}hello{spaces}hello{user}"
-    token_ids = tokenizer.encode(text)
-    assert token_ids == [first, first + 1, hello, first + 2, hello, first + 1]
-    assert tokenizer.decode(token_ids) == begin + text
-    shown = text.replace(user, "") if kind == TokenType.CONTROL else text
-    assert tokenizer.decode(token_ids, skip_special_tokens=True) == shown
-
-
-@pytest.mark.parametrize("space", [" ", "\u2581"])
-def test_runs_of_white_space_are_matched_longest_first_as_gemmas_sentencepiece_does(
-    space: str,
-) -> None:
-    """The expected pieces are those of sentencepiece, trained with such user-defined symbols."""
-    tokenizer = gguf_tokenizer(GgufHeader(gemma_vocabulary(space), TensorIndex({}), {}))
-    texts = {
-        char * size: [char * 31] * (size // 31) + [char * (size % 31)]
-        for char in "\n\t "
-        for size in (2, 40, 64)
-    }
-    texts[f"a{' ' * 32}ab ab"] = ["a", " " * 31, " ab", " ab"]
-    texts["\n\n   a<b>\t\t  b"] = ["\n\n", "   ", "a", "<b>", "\t\t", "  ", "b"]
-    for text, pieces in texts.items():
-        found = tokenizer.encode(text, add_special_tokens=False)
-        tokens = tokenizer.convert_ids_to_tokens(found)
-        assert [each.replace("\u2581", " ") for each in tokens] == [*filter(None, pieces)]
-        assert tokenizer.decode(found) == text
-
-
-@pytest.mark.parametrize(
-    ("said", "pieces"),
-    [
-        # As sentencepiece and Llama 2's tokenizer.json do, and llama.cpp.
-        (None, ["_ab _a", "__ a", "____ ab", "<eos> _ab <eos> __ a"]),
-        # As transformers does by itself.
-        (True, ["_ab _a", "_a", "___ ab", "<eos> ab <eos> _a"]),
-        (False, ["ab _a", "_a", "___ ab", "<eos> ab <eos> _a"]),
-    ],
-)
-def test_texts_begin_with_a_space_unless_the_file_says_that_they_do_not(
-    said: bool | None, pieces: list[str]
-) -> None:
-    values = gemma_vocabulary("\u2581") | {"general.architecture": "ernie4_5"}
-    if said is not None:
-        values["tokenizer.ggml.add_space_prefix"] = said
-    tokenizer = gguf_tokenizer(GgufHeader(values, TensorIndex({}), {}))
-    texts = ["ab a", " a", "   ab", "<eos>ab<eos> a"]
-    found = [" ".join(tokenizer.tokenize(text)).replace("\u2581", "_") for text in texts]
-    assert found == pieces
-    for text in texts[:3] if said is not True else texts[:1]:
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-
-
-@pytest.mark.parametrize("architecture", ["phi3", "phimoe"])
-def test_phi_3s_special_tokens_take_the_white_space_behind_them(architecture: str) -> None:
-    """All but three, as in its tokenizer.json; and words behind them begin with a space."""
-    values = gemma_vocabulary("\u2581")
-    names = ["<s>", "<|endoftext|>", "<|user|>", "<|end|>"]
-    control = [int(TokenType.CONTROL)] * len(names)
-    for key, added in {"tokens": names, "token_type": control, "scores": [-999.0] * 4}.items():
-        values[f"tokenizer.ggml.{key}"] = [*values[f"tokenizer.ggml.{key}"], *added]
-    values["general.architecture"] = architecture
-    kinds = "tokenizer.ggml.token_type"
-    values[kinds] = [1 if each == TokenType.USER_DEFINED else each for each in values[kinds]]
-    tokenizer = gguf_tokenizer(GgufHeader(values, TensorIndex({}), {}))
-    text = "<s><|user|>\nab a<|end|> \n<|endoftext|>\n"
-    found = tokenizer.convert_ids_to_tokens(tokenizer.encode(text, add_special_tokens=False))
-    begin, eot, user, end = names
-    assert found[:6] == [begin, user, "\u2581ab", "\u2581a", end, eot]
-    assert len(found) > 6
 
 
 def test_the_servers_tokenizer_needs_no_torch(written: Path) -> None:

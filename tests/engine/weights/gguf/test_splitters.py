@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from gguf.constants import TokenType
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -14,12 +15,10 @@ from tokenizers.models import BPE
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from engine.weights.gguf.file import GgufHeader
 from engine.weights.gguf.splitters import split
-from engine.weights.gguf.tokenizer import gguf_tokenizer
-from engine.weights.index import TensorIndex
-from worlds.gguf_files import tiny_llama, values_of
+from worlds.gguf_files import tiny_llama, tokenizer_of, values_of, with_tokens
 
+LLAMA = values_of(tiny_llama())
 BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
@@ -72,14 +71,10 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("splitter", CUTS)
-def test_text_is_cut_as_the_vocabulary_was_trained(splitter: str) -> None:
-    assert "|".join(pieces(splitter, TEXT)) == CUTS[splitter]
-
-
 @pytest.mark.parametrize(
     ("splitter", "text", "cut"),
     [
+        *((splitter, TEXT, cut) for splitter, cut in CUTS.items()),
         # Letters of other scripts stand alone, and those beyond ASCII behind those of it.
         ("deepseek-llm", "caf\u00e9 \u05e9\u05dc x", "caf|\u00e9| \u05e9\u05dc| x"),
         ("deepseek-llm", "a\u3001b  ", "a|\u3001|b|  "),
@@ -94,7 +89,7 @@ def test_text_is_cut_as_the_vocabulary_was_trained(splitter: str) -> None:
         ("jais-2", f"a{' ' * 7}b 1234", "a|    |  | b| |123|4"),
     ],
 )
-def test_what_only_some_cut_apart(splitter: str, text: str, cut: str) -> None:
+def test_text_is_cut_as_the_vocabulary_was_trained(splitter: str, text: str, cut: str) -> None:
     assert "|".join(pieces(splitter, text)) == cut
 
 
@@ -130,15 +125,8 @@ def test_families_that_share_a_pattern_cut_alike(splitter: str, text: str) -> No
     [("llama-bpe", True), ("youtu", True), ("glm4", True), ("kimi-k2", True), ("qwen2", False)],
 )
 def test_some_vocabularies_have_words_that_no_merges_make(splitter: str, whole: bool) -> None:
-    metadata = values_of(tiny_llama())
-    tokens = [*metadata["tokenizer.ggml.tokens"], "zebra"]
-    metadata |= {
-        "tokenizer.ggml.pre": splitter,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], 1],
-    }
-    found = gguf_tokenizer(GgufHeader(metadata, TensorIndex({}), {})).tokenize("zebra")
-    assert found == (["zebra"] if whole else list("zebra"))
+    values = with_tokens(LLAMA, {"zebra": TokenType.NORMAL}) | {"tokenizer.ggml.pre": splitter}
+    assert tokenizer_of(values).tokenize("zebra") == (["zebra"] if whole else list("zebra"))
 
 
 @pytest.mark.parametrize(
@@ -148,16 +136,19 @@ def test_some_vocabularies_have_words_that_no_merges_make(splitter: str, whole: 
 def test_some_vocabularies_have_letters_with_their_marks_alone(
     splitter: str, composed: bool
 ) -> None:
-    metadata = values_of(tiny_llama()) | {"tokenizer.ggml.pre": splitter}
-    tokenizer = gguf_tokenizer(GgufHeader(metadata, TensorIndex({}), {}))
+    tokenizer = tokenizer_of(LLAMA | {"tokenizer.ggml.pre": splitter})
     apart = tokenizer.tokenize("cafe\u0301 <|start|>")
     assert (apart == tokenizer.tokenize("caf\u00e9 <|start|>")) == composed
     assert apart[-1] == "<|start|>"
 
 
-@pytest.mark.parametrize("splitter", ["a.x-4.0", "gigachat", "granite-docling", "mellum"])
-def test_ways_that_are_gpt_2s_by_another_name_are_known(
-    splitter: str, caplog: pytest.LogCaptureFixture
+def test_digits_stand_alone_where_the_model_learned_them_so(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    split(Tokenizer(BPE()), splitter, {})
-    assert not caplog.records
+    """A way of cutting text that is unknown is said, and is GPT-2's, which has several names."""
+    assert tokenizer_of(LLAMA).tokenize("hello 123") == ["hello", "Ġ", "1", "2", "3"]
+    for splitter in ("gpt-2", "a.x-4.0", "gigachat", "granite-docling", "mellum", "scissors"):
+        assert not caplog.records
+        whole = tokenizer_of(LLAMA | {"tokenizer.ggml.pre": splitter})
+        assert whole.tokenize("hello 123") == ["hello", "Ġ", "123"]
+    assert "'scissors', is unknown here" in caplog.text
