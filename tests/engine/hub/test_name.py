@@ -8,58 +8,41 @@ import pytest
 
 from engine.hub.name import HubName, bits_of, called, label_of, parse_name
 
-
-@pytest.mark.parametrize(
-    "spelled",
-    [
-        "org/some-repo.v1",
-        "hf.co/org/some-repo.v1",
-        "huggingface.co/org/some-repo.v1",
-        "https://huggingface.co/org/some-repo.v1",
-        "https://huggingface.co/org/some-repo.v1/",
-        "https://huggingface.co/org/some-repo.v1/tree/main",
-        "https://hf.co/org/some-repo.v1",
-    ],
+NAMED = {
+    **dict.fromkeys(
+        (
+            "org/some-repo.v1",
+            "hf.co/org/some-repo.v1",
+            "huggingface.co/org/some-repo.v1",
+            "https://huggingface.co/org/some-repo.v1",
+            "https://huggingface.co/org/some-repo.v1/",
+            "https://huggingface.co/org/some-repo.v1/tree/main",
+            "https://hf.co/org/some-repo.v1",
+        ),
+        HubName("org/some-repo.v1"),
+    ),
+    # A type or a file.
+    "org/repo:Q4_K_M": HubName("org/repo", "Q4_K_M"),
+    "hf.co/org/repo:ud-q4_k_xl": HubName("org/repo", "ud-q4_k_xl"),
+    "https://huggingface.co/org/repo:Q8_0": HubName("org/repo", "Q8_0"),
+    **dict.fromkeys(
+        (
+            "https://huggingface.co/org/repo/blob/main/sub/a-Q8_0.gguf",
+            "https://huggingface.co/org/repo/resolve/main/a-Q8_0.gguf?download=true",
+            "org/repo:a-Q8_0.gguf",
+        ),
+        HubName("org/repo", "a-Q8_0.gguf"),
+    ),
+}
+PATHS = (
+    *("model", "a/b/c", "/org/repo", "./org/repo", "../repo", "~/models", "models/a.gguf"),
+    *("org/re--po", "org/..", "org/" + "a" * 100, "org/repo:", "org/repo:a b", ""),
 )
-def test_a_repository_is_meant_by_its_name_and_by_its_address(spelled: str) -> None:
-    assert parse_name(spelled) == HubName("org/some-repo.v1")
 
 
-@pytest.mark.parametrize(
-    ("spelled", "quant"),
-    [
-        ("org/repo:Q4_K_M", "Q4_K_M"),
-        ("hf.co/org/repo:ud-q4_k_xl", "ud-q4_k_xl"),
-        ("https://huggingface.co/org/repo:Q8_0", "Q8_0"),
-        ("https://huggingface.co/org/repo/blob/main/sub/a-Q8_0.gguf", "a-Q8_0.gguf"),
-        ("https://huggingface.co/org/repo/resolve/main/a-Q8_0.gguf?download=true", "a-Q8_0.gguf"),
-        ("org/repo:a-Q8_0.gguf", "a-Q8_0.gguf"),
-    ],
-)
-def test_a_type_or_a_file_may_be_named(spelled: str, quant: str) -> None:
-    assert parse_name(spelled) == HubName("org/repo", quant)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "model",
-        "a/b/c",
-        "/org/repo",
-        "./org/repo",
-        "../repo",
-        "~/models",
-        "models/a.gguf",
-        "org/re--po",
-        "org/..",
-        "org/" + "a" * 100,
-        "org/repo:",
-        "org/repo:a b",
-        "",
-    ],
-)
-def test_all_else_is_a_path(path: str) -> None:
-    assert parse_name(path) is None
+@pytest.mark.parametrize("spelled", [*NAMED, *PATHS])
+def test_a_model_is_meant_by_its_name_or_address_and_all_else_is_a_path(spelled: str) -> None:
+    assert parse_name(spelled) == NAMED.get(spelled)
 
 
 def test_what_is_there_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
