@@ -29,6 +29,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -154,6 +156,22 @@ def signed(codes: Codes, symmetric: bool = True) -> Tensors:
     return tensors
 
 
+def draw_fp8(
+    linear: nn.Linear, block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales of blocks, and what they mean, value by value."""
+    sizes = linear.out_features, linear.in_features
+    codes = (torch.randn(sizes) * 20).to(dtype)
+    counts = [-(-size // side) for size, side in zip(sizes, block, strict=True)]
+    scales = (torch.rand(counts) + 1) / 99
+    weight = torch.empty(sizes)
+    for row in range(sizes[0]):
+        for column in range(sizes[1]):
+            scale = scales[row // block[0], column // block[1]]
+            weight[row, column] = codes[row, column].float() * scale
+    return codes, scales, weight
+
+
 Make = Callable[[str, nn.Linear], tuple[Tensors, torch.Tensor] | None]
 
 
@@ -166,6 +184,18 @@ def make_all(lay_out: Callable[[Codes], Tensors], head: bool = False, **drawn: A
         seed = sum(name.encode())
         codes = draw(linear.out_features, linear.in_features, seed=seed, **drawn)
         return lay_out(codes), codes.weight()
+
+    return make
+
+
+def in_fp8(block: tuple[int, int]) -> Make:
+    """Gives ``write_folder`` all layers but the head in blocks of 8-bit floats."""
+
+    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
+        if name == "lm_head":
+            return None
+        codes, scales, weight = draw_fp8(linear, block)
+        return {"weight": codes, "weight_scale_inv": scales}, weight
 
     return make
 

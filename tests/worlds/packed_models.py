@@ -13,6 +13,7 @@ from torch import nn
 
 from worlds.gguf_files import tiny_llama, write_gguf
 from worlds.packed_checkpoints import (
+    FP8,
     INT4,
     TOKENS,
     Codes,
@@ -21,6 +22,7 @@ from worlds.packed_checkpoints import (
     configuration,
     draw,
     gptq,
+    in_fp8,
     packed,
     signed,
     with_inputs,
@@ -109,21 +111,8 @@ def _w8a8(folder: Path) -> Path:
 
 
 def _fp8(folder: Path) -> Path:
-    def make(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
-        if name == "lm_head":
-            return None
-        codes = (linear.weight.float() * 20).to(torch.float8_e4m3fn)
-        blocks = torch.full([-(-size // 32) for size in codes.shape], 0.05)
-        return {"weight": codes, "weight_scale_inv": blocks}, codes.float() * 0.05
-
-    said = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": [32, 32],
-        "modules_to_not_convert": ["lm_head"],
-    }
-    write_folder(folder, said, make)
+    said = FP8 | {"weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head"]}
+    write_folder(folder, said, in_fp8((32, 32)))
     return folder
 
 

@@ -31,6 +31,7 @@ from worlds.packed_checkpoints import (
     AWQ,
     GPTQ,
     INT4,
+    INT8,
     TOKENS,
     Make,
     awq,
@@ -159,7 +160,6 @@ def test_blocks_compute_what_their_floats_do(how: str) -> None:
     assert error(got, expected) < error(near, expected) < 0.02
 
 
-INT8 = INT4 | {"num_bits": 8, "symmetric": True, "strategy": "channel", "group_size": None}
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Any]] = {
     "awq": (AWQ, awq),
     "gptq": (GPTQ, gptq),

@@ -38,28 +38,24 @@ def cut(folder: Path, num_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:num_bytes])
 
 
-def spoil(value: float) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def stored(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
         with stored_tensors(folder) as tensors:
-            tensors[QUERY][3, 5] = value
+            change(tensors)
 
-    return change
+    return changed
+
+
+def spoil(value: float) -> Callable[[Path], None]:
+    return stored(lambda tensors: tensors[QUERY][3, 5].fill_(value))
 
 
 def add(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        with stored_tensors(folder) as tensors:
-            tensors[name] = torch.ones(4)
-
-    return change
+    return stored(lambda tensors: tensors.update({name: torch.ones(4)}))
 
 
 def drop(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        with stored_tensors(folder) as tensors:
-            del tensors[name]
-
-    return change
+    return stored(lambda tensors: tensors.pop(name))
 
 
 def split_without_a_part(folder: Path) -> None:

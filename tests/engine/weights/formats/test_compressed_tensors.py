@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from engine.model.loader import load_model
@@ -20,11 +20,12 @@ from engine.weights.formats.compressed_tensors import read
 from engine.weights.formats.fp8 import Fp8Linear
 from engine.weights.index import TensorIndex
 from engine.weights.patterns import Patterns
-from slipstream.tools.quantize.written import store_int8, written_scheme
+from slipstream.tools.quantize.written import written_scheme
+from worlds.changed_folders import stored_tensors
 from worlds.packed_checkpoints import (
     INT4,
+    INT8,
     TOKENS,
-    Make,
     checked_places,
     configuration,
     draw,
@@ -37,78 +38,15 @@ from worlds.packed_checkpoints import (
     with_inputs,
     write_folder,
 )
-from worlds.tiny_models import CPU, tiny_model
+from worlds.tiny_models import CPU
 
-INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 
 
-CASES: dict[str, tuple[dict[str, Any], Make, str]] = {
-    "packed_4_bits": (
-        configuration("pack-quantized", INT4),
-        make_all(packed),
-        "4 bits, groups of 32, zero points",
-    ),
-    "packed_symmetric_scales_in_bf16": (
-        configuration("pack-quantized", INT4 | {"symmetric": True}),
-        make_all(lambda codes: packed(codes, True), symmetric=True, scale_dtype=torch.bfloat16),
-        "4 bits, groups of 32",
-    ),
-    "packed_8_bits_by_channel_scales_in_float32": (
-        configuration("pack-quantized", INT8),
-        make_all(
-            lambda codes: packed(codes, True),
-            bits=8,
-            group=-1,
-            symmetric=True,
-            scale_dtype=torch.float32,
-        ),
-        "8 bits, a scale per channel",
-    ),
-    "packed_features_in_another_order": (
-        configuration("pack-quantized", INT4 | {"actorder": "group"}),
-        make_all(packed, shuffled=True),
-        "4 bits, groups of 32, zero points",
-    ),
-    "packed_head": (
-        configuration("pack-quantized", INT4, ignore=[]),
-        make_all(packed, head=True),
-        "4 bits, groups of 32, zero points",
-    ),
-    "bytes_by_channel_and_tokens": (
-        with_inputs(configuration("int-quantized", INT8), TOKENS),
-        make_all(signed, bits=8, group=-1, symmetric=True, scale_dtype=torch.bfloat16),
-        "8 bits, a scale per channel",
-    ),
-    "bytes_by_group": (
-        with_inputs(
-            configuration("int-quantized", INT8 | {"strategy": "group", "group_size": 32}), TOKENS
-        ),
-        make_all(signed, bits=8, symmetric=True),
-        "8 bits, groups of 32",
-    ),
-    "bytes_with_zero_points": (
-        configuration("naive-quantized", INT8 | {"symmetric": False}),
-        make_all(lambda codes: signed(codes, False), bits=8, group=-1),
-        "8 bits, a scale per channel, zero points",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_means_the_weights_that_were_packed(tmp_path: Path, case: str) -> None:
-    found, make, scheme = CASES[case]
-    expected = write_folder(tmp_path, found, make, "qwen2")
-    model = load(tmp_path)
-    assert model.dtype == torch.bfloat16
-    places = checked_places(model, expected)
-    assert len(places) == 2 * 7 + (case == "packed_head")
-    assert {each.scheme for each in places.values()} == {scheme}
-
-
 def test_scales_keep_their_type_and_layers_of_tokens_have_no_groups(tmp_path: Path) -> None:
-    found, make, _ = CASES["bytes_by_channel_and_tokens"]
-    write_folder(tmp_path, found, make, "qwen2")
+    found = with_inputs(configuration("int-quantized", INT8), TOKENS)
+    make = make_all(signed, bits=8, group=-1, symmetric=True, scale_dtype=torch.bfloat16)
+    write_folder(tmp_path, found, make)
     layer = stored(load(tmp_path))["model.layers.0.mlp.up_proj"]
     assert layer.weight_scale.dtype == torch.bfloat16
     assert layer.bits == 8.25
@@ -223,102 +161,12 @@ def test_a_pattern_that_matches_for_ever_is_refused(monkeypatch: pytest.MonkeyPa
         place("model.layers.10.self_attn.q_proj", nn.Linear(64, 8), TensorIndex({}))
 
 
-def packed_as(**weights: Any) -> dict[str, Any]:
-    return configuration("pack-quantized", INT4 | weights)
-
-
-# By the fault that is said.
-REFUSED: dict[str, dict[str, Any]] = {
-    r"config group 'group_0': weights has num_bits=2; served: 4, 8": packed_as(num_bits=2),
-    "weights has num_bits=4; served: 8": configuration("int-quantized", INT4),
-    "weights has group_size=16; served: multiples of 32": packed_as(group_size=16),
-    "weights has group_size=None; served: multiples of 32": packed_as(group_size=None),
-    "has format='nvfp4-pack-quantized'; served: pack-quantized, int-quantized, float-quantized": (
-        configuration("nvfp4-pack-quantized", FP8 | {"num_bits": 4})
-    ),
-    "sparsity_config has format='sparse-24-bitmask'; served: dense": configuration(
-        "pack-quantized", INT4, sparsity_config={"format": "sparse-24-bitmask"}
-    ),
-    "has transform_config={.*; served: nothing": configuration(
-        "pack-quantized", INT4, transform_config={"config_groups": {"R1": {}}}
-    ),
-    "has input_activations={.*; served: nothing with packed weights": with_inputs(
-        packed_as(), TOKENS
-    ),
-    "input_activations has dynamic=False; served: True": with_inputs(
-        configuration("int-quantized", INT8), TOKENS | {"dynamic": False}
-    ),
-    r"has ignore with the pattern '\(', which is none": configuration(
-        "pack-quantized", INT4, ignore=["re:("]
-    ),
-    "has config_groups={}; served: groups of layers": configuration(
-        "pack-quantized", INT4, config_groups={}
-    ),
-    "config group 'group_0': weights is None instead of an object": configuration(
-        "pack-quantized",
-        None,  # type: ignore[arg-type]
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", REFUSED)
-def test_variants_that_are_not_served_are_said(fault: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=fault) as refused:
-        read(REFUSED[fault])
-    assert "\n" not in str(refused.value)
-
-
-def test_a_folder_of_a_variant_that_is_not_served_is_named(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    store_int8(model)
-    group = model.config.quantization_config["config_groups"]["group_0"]
-    group["input_activations"] = {**group["input_activations"], "dynamic": False}
-    model.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"{tmp_path}.*has dynamic=False"):
-        load_model(str(tmp_path), CPU)
-
-
-UP = "model.layers.1.mlp.up_proj"
-WEIGHT = f"{UP}.weight"
-FAULTS: dict[str, dict[str, torch.Tensor | None]] = {
-    f"are missing: {WEIGHT}_scale": {f"{WEIGHT}_scale": None},
-    f"are missing: {WEIGHT}_zero_point": {f"{WEIGHT}_zero_point": None},
-    rf"{WEIGHT}_scale \[96, 1\] instead of \[96, 2\]": {f"{WEIGHT}_scale": torch.ones(96, 1)},
-    f"{WEIGHT}_packed is of float32 instead of int32": {f"{WEIGHT}_packed": torch.ones(96, 8)},
-    r"weight_shape says \[96, 63\] instead of \[96, 64\]": {
-        f"{WEIGHT}_shape": torch.tensor([96, 63])
-    },
-    f"not finite: {WEIGHT}_scale": {f"{WEIGHT}_scale": torch.full((96, 2), torch.nan).half()},
-    f"{WEIGHT}_g_idx does not give each of 2 groups 32 features": {
-        f"{WEIGHT}_g_idx": torch.full((64,), 2**30).int()
-    },
-    f"not in the configuration: {WEIGHT}_rotation": {f"{WEIGHT}_rotation": torch.ones(3)},
-    "lm_head.weight is of int8, which quantization_config does not explain": {
-        "lm_head.weight": torch.ones(97, 64, dtype=torch.int8)
-    },
-}
-
-
-def change(path: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """Puts tensors into a folder's file; None takes one out."""
-    tensors = load_file(path / "model.safetensors") | changes
-    kept = {name: each for name, each in tensors.items() if each is not None}
-    save_file(kept, path / "model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path, fault: str) -> None:
-    write_folder(tmp_path, packed_as(), make_all(packed))
-    change(tmp_path, FAULTS[fault])
-    with pytest.raises(UnsupportedModelError, match=fault) as refused:
-        load_model(str(tmp_path), CPU)
-    assert "\n" not in str(refused.value)
-
-
 def test_experts_in_one_tensor_are_refused_with_what_they_are(tmp_path: Path) -> None:
-    write_folder(tmp_path, packed_as(), make_all(packed), "qwen3_moe", experts=())
+    found = configuration("pack-quantized", INT4)
+    write_folder(tmp_path, found, make_all(packed), "qwen3_moe", experts=())
     expert = "model.layers.0.mlp.experts.3.up_proj"
-    change(tmp_path, {f"{expert}.{key}": each for key, each in packed(draw(32, 64)).items()})
+    with stored_tensors(tmp_path) as tensors:
+        tensors |= {f"{expert}.{key}": each for key, each in packed(draw(32, 64)).items()}
     with pytest.raises(UnsupportedModelError, match=f"{expert}.*: experts in few bits are not"):
         load_model(str(tmp_path), CPU)
 
@@ -328,7 +176,8 @@ def test_scales_for_keys_and_values_are_left_aside(
 ) -> None:
     found = configuration("pack-quantized", INT4, kv_cache_scheme=FP8)
     write_folder(tmp_path, found, make_all(packed))
-    change(tmp_path, {"model.layers.0.self_attn.k_scale": torch.tensor(0.5)})
+    with stored_tensors(tmp_path) as tensors:
+        tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.5)
     with caplog.at_level(logging.INFO, "engine.weights.formats"):
         assert len(stored(load(tmp_path))) == 14
     assert "scales for keys and values are left aside" in caplog.text

@@ -14,11 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
-import engine.model.loader as loader_module
 from engine.model.loader import load_model
-from engine.model.quantization import pack_stored
 from engine.request.errors import UnsupportedModelError
 from engine.weights.checkpoint import load_weights
 from engine.weights.formats import read_places
@@ -41,7 +39,6 @@ from worlds.packed_checkpoints import (
     stored,
     write_folder,
 )
-from worlds.packed_models import FORMATS
 from worlds.tiny_models import CPU
 
 CODES = draw(16, 64)
@@ -222,23 +219,3 @@ def test_models_without_and_formats_of_others_are_left_to_transformers() -> None
         config = SimpleNamespace(quantization_config=found)
         assert read_places(config) is None
         assert config.quantization_config is found
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_floats_are_made_where_weights_lie(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, where nothing is packed: what does not say on which device it is made is not there."""
-
-    def elsewhere(model: PreTrainedModel, packed: bool) -> None:
-        del packed
-        with torch.device("meta"):
-            pack_stored(model, False)
-
-    path = str(FORMATS[name](tmp_path))
-    expected = load_model(path, CPU, packed=False).state_dict()
-    monkeypatch.setattr(loader_module, "pack_stored", elsewhere)
-    found = load_model(path, CPU).state_dict()
-    assert found.keys() == expected.keys()
-    for key, tensor in found.items():
-        assert torch.equal(tensor, expected[key]), key

@@ -11,65 +11,23 @@ import torch
 from torch import nn
 
 from engine.model.loader import load_model
-from engine.request.errors import UnsupportedModelError
 from engine.weights.formats.fp8 import Fp8Linear, read
 from worlds.changed_folders import configure, stored_tensors
 from worlds.packed_checkpoints import (
+    FP8,
     Tensors,
     checked_places,
     fill,
+    in_fp8,
     load,
     write_folder,
 )
+from worlds.packed_checkpoints import draw_fp8 as draw
 from worlds.tiny_models import CPU, tiny_model
-
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-
-
-def draw(
-    linear: nn.Linear, block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales of blocks, and what they mean, value by value."""
-    sizes = linear.out_features, linear.in_features
-    codes = (torch.randn(sizes) * 20).to(dtype)
-    counts = [-(-size // side) for size, side in zip(sizes, block, strict=True)]
-    scales = (torch.rand(counts) + 1) / 99
-    weight = torch.empty(sizes)
-    for row in range(sizes[0]):
-        for column in range(sizes[1]):
-            scale = scales[row // block[0], column // block[1]]
-            weight[row, column] = codes[row, column].float() * scale
-    return codes, scales, weight
 
 
 def layer_of(tensors: Tensors, linear: nn.Linear, **changes: Any) -> Any:
     return fill(read(FP8 | changes), linear, tensors)
-
-
-BLOCKS = FP8 | {"weight_block_size": [32, 48], "modules_to_not_convert": ["lm_head"]}
-
-
-def make_blocks(name: str, linear: nn.Linear) -> tuple[Tensors, torch.Tensor] | None:
-    """A layer of ``BLOCKS`` for ``write_folder``."""
-    if name == "lm_head":
-        return None
-    codes, scales, weight = draw(linear, (32, 48))
-    return {"weight": codes, "weight_scale_inv": scales}, weight
-
-
-def test_a_checkpoint_of_blocks_means_its_products(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = write_folder(tmp_path, BLOCKS, make_blocks)
-    with caplog.at_level(logging.INFO, "engine.weights.formats"):
-        model = load(tmp_path)
-    assert "ranges" not in caplog.text
-    places = checked_places(model, expected)
-    assert len(places) == 14
-    assert {each.scheme for each in places.values()} == {"FP8, blocks of 32 x 48"}
-    for name, place in places.items():
-        weight = expected.get_submodule(name).weight
-        assert torch.equal(place.dequantized(torch.bfloat16), weight.bfloat16())
 
 
 def test_ranges_of_inputs_are_left_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,34 +77,6 @@ def test_scales_may_be_powers_of_two_in_a_byte() -> None:
     assert torch.equal(layer.dequantized(torch.float32), expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"activation_scheme": "none"}, "has activation_scheme='none'; served: dynamic, static"),
-        ({"weight_block_size": [128]}, r"has weight_block_size=\[128\]; served: two positive"),
-        ({"weight_block_size": [0, 128]}, r"has weight_block_size=\[0, 128\]"),
-        ({"weight_block_size": "128"}, "has weight_block_size='128'"),
-        ({"expert_dtype": "fp4"}, "has expert_dtype='fp4'; served: fp8"),
-        ({"modules_to_not_convert": "lm_head"}, "has modules_to_not_convert='lm_head'; served: a"),
-    ],
-)
-def test_variants_that_are_not_served_are_said(changes: dict[str, Any], fault: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"^quantization_config \(fp8\) {fault}"):
-        read(FP8 | changes)
-
-
-def test_scales_that_are_missing_or_do_not_fit_are_named() -> None:
-    linear = nn.Linear(64, 8)
-    codes, scales, _ = draw(linear, (8, 32))
-    with pytest.raises(UnsupportedModelError, match=r"missing: up\.weight_scale"):
-        layer_of({"weight": codes}, linear)
-    with pytest.raises(UnsupportedModelError, match=r"neither one nor one for each channel"):
-        layer_of({"weight": codes, "weight_scale": scales}, linear)
-    fault = r"weight_scale_inv \[1, 2\] instead of \[2, 4\]"
-    with pytest.raises(UnsupportedModelError, match=fault):
-        layer_of({"weight": codes, "weight_scale_inv": scales}, linear, weight_block_size=[4, 16])
-
-
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_experts_are_made_floats_by_transformers(
     has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +107,8 @@ def test_experts_are_made_floats_by_transformers(
 def test_a_mixture_of_experts_becomes_floats_of_one_type(tmp_path: Path, dtype: str) -> None:
     """Experts are dequantized by transformers, which leaves other floats as they are stored."""
     experts = ("w1", "w3", "w2")
-    write_folder(tmp_path, BLOCKS, make_blocks, "mixtral", torch.bfloat16, experts)
+    found = FP8 | {"weight_block_size": [32, 48], "modules_to_not_convert": ["lm_head"]}
+    write_folder(tmp_path, found, in_fp8((32, 48)), "mixtral", torch.bfloat16, experts)
     model = load_model(str(tmp_path), CPU, dtype)
     assert {str(each.dtype) for each in model.parameters()} == {f"torch.{dtype}"}
     assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
