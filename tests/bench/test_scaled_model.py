@@ -76,15 +76,6 @@ def test_shape_of_the_scaled_copy() -> None:
         assert (proj.weight != 0).float().mean() > 0.99
 
 
-def test_scaled_copy_saves_and_loads(tmp_path: Path) -> None:
-    large = build_scaled_copy(tiny_model(), num_layers=3)
-    large.save_pretrained(tmp_path)
-    again = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    ids = torch.randint(0, 96, (1, 20))
-    with torch.inference_mode():
-        assert torch.equal(large(input_ids=ids).logits, again(input_ids=ids).logits)
-
-
 @pytest.mark.parametrize(("width", "layers"), [(2, 2), (3, 2), (0, 2), (4, 1)])
 def test_unsupported_sizes_are_refused(width: int, layers: int) -> None:
     with pytest.raises(ValueError, match="must"):

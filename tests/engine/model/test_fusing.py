@@ -119,17 +119,23 @@ def test_other_rows_and_positions_are_computed() -> None:
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("num_positions", [None, 1 << 22])
-def test_nothing_is_looked_up_in_tables_without_an_end(num_positions: int | None) -> None:
-    model = tiny_model("llama", head_dim=32)
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "changes"),
+    [
+        (None, {}),
+        (1 << 22, {}),
+        (64, {"max_position_embeddings": 64, "rope_parameters": DYNAMIC}),
+    ],
+    ids=["no end", "a far end", "frequencies that depend on the call"],
+)
+def test_nothing_is_looked_up_where_tables_would_be_long_or_wrong(
+    num_positions: int | None, changes: dict[str, Any]
+) -> None:
+    model = tiny_model("llama", head_dim=32, **changes)
     fuse(model, num_positions)
-    assert not forwards(model, LookedUpAngles)
-
-
-def test_frequencies_that_depend_on_the_call_are_not_looked_up() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    model = tiny_model("llama", head_dim=32, max_position_embeddings=64, rope_parameters=rope)
-    fuse(model, 64)
     assert not forwards(model, LookedUpAngles)
 
 
