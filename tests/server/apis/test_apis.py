@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import server.apis
 from server import errors
+from server.request import chat
 from worlds.scripted_engine import ScriptedEngine
 from worlds.serving import serve
 
@@ -38,3 +40,27 @@ async def test_the_documented_folder_is_a_further_api(
         # The others are as they were.
         other = await client.post("/messages", json={})
         assert other.json()["type"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"max_tokens": 4, "top_k": 3, "thinking": {"type": "enabled"}}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 4, "reasoning": {"effort": "low"}}),
+        ("/api/chat", {"options": {"num_predict": 4, "top_k": 3, "stop": ["x"]}}),
+    ],
+)
+async def test_a_field_is_checked_by_the_clients_model_alone(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[set[str]] = []
+    check = chat.check
+    monkeypatch.setattr(
+        chat, "check", lambda kind, data, names: checked.append({*data}) or check(kind, data, names)
+    )
+    messages = {} if "input" in body else {"messages": [{"role": "user", "content": "a"}]}
+    async with serve(ScriptedEngine("hello")) as client:
+        reply = await client.post(f"http://test{path}", json=messages | body)
+        assert reply.status_code == 200, reply.text
+    assert len(checked) == 1
+    assert checked[0] <= {"messages", "tools", "tool_choice"}
