@@ -1,5 +1,5 @@
-"""The asyncio edge: streams, admission and backpressure, and how streams end: clients that leave, an engine
-that dies, a shutdown."""
+"""The asyncio edge: streams, admission and backpressure, and how streams end: clients that leave, an
+engine that dies, a shutdown."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints of every format: variants that are read mean what was packed, others are refused in one line
-that names what is not served, missing or of another size."""
+"""Checkpoints of every format: variants that are read mean what was packed, others are refused in one
+line that names what is not served, missing or of another size."""
 
 from __future__ import annotations
 

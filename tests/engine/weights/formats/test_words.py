@@ -1,5 +1,5 @@
-"""AutoAWQ's, AutoGPTQ's and GPTQModel's formats: codes in words of 32 bits, in orders of their own, two ways
-to hold zero points, groups in any order, layers with fields of their own."""
+"""AutoAWQ's, AutoGPTQ's and GPTQModel's formats: codes in words of 32 bits, in orders of their own, two
+ways to hold zero points, groups in any order, layers with fields of their own."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_names_of_older_versions_are_read() -> None:
 
 def test_layers_without_codes_stay(tmp_path: Path) -> None:
     found = AWQ | {"modules_to_not_convert": ["down_proj"]}
-    write_folder(tmp_path, found, lambda name, m: None if "down" in name else make_all(awq)(name, m))
+    write_folder(
+        tmp_path, found, lambda name, m: None if "down" in name else make_all(awq)(name, m)
+    )
     model = load(tmp_path)
     assert len(stored(model)) == 12
     assert type(model.get_submodule("model.layers.0.mlp.down_proj")) is nn.Linear
