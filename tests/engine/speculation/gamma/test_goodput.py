@@ -118,6 +118,16 @@ def test_hysteresis_gives_up_two_per_cent_at_most_and_is_never_worse_than_gamma_
         assert achieved * 1.02 >= best_goodput(candidates, load, cost) * (1 - 1e-12)
 
 
+def test_what_was_granted_before_is_not_kept_where_nothing_writes_faster() -> None:
+    cost = DictatedCost(lambda rows: 0.7 + 0.3 * rows)
+    policy = GoodputPolicy(cost)
+    candidates = [chain_candidate("one", [0.7, 0.1, 0.1])]
+    assert [grant.gamma for grant in policy.grant(candidates, load_of(1))] == [1]
+    # One node now brings 1.7 tokens in 1.71 seconds. Three would be cheap, and are not likely.
+    cost.seconds = lambda rows: 1.0 if rows == 1 else 1.69 + 0.01 * rows
+    assert [grant.gamma for grant in policy.grant(candidates, load_of(1))] == [0]
+
+
 def test_a_steep_cost_cuts_everyone_to_zero_and_cheap_rows_bring_them_back() -> None:
     cost = DictatedCost(flat)
     policy = GoodputPolicy(cost)
