@@ -280,12 +280,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.kind == P_EAGLE and args.num_steps < 2:
         parser.error("--num-steps must be at least 2 for p_eagle")
+    if args.kind == MEDUSA and args.draft_vocab_size:
+        parser.error("--draft-vocab-size is not for medusa, which has the target's output head")
     if args.kind == MEDUSA and args.init is not None:
         parser.error("--init is not for medusa")
     if args.init is not None and args.draft_vocab_size:
         parser.error("--draft-vocab-size is that of --init")
-    if args.kind == MEDUSA and args.draft_vocab_size:
-        parser.error("--draft-vocab-size is not for medusa, which has the target's output head")
     return args
 
 
@@ -301,13 +301,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         args.num_held_out = min(args.num_held_out, saved.get("num_held", args.num_held_out))
     texts, num_held = read_texts(args, target.facts.vocab_size)
     first = None
-    if saved is not None:
-        shape = Shape(**saved["shape"])
-    elif args.init is not None:
+    if saved is None and args.init is not None:
         first = read_network(args.kind, args.init, target.facts, target.model)
-        shape = Shape(args.num_steps, args.num_layers, first.token_map, first.mask_token_id)
-    else:
-        shape = new_shape(args, texts, target)
+    shape = Shape(**saved["shape"]) if saved is not None else new_shape(args, texts, target, first)
     learner = make_learner(args.kind, target, shape, args)
     if first is not None:
         begin_with(learner, first)
@@ -322,16 +318,19 @@ def main(arguments: list[str] | None = None) -> list[float]:
     return accuracy
 
 
-def begin_with(learner: Learner, first: torch.nn.Module) -> None:
-    """Gives a learner the weights of heads that were trained before. Raises ValueError where these have
-    other shapes or parts."""
+def begin_with(learner: Learner, first: Any) -> None:
+    """Gives a learner of EAGLE-3 or P-EAGLE the weights of a network that was trained before. Raises
+    ValueError where this has other shapes or parts."""
     try:
         learner.module.network.load_state_dict(first.state_dict())
     except RuntimeError as error:
         raise ValueError(f"--init: {error}") from error
 
 
-def new_shape(args: argparse.Namespace, texts: Sequence[Text], target: Target) -> Shape:
+def new_shape(args: argparse.Namespace, texts: Sequence[Text], target: Target, first: Any) -> Shape:
+    """``first``: the network to begin with, whose vocabulary stays, or None."""
+    if first is not None:
+        return Shape(args.num_steps, args.num_layers, first.token_map, first.mask_token_id)
     ids: Tensor | None = None
     vocab_size = target.facts.vocab_size
     if args.kind != MEDUSA:

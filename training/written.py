@@ -160,14 +160,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--own-share",
         type=float,
-        default=OWN_SHARE,
-        help="of prompts that the model thinks of itself, beside those of --corpus",
+        help=f"of prompts that the model thinks of itself, beside those of --corpus ({OWN_SHARE})",
     )
     parser.add_argument("--tokens", type=int, required=True, help="of replies")
     parser.add_argument("--new-tokens", type=int, default=320, help="most of a reply")
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(arguments)
+    if args.own_share is None:
+        args.own_share = OWN_SHARE
+    elif args.prompts is not None:
+        parser.error("--own-share is for --corpus: with --prompts all are yours")
+    if not 0 <= args.own_share <= 1:
+        parser.error("--own-share must be from 0 to 1")
     config = EngineConfig(
         model=args.model,
         drafters=("none",),

@@ -15,6 +15,12 @@ from worlds.counting_target import VOCAB, counted, counting_model
 PROMPTS = ["def total(prices):", "for name in names:", "print(name)", "return sum(prices)"]
 
 
+@pytest.mark.parametrize("wrong", ["--prompts p --own-share 0.5", "--corpus c --own-share 1.5"])
+def test_shares_that_mean_nothing_are_refused(wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        written.main(f"--model m --out o --tokens 9 {wrong}".split())
+
+
 @pytest.mark.slow
 def test_a_model_answers_prompts_that_are_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,9 +27,9 @@ _OWN_LENGTH = 128
 """The same of texts that the model writes: many short ones calibrate better than few long ones
 (docs/quantization.md), and need fewer steps."""
 _AT_ONCE = 128
-"""A step takes hardly longer than of a few; more would keep more keys and values than some models have
-weights."""
-_TOLD_EVERY = 32
+"""A step reads the weights once for all of them; more would keep more keys and values than some models
+have weights."""
+_LOG_EVERY = 32
 _BEGINNINGS = (
     "The",
     "In the year",
@@ -130,9 +130,9 @@ def _write(
     """Fills rows ``[texts, tokens]`` behind their first ``known`` tokens."""
     name, cache, read = cache_name(model), None, 0
     for end in range(int(known.min()), ids.shape[1]):
-        if end % _TOLD_EVERY == 0:
-            told = end, ids.shape[1], len(ids)
-            logger.info("4 bits: writing token %d of %d of %d texts to calibrate on", *told)
+        if end % _LOG_EVERY == 0:
+            place = end, ids.shape[1], len(ids)
+            logger.info("4 bits: writing token %d of %d of %d texts to calibrate on", *place)
         found = model(
             input_ids=ids[:, read:end].to(model.device),
             use_cache=True,
