@@ -111,17 +111,23 @@ def write_texts(
     model: PreTrainedModel, firsts: Sequence[Sequence[int]], num_texts: int, length: int
 ) -> torch.Tensor:
     """Returns ids ``[num_texts, length]`` that the model draws at temperature 1 behind ``firsts``, taken
-    in turn. Text behind an end goes on, as it does in training."""
+    in turn and shortened to half a text. Text behind an end goes on, as it does in training."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.zeros(num_texts, length, dtype=torch.long)
     known = torch.zeros(num_texts, dtype=torch.long)
     for number, row in enumerate(ids):
-        first = torch.tensor(firsts[number % len(firsts)][: max(1, length // 2)])
-        row[: len(first)] = first
+        first = _shortened(firsts[number % len(firsts)], max(1, length // 2))
+        row[: len(first)] = torch.tensor(first)
         known[number] = len(first)
     for rows, lengths in zip(ids.split(_AT_ONCE), known.split(_AT_ONCE), strict=True):
         _write(model, rows, lengths, generator)
     return ids
+
+
+def _shortened(ids: Sequence[int], most: int) -> Sequence[int]:
+    """Without what follows the first token, which all others attend to, rather than the end: a chat
+    template's words come before the request."""
+    return ids if len(ids) <= most else [*ids[:1], *ids[len(ids) - most + 1 :]]
 
 
 def _write(

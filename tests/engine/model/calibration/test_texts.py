@@ -39,6 +39,13 @@ def test_a_model_goes_on_with_the_beginnings_in_turn() -> None:
     assert torch.equal(write_texts(model, FIRSTS, 20, 40), found)
 
 
+def test_a_long_template_loses_its_words_before_the_request() -> None:
+    long = [[5, *range(20, 50), 6, 7]]
+    found = write_texts(tiny_model("llama"), long, 1, 12)
+    assert found[0, :6].tolist() == [5, 47, 48, 49, 6, 7]
+    assert write_texts(tiny_model("llama"), long, 1, 3)[0, :1].tolist() == [5]
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_models_of_every_kind_write(name: str) -> None:
     assert write_texts(tiny_model(name), FIRSTS, 2, 12).shape == (2, 12)
