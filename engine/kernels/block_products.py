@@ -12,6 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from engine.kernels import amx_products as amx
 from engine.kernels import instructions as asm
 from engine.kernels import integers
 from engine.kernels.byte_products import Halves, tile_of, weighed
@@ -19,15 +20,22 @@ from engine.kernels.formats import CHANNELS, FOURS, GROUP, Format, GroupReader, 
 from engine.kernels.integers import HEADER_BYTES
 
 _LINE = 64  # bytes of a line of a cache
-MOST_ROWS = 2 * asm.ROWS_AT_ONCE
+MOST_ROWS = amx.MOST_ROWS
 """Rows of a tile, of any format."""
 
 
 def most_rows(kind: Format) -> int:
     """Returns how many rows a tile has at most. Codes are unpacked once for all of them; those that need
     it least, of 8 bits, are too large to be read twice, for either half of a block's channels."""
+    if _uses_amx(kind):
+        return amx.MOST_ROWS
     is_narrow = kind.bits == 8 and kind.has_scales and kind.inputs == "int8"
-    return asm.ROWS_AT_ONCE if is_narrow or not integers.is_wide() else MOST_ROWS
+    return asm.ROWS_AT_ONCE if is_narrow or not integers.is_wide() else 2 * asm.ROWS_AT_ONCE
+
+
+def _uses_amx(kind: Format) -> bool:
+    """Returns whether tiles of more rows than wait for memory anyway are multiplied by AMX."""
+    return integers.has_amx() and amx.can_multiply(kind)
 
 
 def _passes(kind: Format, num_rows: int) -> list[Halves]:
@@ -71,10 +79,15 @@ class Walk:
         """Returns a four's. ``is_first``: they are read for the first time, and as many bytes are fetched
         meanwhile."""
         if is_first:
-            self._fetch(here, four, halves)
+            self.fetch(here, four, halves)
         return reader.codes(four)
 
-    def _fetch(self, here: Any, four: int, halves: Halves) -> None:
+    def fetch_all(self, here: Any) -> None:
+        """Fetches as much as a group takes."""
+        for four in range(FOURS):
+            self.fetch(here, four, (0, 1))
+
+    def fetch(self, here: Any, four: int, halves: Halves) -> None:
         """Fetches as much as a four of features takes here: every other line where this is the walk of
         one half of the channels."""
         builder = self._builder
@@ -95,6 +108,13 @@ def _multiply_integers(kind: Format, num_rows: int) -> asm.Emit:
         builder: Any, weights: Any, places: Any, rows: Any, stride: Any, target: Any, *fetched: Any
     ) -> None:
         walk = Walk(builder, kind, weights, places, *fetched)
+        if num_rows > asm.ROWS_AT_ONCE and _uses_amx(kind):
+            told = (builder, num_rows, walk, rows)
+            if kind.has_scales:
+                amx.multiply_groups(*told, kind, target)
+            else:
+                amx.multiply_rows(*told, stride, target)
+            return
         tile = tile_of(builder, kind, num_rows)
         starts, totals = tile.rows(rows, stride), tile.sums(asm.constant(0.0))
         if not kind.has_scales:

@@ -134,11 +134,15 @@ class IntegerTile(asm.Tile):
 
     def begin(self, headers: list[Any], part: int, halves: Halves) -> None:
         """Takes from the records where sums of a part of the group begin."""
-        builder = self._builder
         for header, mine in zip(headers, self._whole, strict=True):
-            start = asm.read(builder, asm.plus(builder, header, 8 + 4 * part), asm.INT32, 4)
+            start = self.start(header, part)
             for half in halves:
-                builder.store(asm.splatted(builder, start), mine[half])
+                self._builder.store(start, mine[half])
+
+    def start(self, header: Any, part: int) -> Any:
+        """Returns where a row's sums of a part of the group begin."""
+        place = asm.plus(self._builder, header, 8 + 4 * part)
+        return asm.splatted(self._builder, asm.read(self._builder, place, asm.INT32, 4))
 
     def add_fours(
         self, rows: list[Any], fours: range, codes: Callable[..., list[Any]], halves: Halves
@@ -163,15 +167,20 @@ class IntegerTile(asm.Tile):
         """Sums become floats, are multiplied with the channels' scales of this group, if there are such,
         get the minima times the inputs' sum, then are multiplied with the row's scale and added to the
         totals. Each step is rounded once."""
-        builder = self._builder
         # Half after half: with the numbers of both there would not be registers for all sums.
         for index in halves:
             for header, sums, mine in zip(headers, self._whole, totals, strict=True):
-                count = None if by is None or by.minima is None else self._number(header, 4)
-                value = self._value(builder.load(sums[index]), index, by, count)
-                scale = self._number(header, 0)
-                total = asm.fused(builder, value, scale, builder.load(mine[index]))
-                builder.store(total, mine[index])
+                self.add_whole(header, self._builder.load(sums[index]), index, by, mine[index])
+
+    def add_whole(
+        self, header: Any, whole: Any, half: int, by: PartWeighing | None, total: Any
+    ) -> None:
+        """Adds a row's sums for sixteen channels to their total, as ``end`` says."""
+        builder = self._builder
+        count = None if by is None or by.minima is None else self._number(header, 4)
+        value = self._value(whole, half, by, count)
+        scale = self._number(header, 0)
+        builder.store(asm.fused(builder, value, scale, builder.load(total)), total)
 
     def _value(self, whole: Any, index: int, by: PartWeighing | None, count: Any) -> Any:
         builder = self._builder

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_type_hints
 from compiled.cache import version_of
 from compiled.loops import Loop
 from engine.kernels import Renewal, watched
+from engine.kernels.integers import has_amx
 from engine.kernels.records import Dtypes, layout_of
 
 logger = logging.getLogger(__name__)
@@ -93,8 +94,9 @@ def _team() -> Any:
 
 @cache
 def kernels_version() -> str:
-    """Returns the name of this version of all kernels."""
-    return version_of(Path(__file__).parent.glob("*.py"))
+    """Returns the name of this version of all kernels; another one where AMX may be used, for which each
+    process asks before it runs any."""
+    return version_of(Path(__file__).parent.glob("*.py")) + ("_amx" if has_amx() else "")
 
 
 @cache

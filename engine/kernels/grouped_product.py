@@ -19,6 +19,7 @@ from numba import njit
 from compiled.records import Bytes, Counter, Int64s, Within
 from engine.kernels import LANES
 from engine.kernels import lanes as v
+from engine.kernels.amx_products import ROOM
 from engine.kernels.block_products import MOST_ROWS, multiply_tile, rows_of_a_tile
 from engine.kernels.compiled import Kernel, releasing
 from engine.kernels.formats import CHANNELS, GROUP, Places
@@ -265,7 +266,7 @@ def _multiply_item(a: Arguments, item: int, next_item: int, num_parts: int, tota
 
 _FETCHED_FIRST = 1 << 13
 """Bytes of a thread's first block that are fetched while rows are written: more would be waited for."""
-_room_for_totals = v.room_for(MOST_ROWS * CHANNELS)
+_room_for_totals = v.room_for(MOST_ROWS * CHANNELS + ROOM)
 
 
 def _multiply(a: Arguments) -> None:

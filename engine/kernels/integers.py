@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -16,6 +18,8 @@ where sums of its products begin (int32): of all of it, or of either half."""
 LIFT = 0x4B400000
 """Where sums of groups begin, but for what codes are too large by, times the inputs' sum. As bits of a
 float they are 1.5 * 2**23 plus the sum, which is less than 2**22: no instruction has to convert them."""
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
+"""``arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`` of Linux on x86-64."""
 BYTE_SUMS = "llvm.x86.sse2.psad.bw"
 LIFTED = 1.5 * 2.0**23
 """The same as a float."""
@@ -34,6 +38,20 @@ def has_integer_products() -> bool:
 def is_wide() -> bool:
     """Whether the instruction is that of sixteen sums."""
     return asm.has_feature("avx512vnni")
+
+
+@cache
+def has_amx() -> bool:
+    """Whether it has AMX for bytes, and Linux lets this process use it."""
+    return asm.has_feature("amx-int8") and is_wide() and _may_use_amx()
+
+
+def _may_use_amx() -> bool:
+    """Asks for the registers, which a process has to do once."""
+    try:
+        return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def _as_ints(builder: Any, value: Any) -> Any:
