@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
         num_bytes = int(last + 1) * tensor.itemsize
-        buffer, number = _aligned(num_bytes), len(self.blocks)
+        buffer, number = aligned(num_bytes), len(self.blocks)
         if not self._runs:
             buffer[:] = 0
         self._buffers.append(buffer)
@@ -177,15 +177,11 @@ class Recorder(TorchDispatchMode):
         return places
 
 
-def _aligned(num_bytes: int) -> NDArray[np.uint8]:
+def aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Returns bytes that begin where a line of a cache does."""
     buffer = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
     return buffer[start : start + num_bytes]
-
-
-def aligned_memory(num_bytes: int) -> torch.Tensor:
-    """Returns bytes that begin where a line of a cache does."""
-    return torch.from_numpy(_aligned(num_bytes))
 
 
 def _storages(values: Any) -> set[int]:

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from engine.batch import ForwardOutput
-from engine.capture.recorder import KernelCall, TensorCall, Told, View, aligned_memory
+from engine.capture.recorder import KernelCall, TensorCall, Told, View, aligned
 from engine.capture.sample import (
     NotRecordedError,
     Numbers,
@@ -173,7 +173,7 @@ class _Memory:
         self._blocks: list[torch.Tensor] = []
 
     def allocate(self) -> None:
-        lying = [aligned_memory(size) for size in self._sizes]
+        lying = [torch.from_numpy(aligned(size)) for size in self._sizes]
         self._blocks = [lying[buffer] for buffer in self._buffer_of]
         self.addresses = np.array([each.data_ptr() for each in self._blocks], dtype=np.int64)
 

@@ -63,10 +63,6 @@ def _square(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     return _elementwise("SQUARE")(args[:1], result) if args[1:] in ((), (2,)) else None
 
 
-def _rectified(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
-    return _elementwise("CLAMP")((*args, 0.0, torch.inf), result)
-
-
 def _clamp(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     values, least, most = *args[:2], args[2] if len(args) > 2 else None
     bounds = -torch.inf if least is None else least, torch.inf if most is None else most
@@ -82,10 +78,6 @@ def _copied(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     return _written(
         result, lambda place: kernel.recorded(kernel.COPY, source, None, place.view(source.shape))
     )
-
-
-def _copied_to(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
-    return _elementwise("COPY")(args[1:2], result)
 
 
 def _joined(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
@@ -126,11 +118,6 @@ def _padded(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     return _written(result, copied, filled)
 
 
-def _zeros(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
-    del args
-    return _elementwise("COPY")((_number(0.0, result.dtype),), result)
-
-
 def _filled(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     source, mask, number = args
     return _elementwise("FILL", rounds=True)((source, mask, 0.0, number), result)
@@ -167,21 +154,12 @@ def _rows(source: Tensor, dim: int, numbers: Tensor, result: Tensor) -> Kernels 
     return _written(result, lambda place: rows.recorded_rows(source, dim, numbers, place))
 
 
-def _selected(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
-    source, dim, numbers = args
-    return _rows(source, dim, numbers, result)
-
-
 def _indexed(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     """``source[:, numbers]`` and the like."""
     source, (*before, numbers) = args
     if any(each is not None for each in before) or numbers is None or numbers.dim() != 1:
         return None
     return _rows(source, len(before), numbers, result)
-
-
-def _embedded(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
-    return _rows(args[0], 0, args[1], result)
 
 
 _FINDERS: dict[Any, Callable[[tuple[Any, ...], Tensor], Kernels | None]] = {
@@ -195,7 +173,7 @@ _FINDERS: dict[Any, Callable[[tuple[Any, ...], Tensor], Kernels | None]] = {
     _aten.neg.default: _elementwise("NEGATIVE"),
     _aten.pow.Tensor_Scalar: _square,
     _aten.square.default: _square,
-    _aten.relu.default: _rectified,
+    _aten.relu.default: lambda args, result: _clamp((*args, 0.0), result),
     _aten.clamp.default: _clamp,
     _aten.contiguous.default: _copied,
     _aten.clone.default: _copied,
@@ -203,13 +181,15 @@ _FINDERS: dict[Any, Callable[[tuple[Any, ...], Tensor], Kernels | None]] = {
     _aten.flatten.using_ints: _copied,
     _aten.to.dtype: _copied,
     _aten.type_as.default: _copied,
-    _aten.copy_.default: _copied_to,
+    _aten.copy_.default: lambda args, result: _elementwise("COPY")(args[1:2], result),
     _aten.cat.default: _joined,
-    _aten.index_select.default: _selected,
+    _aten.index_select.default: lambda args, result: _rows(*args, result),
     _aten.index.Tensor: _indexed,
-    _aten.embedding.default: _embedded,
+    _aten.embedding.default: lambda args, result: _rows(args[0], 0, args[1], result),
     _aten.pad.default: _padded,
-    _aten.zeros_like.default: _zeros,
+    _aten.zeros_like.default: lambda _, result: _elementwise("COPY")(
+        (_number(0.0, result.dtype),), result
+    ),
     _aten.bitwise_not.default: _inverted,
     _aten.masked_fill.Scalar: _filled,
     _aten.gather.default: _gathered,
