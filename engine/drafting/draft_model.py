@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ from engine.sampling.sampler import truncated
 from engine.transfer import Readback, Stopwatch, read_now, upload
 from kvpool.state_slots import StateSlots
 from kvpool.store import KVStore
-
-_Result = TypeVar("_Result")
 
 _NUM_SAMPLED_FROM = 256
 """Sampled drafts come from so many of the likeliest tokens; what is beyond is never drafted."""
@@ -181,6 +179,7 @@ class LevelModel(ABC):
     num_parallel = 1
     most_depth: int | None = None
     num_slots = 0
+    read_now = staticmethod(read_now)
 
     def __init__(
         self, attention: AttentionBackend, limits: DraftLimits, token_map: Tensor | None = None
@@ -207,9 +206,6 @@ class LevelModel(ABC):
 
     def leave(self, request_id: str) -> None:  # noqa: B027
         """Nothing is kept of requests here."""
-
-    def read_now(self, begin: Callable[[Readback], Callable[[], _Result]]) -> _Result:
-        return read_now(begin)
 
     @torch.inference_mode()
     def begin(

@@ -81,7 +81,7 @@ class DraftHeads:
         """Returns the bytes that one more block of the pool costs: in the stores of all heads, and for
         the states that are kept behind blocks."""
         total = 0
-        for network in self._with_rows():
+        for network in (each for each in self.networks.values() if each.shapes):
             needs = self._needs(network)
             backend = choose_backend(self.config.attention_backend, needs, strict=False)
             state = len(network.hidden_layers) * self.facts.hidden_size * self.dtype.itemsize
@@ -122,10 +122,6 @@ class DraftHeads:
         head = ChainHead(network, attention, limits, graphs)
         head.prepare()
         return head
-
-    def _with_rows(self) -> list[Any]:
-        """Returns the networks that have keys and values."""
-        return [network for network in self.networks.values() if network.shapes]
 
     def _needs(self, network: Any) -> AttentionNeeds:
         return AttentionNeeds(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 
@@ -13,17 +12,14 @@ from engine.drafting.draft_model import ScoredRow, begin_candidates
 from engine.drafting.published.medusa import MedusaNetwork
 from engine.transfer import Readback, read_now
 
-_Result = TypeVar("_Result")
-
 
 class MedusaHeads:
     """``drafters.model.protocol.PredictionHeads`` over tensors. The network is bound."""
 
+    read_now = staticmethod(read_now)
+
     def __init__(self, network: MedusaNetwork) -> None:
         self._network = network
-
-    def read_now(self, begin: Callable[[Readback], Callable[[], _Result]]) -> _Result:
-        return read_now(begin)
 
     @torch.inference_mode()
     def begin(

@@ -367,7 +367,8 @@ def quantized_copy(model: PreTrainedModel, kind: Quantization) -> PreTrainedMode
         ) from error
     twin = copy.deepcopy(model, shared)
     quantization.quantize_(twin, _torchao_config(quantization, kind, device))
-    num_bytes = _new_bytes(twin, model)
+    known = {id(parameter) for parameter in model.parameters()}
+    num_bytes = sum(_num_bytes(each) for each in twin.parameters() if id(each) not in known)
     logger.info("%s copy of the model: %.1f MiB more memory", kind, num_bytes / 2**20)
     return twin
 
@@ -386,11 +387,6 @@ def _torchao_config(quantization: Any, kind: Quantization, device: torch.device)
     return quantization.IntxWeightOnlyConfig(
         weight_dtype=dtypes.int4, granularity=quantization.PerGroup(_GROUP_SIZE)
     )
-
-
-def _new_bytes(twin: PreTrainedModel, model: PreTrainedModel) -> int:
-    known = {id(parameter) for parameter in model.parameters()}
-    return sum(_num_bytes(each) for each in twin.parameters() if id(each) not in known)
 
 
 def _num_bytes(tensor: Any) -> int:

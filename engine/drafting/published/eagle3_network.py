@@ -37,24 +37,11 @@ class Blocks:
     layer: Any
 
 
+_PARTS = ("Attention", "MLP", "RMSNorm", "RotaryEmbedding", "DecoderLayer")
 FAMILIES: Mapping[str, Blocks] = MappingProxyType(
     {
-        "llama": Blocks(
-            LlamaConfig,
-            llama.LlamaAttention,
-            llama.LlamaMLP,
-            llama.LlamaRMSNorm,
-            llama.LlamaRotaryEmbedding,
-            llama.LlamaDecoderLayer,
-        ),
-        "qwen3": Blocks(
-            Qwen3Config,
-            qwen3.Qwen3Attention,
-            qwen3.Qwen3MLP,
-            qwen3.Qwen3RMSNorm,
-            qwen3.Qwen3RotaryEmbedding,
-            qwen3.Qwen3DecoderLayer,
-        ),
+        "llama": Blocks(LlamaConfig, *(getattr(llama, f"Llama{each}") for each in _PARTS)),
+        "qwen3": Blocks(Qwen3Config, *(getattr(qwen3, f"Qwen3{each}") for each in _PARTS)),
     }
 )
 """Layer classes by ``model_type``."""

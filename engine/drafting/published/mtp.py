@@ -119,7 +119,12 @@ def read_mtp(target: PreTrainedModel, path: Path, facts: TargetFacts) -> MtpNetw
         own = f"{target.base_model_prefix}.{_FIRST_LAYER}"
         fault = str(error).replace(own, module.root + module.form.layer)
         raise module.folder.refused(f"its MTP module: {fault}") from error
-    network = MtpNetwork(body, shapes, module.form, _own_ends(target, module))
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    own_ends = (
+        _own_end(target, module, _EMBEDDING, embedding),
+        _own_end(target, module, _HEAD, head),
+    )
+    network = MtpNetwork(body, shapes, module.form, own_ends)
     network.fill(
         lambda name, shape: module.read(f"{name}.weight", shape), target.dtype, target.device
     )
@@ -213,19 +218,9 @@ def layer_config(config: Any, path: Path, facts: TargetFacts, has_experts: bool)
     return layer
 
 
-def _own_ends(
-    target: PreTrainedModel, module: _Module
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the weights of the module's own embedding and output head; None: it has none, or the
-    target's again."""
-    return (
-        _own_end(target, module, _EMBEDDING, target.get_input_embeddings()),
-        _own_end(target, module, _HEAD, target.get_output_embeddings()),
-    )
-
-
 def _own_end(target: PreTrainedModel, module: _Module, name: str, end: Any) -> torch.Tensor | None:
-    """Returns a weight of the module's own, where it differs from the target's."""
+    """Returns the weight of the module's own embedding or output head; None: it has none, or the
+    target's again."""
     if not module.form.own_ends or module.root + name not in module.folder.tensors:
         return None
     theirs = whole(end.weight.detach()).cpu()
