@@ -282,7 +282,7 @@ def described_by(
             )
             hint = hints[each.name]
             added[each.name] = (hint | None if optional else hint, about)
-        return with_fields(model, added)
+        return with_fields(added)(model)
 
     return describe
 
@@ -292,10 +292,14 @@ def optional(description: str, default: Any = None, **bounds: Any) -> Any:
     return Field(default=default, description=description, **bounds)
 
 
-def with_fields(model: type[Model], added: dict[str, Any]) -> type[Model]:
-    """The model and further fields: by name, type and ``Field``."""
-    about: dict[str, Any] = {"__doc__": model.__doc__, "__module__": model.__module__}
-    return create_model(model.__name__, __base__=model, **about, **added)
+def with_fields(added: Mapping[str, Any]) -> Callable[[type[Model]], type[Model]]:
+    """Gives a model further fields: by name, type and ``Field``."""
+
+    def add(model: type[Model]) -> type[Model]:
+        about: dict[str, Any] = {"__doc__": model.__doc__, "__module__": model.__module__}
+        return create_model(model.__name__, __base__=model, **about, **added)
+
+    return add
 
 
 def in_case(needed: Mapping[str, JsonDict], barred: Iterable[str] = ()) -> JsonDict:
@@ -359,11 +363,11 @@ PromptField = Annotated[
         json_schema_input_type=str | _Texts | _Ids | Annotated[list[_Ids], MinLen(1)],
     ),
 ]
-_Stop = Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARS)]
+StopString = Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARS)]
 StopField = Annotated[
     Any,
     PlainValidator(
         _parse_stop,
-        json_schema_input_type=_Stop | Annotated[list[_Stop], MaxLen(MAX_STOP_STRINGS)],
+        json_schema_input_type=StopString | Annotated[list[StopString], MaxLen(MAX_STOP_STRINGS)],
     ),
 ]

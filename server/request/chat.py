@@ -10,7 +10,7 @@ anywhere; ``metadata`` comes back, too. A ``Hint`` changes no text. Whether a va
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
@@ -21,6 +21,7 @@ from server.request.body import (
     SWITCHES,
     Body,
     Hint,
+    Model,
     PromptField,
     StopField,
     TokenId,
@@ -125,18 +126,8 @@ class Prediction(Body):
     content: ContentField
 
 
-_Model = TypeVar("_Model", bound=Body)
 _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataValue = Annotated[str, Field(max_length=512)]
-
-
-def _with_processors(model: type[_Model]) -> type[_Model]:
-    """The model, and a field for every parameter of every logits processor."""
-    about = {
-        each.name: (each.type, optional(each.description, default=each.default))
-        for each in parameters()
-    }
-    return with_fields(model, about)
 
 
 class CommonFields(Body):
@@ -175,14 +166,19 @@ class CommonFields(Body):
     speculative: SpeculativeField | None = None
 
 
-def sharing(*names: str) -> Callable[[type[_Model]], type[_Model]]:
+def sharing(*names: str) -> Callable[[type[Model]], type[Model]]:
     """Gives a model these fields as all requests have them."""
     declared = CommonFields.model_fields
-    added = {name: (declared[name].annotation, declared[name]) for name in names}
-    return lambda model: with_fields(model, added)
+    return with_fields({name: (declared[name].annotation, declared[name]) for name in names})
 
 
-@_with_processors
+_OF_PROCESSORS = {
+    each.name: (each.type, optional(each.description, default=each.default))
+    for each in parameters()
+}
+
+
+@with_fields(_OF_PROCESSORS)
 class SamplingFields(CommonFields):
     """The further fields of completions and chats, with those that logits processors declare."""
 

@@ -347,11 +347,6 @@ class ChatMessage(Body):
         return bool(getattr(self, name))
 
 
-def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as chat templates take them."""
-    return [{"type": "function", "function": each.function.for_template()} for each in tools]
-
-
 def template_messages(messages: Sequence[ChatMessage], takes_text: bool) -> list[dict[str, Any]]:
     """The messages as chat templates take them: ``developer`` is ``system``; arguments of calls are
     objects, or as they came where they are none and the template ``takes_text``; a tool's message has its

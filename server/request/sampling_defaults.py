@@ -8,10 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from engine.request.info import SAMPLED
 from server.errors import clip
-from server.request.body import Body, Model, optional, with_fields
+from server.request.body import Body, optional, with_fields
 from server.request.chat import SamplingFields
 
 logger = logging.getLogger(__name__)
@@ -21,17 +22,14 @@ API_DEFAULTS: dict[str, Any] = {name: each.default for name, each in _FIELDS.ite
 API_DEFAULTS["temperature"] = 1.0
 
 
-def _with_fields_of_requests(model: type[Model]) -> type[Model]:
-    """The model, and ``SAMPLED`` with the bounds of requests; None stands for what is not given."""
-    added: dict[str, Any] = {}
-    for name, field in _FIELDS.items():
-        bounds = {key: value for each in field.metadata for key, value in asdict(each).items()}
-        about = f"{field.description} Default: the model's, else {API_DEFAULTS[name]:g}."
-        added[name] = (field.annotation | None, optional(about, **bounds))  # type: ignore[operator]
-    return with_fields(model, added)
+def _optional(name: str, field: FieldInfo) -> tuple[Any, Any]:
+    """The field with the bounds of requests; None stands for what is not given."""
+    bounds = {key: value for each in field.metadata for key, value in asdict(each).items()}
+    about = f"{field.description} Default: the model's, else {API_DEFAULTS[name]:g}."
+    return field.annotation | None, optional(about, **bounds)  # type: ignore[operator]
 
 
-@_with_fields_of_requests
+@with_fields({name: _optional(name, field) for name, field in _FIELDS.items()})
 class SamplingDefaults(Body):
     """Sampling of requests that do not say otherwise."""
 

@@ -41,23 +41,19 @@ class Spellings:
         self.tokens = {str(each): each for each in known if each.special and str(each)}
         longest_first = sorted(self.tokens, key=len, reverse=True)
         # Without any, what is found nowhere.
-        self.pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._search = re.compile(self.pattern)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._longest = max(map(len, self.tokens), default=0)
         self._begins = {each[:at] for each in self.tokens for at in range(1, len(each))}
         self._ends = {each[at:] for each in self.tokens for at in range(1, len(each))}
         self._firsts = {each[0] for each in self.tokens}
         self._lasts = {each[-1] for each in self.tokens}
 
-    def are_in(self, text: str) -> bool:
-        return self._search.search(text) is not None
-
     def spans(self, text: str) -> list[Span]:
         """Where they are, and where the text's begin or end is a part of one that what stands next to
         the text might complete. In order, and apart."""
         if not self._may_be_in(text):
             return []
-        spans = [match.span() for match in self._search.finditer(text)]
+        spans = [match.span() for match in self.pattern.finditer(text)]
         sizes = range(min(self._longest, len(text)), 0, -1)
         ends = ((len(text) - size, len(text)) for size in sizes if text[-size:] in self._begins)
         begins = ((0, size) for size in sizes if text[:size] in self._ends)
@@ -161,7 +157,6 @@ class TextEncoder:
         self._names = {
             spelling: f"\ue000{secrets.token_hex(16)}\ue001" for spelling in self.spellings.tokens
         }
-        self._own = re.compile(self.spellings.pattern)
         # Then other spellings may become theirs.
         self._are_normalized = any(each.normalized for each in self.spellings.tokens.values())
         self._plain = self._build_plain(getattr(tokenizer, "backend_tokenizer", None))
@@ -190,7 +185,9 @@ class TextEncoder:
                 "or send 'allow_special_tokens': true",
             )
         named = "".join(
-            self._own.sub(lambda found: self._names[found[0]], piece) if may_have else piece
+            self.spellings.pattern.sub(lambda found: self._names[found[0]], piece)
+            if may_have
+            else piece
             for may_have, piece in text
         )
         token_ids = self._plain.encode(named, add_special_tokens=add_special_tokens).ids
@@ -200,7 +197,9 @@ class TextEncoder:
         """Returns whether a tokenizer finds no special tokens in a text but those that it may have."""
         if self._are_normalized:
             return False
-        return all(may_have for may_have, _ in pieces) or not self.spellings.are_in(joined(pieces))
+        if all(may_have for may_have, _ in pieces):
+            return True
+        return self.spellings.pattern.search(joined(pieces)) is None
 
     def _build_plain(self, backend: Tokenizer | None) -> Tokenizer | None:
         if backend is None:

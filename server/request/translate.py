@@ -31,7 +31,7 @@ from server.request.chat import Asked, Chat, Completion, SamplingFields, StreamO
 from server.request.foreign_parts import refuse_foreign_parts
 from server.request.grammars import Grammar, grammar_of
 from server.request.message_formats import MessageFormats
-from server.request.messages import Tool, template_messages, template_tools, text_of
+from server.request.messages import Tool, template_messages, text_of
 from server.request.prompts import Prompts
 from server.request.sampling_defaults import API_DEFAULTS
 from server.request.special_tokens import Text
@@ -246,7 +246,7 @@ class Translator:
         return self.template.render(
             template_messages(body.messages, self.template.takes_text),
             self._variables(body),
-            tools=template_tools(tools),
+            tools=[{"type": "function", "function": x.function.for_template()} for x in tools],
             allow_special_tokens=body.allow_special_tokens,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import MaxLen, MinLen
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from server.apis.anthropic.blocks import InputMessage, SystemField, Turn, system_text, turns
 from server.errors import OwnNames, refused
 from server.plan import RequestPlan
 from server.request.body import (
-    MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     SWITCHES,
     Body,
     Hint,
+    StopString,
     WithoutEffect,
     optional,
     refusal,
@@ -229,7 +228,6 @@ class CountTokensRequest(MessageFields):
     model: str | None = None
 
 
-_Stop = Annotated[str, MinLen(1), MaxLen(MAX_STOP_CHARS)]
 _METADATA = CommonFields.model_fields["metadata"].annotation
 
 
@@ -243,7 +241,7 @@ class MessagesRequest(CommonFields, MessageFields):
     }
 
     max_tokens: int = optional("Cut to what there is room for.", default=..., **TOKEN_LIMIT)
-    stop_sequences: list[_Stop] | None = Field(default=None, max_length=MAX_STOP_STRINGS)
+    stop_sequences: list[StopString] | None = Field(default=None, max_length=MAX_STOP_STRINGS)
     top_p: float | None = optional("Default 1.", gt=0, le=1)
     top_k: int | None = optional("Default: all tokens.", ge=-1, le=MAX_COUNT)
     metadata: Annotated[_METADATA, BeforeValidator(_without_nulls)] = optional(  # type: ignore[valid-type]

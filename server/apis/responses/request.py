@@ -17,7 +17,6 @@ from pydantic import (
     Field,
     JsonValue,
     PlainValidator,
-    ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
 )
@@ -78,12 +77,11 @@ class InputTextPart(Body):
     text: str
 
 
-def _parse_parts(value: object, parse: ValidatorFunctionWrapHandler) -> Any:
-    """Parts that are no text are refused by those who know the model."""
-    return find_foreign_part(value) or parse(value)
-
-
-_Content = Annotated[str | list[InputTextPart], WrapValidator(_parse_parts)]
+# Parts that are no text are refused by those who know the model.
+_Content = Annotated[
+    str | list[InputTextPart],
+    WrapValidator(lambda value, parse: find_foreign_part(value) or parse(value)),
+]
 
 
 class _Item(Body):

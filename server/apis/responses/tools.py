@@ -129,12 +129,10 @@ class AllowedTools(Body):
 _CHOICES: Kinds = {"function": NamedTool, "custom": NamedTool, "allowed_tools": AllowedTools}
 
 
-def _parse_choice(value: object) -> Any:
-    return value if value in ("none", "auto", "required") else parse_as(_CHOICES, value)
-
-
+_MODES = ("none", "auto", "required")
 CHOICE_FIELD = PlainValidator(
-    _parse_choice, json_schema_input_type=Literal["none", "auto", "required"] | any_of(_CHOICES)
+    lambda value: value if value in _MODES else parse_as(_CHOICES, value),
+    json_schema_input_type=Literal[_MODES] | any_of(_CHOICES),
 )
 
 
