@@ -138,22 +138,18 @@ class _Attended(threading.local):
     plan: AttentionPlan | None = None
 
 
-_attended = _Attended()
-
-
-def attended_plan() -> AttentionPlan | None:
-    """Returns what layers are answered by that run now."""
-    return _attended.plan
+attended = _Attended()
+"""Has the plan that layers are answered by which this thread runs now."""
 
 
 @contextmanager
 def attending(plan: AttentionPlan | None) -> Iterator[None]:
     """Within it layers of models that this thread runs are answered by ``plan``."""
-    before, _attended.plan = _attended.plan, plan
+    before, attended.plan = attended.plan, plan
     try:
         yield
     finally:
-        _attended.plan = before
+        attended.plan = before
 
 
 class AttentionBackend(ABC):
@@ -349,12 +345,12 @@ def slipstream_attention(
 
     Raises RuntimeError outside ``attending``, or if a model brings its own mask.
     """
-    if _attended.plan is None:
+    if attended.plan is None:
         raise RuntimeError("a layer attends, but there is no plan to answer it")
     if attention_mask is not None or dropout:
         raise RuntimeError("the model's attention layers bring a mask or dropout of their own")
     window = sliding_window or getattr(module, MASK_WINDOW, None)
-    output = _attended.plan.attend(
+    output = attended.plan.attend(
         layer_number(module),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -40,7 +40,6 @@ def sizes_of_states(model: PreTrainedModel, config: EngineConfig) -> StateSizes 
     # Drafts of a step; draft models over the target's states keep inputs of more nodes than are granted.
     num_drafted = config.max_num_seqs * config.max_num_nodes
     shares = config.quantized_model == "target" and config.quantized is not None
-    num_rows = num_drafted
     if shares or config.prefix_layers is not None:
         # And of the tokens before, of which there are few where there are few drafts.
         num_rows = config.max_num_seqs * (max(config.max_num_nodes, LEAST_PLACES) + 1)
@@ -77,12 +76,10 @@ def _snapshot_tokens(config: EngineConfig) -> int:
 def _kv_bytes(model: PreTrainedModel, config: EngineConfig, ranks: Ranks | None) -> int:
     """Returns the memory that is to be had for keys, values and states."""
     available = free_bytes(model.device)
-    if model.device.type == "cpu" and config.kv_offload_file is None:
-        available = max(0, available - (config.kv_offload_bytes or 0))
     if model.device.type == "cpu":
-        available = max(0, available - config.promised_bytes)
-    if ranks is not None and model.device.type == "cpu":
-        available //= ranks.place.local_size
+        offloaded = config.kv_offload_bytes if config.kv_offload_file is None else None
+        available = max(0, available - (offloaded or 0) - config.promised_bytes)
+        available //= 1 if ranks is None else ranks.place.local_size
     return int(available * config.kv_memory_fraction)
 
 

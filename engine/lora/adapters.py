@@ -46,7 +46,8 @@ class Adapters:
         """Reads an adapter, which requests have from then on. ``may_replace``: in the place of one of
         that name. Raises AdapterError; then nothing has changed."""
         check_name(name)
-        self._check_free(name, may_replace)
+        with self._lock:
+            self._check_free(name, may_replace)
         weights = read_adapter(Path(path), self._layers.shapes)
         packed = self._layers.pack(weights.parts)
         parameters = sum(first.numel() + second.numel() for first, second in weights.parts.values())
@@ -61,8 +62,7 @@ class Adapters:
             base_model=weights.base or None,
         )
         with self._lock:
-            if name in self._loaded and not may_replace:
-                raise AdapterError(_IS_LOADED.format(name=name))
+            self._check_free(name, may_replace)
             self._loaded[name] = LoadedAdapter(info, packed)
         self._note(info)
         return info
@@ -90,9 +90,10 @@ class Adapters:
         return replace(request, cache_salt=salt.joined()), found.rows
 
     def _check_free(self, name: str, may_replace: bool) -> None:
-        with self._lock:
-            if name in self._loaded and not may_replace:
-                raise AdapterError(_IS_LOADED.format(name=name))
+        """Under the lock."""
+        if name in self._loaded and not may_replace:
+            fault = f"an adapter of the name {name!r} is loaded; unload it first, or replace it"
+            raise AdapterError(fault)
 
     def _note(self, info: AdapterInfo) -> None:
         logger.info(
@@ -103,9 +104,6 @@ class Adapters:
         mine = self._base.rstrip("/").rpartition("/")[2].lower()
         if made_for and made_for != mine:
             logger.warning("adapter %s was made for %s", info.name, info.base_model)
-
-
-_IS_LOADED = "an adapter of the name {name!r} is loaded; unload it first, or replace it"
 
 
 def load_all(adapters: Adapters, wanted: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ adapter by adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -64,11 +64,7 @@ class AdaptedLayer:
     those with logits."""
 
     def __init__(self, layers: AdaptedLayers, place: int, shape: LayerShape, is_head: bool) -> None:
-        self._layers, self.place, self._shape, self.is_head = layers, place, shape, is_head
-
-    @property
-    def shape(self) -> LayerShape:
-        return self._shape
+        self._layers, self.place, self.shape, self.is_head = layers, place, shape, is_head
 
     @property
     def is_wanted(self) -> bool:
@@ -103,7 +99,13 @@ class AdaptedLayers:
         self._layers: dict[str, AdaptedLayer] = {}
         self.step: _Step | None = None
         head: Any = model.get_output_embeddings()
-        linear, gated = dict(_linear_layers(model)), dict(_gated_networks(model))
+        modules = list(model.named_modules())
+        linear = {module: name for name, module in modules if _is_linear(module)}
+        gated = {
+            name: module
+            for name, module in modules
+            if isinstance(fused_forward(module), FusedParts)
+        }
         seen = _rows_seen({**linear, **{each: name for name, each in gated.items()}}, probe)
         for module, name in linear.items():
             if seen[name] == [1 if module is head else num_rows] * _PROBES:
@@ -168,7 +170,7 @@ class _DeviceAdapter:
             for place, (first, second) in parts.items()
         }
         # In one order of sums, where that can be had.
-        self._product: Any = F.linear if missing_for(device) is not None else _row_product
+        self._product: Any = F.linear if missing_for(device) is not None else row_product
         self.address = id(self)
 
     @property
@@ -188,11 +190,6 @@ class _DeviceAdapter:
         output.index_copy_(0, chosen, total.to(output.dtype))
 
 
-def _row_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    product: torch.Tensor = row_product(rows, weight, None)
-    return product
-
-
 def _places_of(address: int, adapters: list[int]) -> torch.Tensor:
     places = [place for place, each in enumerate(adapters) if each == address]
     return torch.tensor(places, dtype=torch.long)
@@ -208,16 +205,8 @@ def _add_after(
         layer.add(rows, output.view(-1, layer.shape.out_features))
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for name, module in model.named_modules():
-        if is_plain(module) or isinstance(module, PackedLinear | GroupedLinear):
-            yield module, name
-
-
-def _gated_networks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(fused_forward(module), FusedParts):
-            yield name, module
+def _is_linear(module: nn.Module) -> bool:
+    return is_plain(module) or isinstance(module, PackedLinear | GroupedLinear)
 
 
 def _shape_of(module: Any) -> LayerShape:

@@ -23,7 +23,7 @@ from torch import nn
 from engine.attention.backend import (
     AttentionOptions,
     JointPlan,
-    attended_plan,
+    attended,
     attending,
     layer_number,
 )
@@ -215,7 +215,7 @@ class FusedAttention(_FusedProducts):
         self, hidden_states: torch.Tensor, *more: Any, as_sums: bool = False, **named: Any
     ) -> Any:
         """``as_sums``: returns what is added up later, and no weights."""
-        plan, angles = attended_plan(), named.get("position_embeddings")
+        plan, angles = attended.plan, named.get("position_embeddings")
         if more or not isinstance(plan, JointPlan) or not self._fits(hidden_states, angles, named):
             found = self._own(hidden_states, *more, **named)
             return Sums(found[0].reshape(1, -1, found[0].shape[-1])) if as_sums else found
@@ -223,8 +223,8 @@ class FusedAttention(_FusedProducts):
         rows = hidden_states[0]
         heads = self.heads(cosines[0], sines[0])
         number = layer_number(self._module)
-        attended = plan.attend_joint(number, self.begin(rows), heads, self._options)
-        product = self.end(attended.view(len(rows), -1), hidden_states, as_sums)
+        answer = plan.attend_joint(number, self.begin(rows), heads, self._options)
+        product = self.end(answer.view(len(rows), -1), hidden_states, as_sums)
         return product if as_sums else (product, None)
 
     def _fits(self, states: torch.Tensor, angles: Any, named: Mapping[str, Any]) -> bool:

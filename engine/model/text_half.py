@@ -167,7 +167,8 @@ def find_text_half(model: str, config: Any) -> TextHalf | None:
     names = _names(Path(model))
     own = _without_memory(kind, text)
     prefix, head = _places(own, names, config.model_type)
-    text.tie_word_embeddings = head is None and _is_tied(config, text)
+    says_tied = (getattr(each, "tie_word_embeddings", False) for each in (config, text))
+    text.tie_word_embeddings = head is None and any(says_tied)
     renamed = {prefix: own.base_model_prefix}
     if head is not None:
         renamed[head] = _name_of(own, own.get_output_embeddings())
@@ -230,10 +231,6 @@ def _text_config(config: Any) -> Any:
     if getattr(text, "dtype", None) is None:
         text.dtype = getattr(config, "dtype", None)
     return text
-
-
-def _is_tied(config: Any, text: Any) -> bool:
-    return any(bool(getattr(each, "tie_word_embeddings", False)) for each in (config, text))
 
 
 def _class_of_whole(config: Any) -> Any | None:

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 _MALLOCS = ("tcmalloc_minimal", "tcmalloc", "jemalloc")
+"""Mallocs that cache per thread, by the names the loader knows them by; the first that there is."""
 
 
 def preload_environment() -> dict[str, str]:
@@ -21,7 +22,8 @@ def preload_environment() -> dict[str, str]:
     if platform.system() != "Linux":
         return {}
     given = os.environ.get("LD_PRELOAD", "")
-    found = [each for each in (_intel_openmp(), _malloc()) if each and Path(each).name not in given]
+    malloc = next(filter(None, map(find_library, _MALLOCS)), None)
+    found = [each for each in (_intel_openmp(), malloc) if each and Path(each).name not in given]
     return {"LD_PRELOAD": ":".join(filter(None, [given, *found]))} if found else {}
 
 
@@ -33,8 +35,3 @@ def _intel_openmp() -> str | None:
         return None
     paths = (Path(str(each.locate())) for each in installed if each.name == "libiomp5.so")
     return next((str(path.resolve()) for path in paths if path.is_file()), None)
-
-
-def _malloc() -> str | None:
-    """A thread-caching malloc that the system has, by the name the loader knows it by."""
-    return next(filter(None, map(find_library, _MALLOCS)), None)

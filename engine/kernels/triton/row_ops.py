@@ -74,7 +74,7 @@ class Sums(NamedTuple):
 
 @torch.library.custom_op("slipstream::row_product", mutates_args=())
 def row_product(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As ``F.linear``: ``rows`` ``[.., in_features]``, ``weight`` ``[out_features, in_features]``, which
     may be a transposed view, ``bias`` ``[out_features]``, all of one type (float32, bfloat16, float16);
