@@ -34,7 +34,7 @@ from engine.speculation.manager import Speculation
 from engine.transfer import Readback
 from engine.verification.follow import Follower
 from engine.verification.pooling import pool
-from engine.verification.verify import Reading, begin_reading, read_step
+from engine.verification.verify import Reading, begin_reading
 from kvpool.block_pool import BlockPool
 from kvpool.state_slots import StateRows
 
@@ -416,7 +416,7 @@ class EngineCore:
         except BaseException as error:
             if is_interrupt(error) or self._launched is not None or launched.copied is not None:
                 raise
-        return self._each(alive, lambda each: read_step([each], logits, clock))
+        return self._each(alive, lambda each: begin_reading([each], logits, clock).finish())
 
     def _pool(
         self, scheduled: Sequence[ScheduledRequest], states: Mapping[int, torch.Tensor]

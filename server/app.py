@@ -69,7 +69,7 @@ def build_app(
     Raises ValueError where the settings' speculative defaults or caps do not fit the engine, or the file
     of API keys cannot be used.
     """
-    name = public_name(engine.info, settings)
+    name = public_name(engine.info.model, settings)
     if shared is None:
         own = Metrics(engine.info, name, is_draining=lambda: models.state == "draining")
         shared = Shared(own, None, ResponseStore(settings.stored_response_bytes).ask)
@@ -150,7 +150,7 @@ def services_of(
     """Returns the services in front of an engine. ``may_go``: it comes and goes. Raises as
     ``build_app``."""
     info = engine.info
-    model_name = public_name(info, settings)
+    model_name = public_name(info.model, settings)
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
     template = template_of(tokenizer)
     formats = MessageFormats(
@@ -223,16 +223,12 @@ def _changing(translator: Translator, metrics: Metrics) -> ChangeSpeculation:
     return change
 
 
-def public_name(info: EngineInfo, settings: Settings) -> str:
-    """The model's name in the API: a hub id as it is; of a local folder or file only its name, since
+def public_name(model: str, settings: Settings) -> str:
+    """A model's name in the API: a hub id as it is; of a local folder or file only its name, since
     paths are nobody's business."""
-    return settings.served_model_name or own_name(info.model)
-
-
-def own_name(model: str) -> str:
     path = Path(model)
     own = path.name if path.is_absolute() or path.exists() else model
-    return own.removesuffix(".gguf")
+    return settings.served_model_name or own.removesuffix(".gguf")
 
 
 def _fingerprint(info: EngineInfo, model_name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from engine.drafting.drafts import check_name, check_names
 from engine.drafting.located import located
 from engine.lora.names import parse_adapters
 from engine.process.client import RemoteEngine
-from engine.process.launch import EngineProcess
+from engine.process.launch import EngineProcess, ignore_signals
 from engine.process.light_imports import light_imports, without_torch
 from engine.process.memory import settle_memory
 from engine.process.preload import preload_environment
@@ -30,7 +29,6 @@ from server.app import (
     application,
     build_app,
     http_config,
-    own_name,
     public_name,
     services_of,
 )
@@ -122,7 +120,7 @@ def _several_app(settings: Settings, models: Sequence[OneModel]) -> FastAPI:
             load_tokenizer(each.served_model, each.revision, each.trust_remote_code)
             for _, each in models
         ]
-    names = [_name(*each) for each in models]
+    names = [public_name(config.model_name, own) for own, config in models]
     metrics = SeveralMetrics(
         names,
         lambda: (each.name for each in table.all if each.ready),
@@ -156,10 +154,6 @@ def _several_app(settings: Settings, models: Sequence[OneModel]) -> FastAPI:
     return application(table, settings, tuple(drafters), _BODY_BYTES)
 
 
-def _name(settings: Settings, config: EngineConfig) -> str:
-    return settings.served_model_name or own_name(config.model_name)
-
-
 def _check_several(settings: Settings, models: Sequence[OneModel]) -> None:
     """Raises ValueError for what is not for models that come and go, and as ``check``."""
     at_odds = {
@@ -175,7 +169,10 @@ def _check_several(settings: Settings, models: Sequence[OneModel]) -> None:
             raise ValueError(f"{name}: not where models are loaded when they are asked for")
     for each in models:
         check(*each)
-    names = [(_name(*each), *parse_adapters(each[1].lora)) for each in models]
+    names = [
+        (public_name(config.model_name, own), *parse_adapters(config.lora))
+        for own, config in models
+    ]
     seen = Counter(name for own in names for name in own)
     if twice := [name for name, count in seen.items() if count > 1]:
         raise ValueError(f"served_model_name: two models or adapters are called {twice[0]!r}")
@@ -220,8 +217,7 @@ def _follow(config: EngineConfig) -> None:
     """Runs as a rank that was launched beside the first one, which serves and hears of signals."""
     from engine.build import follow_engine
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     follow_engine(config)
 
 
@@ -248,7 +244,7 @@ def _serve_with_workers(
     resolver = SpeculativeResolver(info, settings.speculative, settings.speculative_caps)
     metrics = Metrics(
         info,
-        public_name(info, settings),
+        public_name(info.model, settings),
         lambda: process.is_alive,
         lambda: workers.is_draining,
     )

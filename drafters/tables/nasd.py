@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from compiled.noise_numbers import hashed
 from drafters.base import (
     Drafter,
     DrafterInfo,
@@ -30,7 +31,6 @@ from drafters.tree import ROOT, Branch, DraftTree, best_first
 MAX_CONTINUATIONS = 16
 _MAX_VOCABULARY = 8_192
 _NUM_SHARE_BUCKETS = 8
-_MASK_64 = (1 << 64) - 1
 
 
 Continuation = tuple[int, int, float]
@@ -114,14 +114,6 @@ class NasdDrafter(Drafter):
         return NasdState(request.token_ids, options, tuple(lengths))
 
 
-def _scramble(counter: int) -> int:
-    """A 64-bit mixer (the finaliser of SplitMix64, Steele et al. 2014): counters to even noise."""
-    mixed = (counter + 1) * 0x9E3779B97F4A7C15 & _MASK_64
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _MASK_64
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _MASK_64
-    return mixed ^ (mixed >> 31)
-
-
 class NasdState(TextReader):
     """One request: its counts, learned from prompt and emitted tokens, and its drafts from them."""
 
@@ -202,7 +194,7 @@ class NasdState(TextReader):
     def _random_token(self, offset: int) -> int:
         """Returns a seen token picked by the position it is drafted for."""
         seen = self._vocabulary_list
-        return seen[_scramble(self._num_read + offset) % len(seen)]
+        return seen[hashed(0, self._num_read + offset) % len(seen)]
 
 
 class NgramCounts:

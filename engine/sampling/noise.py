@@ -30,21 +30,10 @@ from collections.abc import Sequence
 
 from compiled import noise_numbers as n
 
-MASK = (1 << 64) - 1
 STREAM_COUNTER = 1 << 41
 """Counters of a request's further streams start here: no position reaches it."""
 DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2, 3
 _FLOAT32 = struct.Struct("f")
-
-
-def _mix_int(z: int) -> int:
-    z = ((z ^ (z >> 30)) * n.MIX1) & MASK
-    z = ((z ^ (z >> 27)) * n.MIX2) & MASK
-    return z ^ (z >> 31)
-
-
-def _hash_int(state: int, counter: int) -> int:
-    return _mix_int((state + (counter + 1) * n.GOLDEN) & MASK)
 
 
 def _unit_float(bits: int) -> float:
@@ -54,7 +43,7 @@ def _unit_float(bits: int) -> float:
 
 def request_key(seed: int, choice_index: int) -> int:
     """The key of one choice of a request, as a signed 64-bit integer. Any integer seed will do."""
-    return n.signed(_hash_int(_mix_int(seed & MASK), choice_index))
+    return n.signed(n.hashed(n.mixed(seed & n.MASK), choice_index))
 
 
 def step_key(key: int, stream: int, step: int) -> int:
@@ -62,12 +51,12 @@ def step_key(key: int, stream: int, step: int) -> int:
 
     ``step`` counts the steps in which the request emitted, from 0.
     """
-    return n.signed(_hash_int(_hash_int(key & MASK, STREAM_COUNTER + stream), step))
+    return n.signed(n.hashed(n.hashed(key & n.MASK, STREAM_COUNTER + stream), step))
 
 
 def uniform_scalar(key: int, counter: int) -> float:
     """Uniform in (0, 1), neither end included."""
-    return _unit_float(_hash_int(key & MASK, counter))
+    return _unit_float(n.hashed(key & n.MASK, counter))
 
 
 def gumbel_list(key: int, position: int, token_ids: Sequence[int]) -> list[float]:
@@ -75,15 +64,15 @@ def gumbel_list(key: int, position: int, token_ids: Sequence[int]) -> list[float
 
     ``position`` and ``token_ids`` are not negative.
     """
-    state = _hash_int(key & MASK, position)
+    state = n.hashed(key & n.MASK, position)
     return [_gumbel(state, token_id) for token_id in token_ids]
 
 
 def _gumbel(state: int, token_id: int) -> float:
     group = (token_id // n.TILE_TOKENS) * n.GROUP_TOKENS + token_id % n.GROUP_TOKENS
-    bits = _hash_int(state, group + n.GROUP_COUNTER)
+    bits = n.hashed(state, group + n.GROUP_COUNTER)
     arrival = -math.log1p(-_unit_float(bits)) / n.GROUP_TOKENS
     if bits % n.GROUP_TOKENS != (token_id // n.GROUP_TOKENS) % n.GROUP_TOKENS:
-        arrival -= math.log1p(-_unit_float(_hash_int(state, token_id)))
+        arrival -= math.log1p(-_unit_float(n.hashed(state, token_id)))
     rounded: float = _FLOAT32.unpack(_FLOAT32.pack(-math.log(arrival)))[0]
     return rounded

@@ -13,13 +13,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from engine.request.errors import TenantLimitError
 from engine.request.params import GenerationRequest, Tenant
-
-if TYPE_CHECKING:
-    from engine.schedule.request import Request
+from engine.schedule.request import Request
 
 _MINUTE = 60.0
 # How much a request that ends says of how long requests are open.

@@ -62,11 +62,6 @@ class Reading(NamedTuple):
     tokens: Tensor | None
 
 
-def read_step(requests: Sequence[ScheduledRequest], logits: Tensor, clock: StepClock) -> None:
-    """Keep with the requests what their rows say: outcomes, top tokens, log-probabilities."""
-    begin_reading(requests, logits, clock).finish()
-
-
 def begin_reading(
     requests: Sequence[ScheduledRequest],
     logits: Tensor,

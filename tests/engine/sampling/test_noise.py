@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled.noise_numbers import signed
-from engine.sampling.noise import _hash_int, _unit_float, request_key
+from compiled.noise_numbers import hashed, signed
+from engine.sampling.noise import _unit_float, request_key
 from engine.sampling.noise_torch import _hash, gumbel
 from worlds.sampled_rows import DEVICES, gumbel_scalar
 
@@ -49,9 +49,9 @@ def assert_uncorrelated(a: Tensor, b: Tensor) -> None:
 
 def test_the_hash_is_splitmix64() -> None:
     """The published generator's first outputs for the seeds 1234567 and 0."""
-    assert _hash_int(1234567, 0) == 6457827717110365317
-    assert _hash_int(1234567, 1) == 3203168211198807973
-    assert _hash_int(0, 0) == 0xE220A8397B1DCDAF
+    assert hashed(1234567, 0) == 6457827717110365317
+    assert hashed(1234567, 1) == 3203168211198807973
+    assert hashed(0, 0) == 0xE220A8397B1DCDAF
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -61,7 +61,7 @@ def test_integers_are_equal_in_python_and_over_tensors(device: str) -> None:
     counters = [rng.randrange(2**41) for _ in states]
     got = _hash(torch.tensor(states, device=device), torch.tensor(counters, device=device))
     pairs = zip(states, counters, strict=True)
-    assert got.tolist() == [signed(_hash_int(s % 2**64, c)) for s, c in pairs]
+    assert got.tolist() == [signed(hashed(s % 2**64, c)) for s, c in pairs]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -18,7 +18,7 @@ from engine.request.stats import StepClock
 from engine.sampling.state import SamplingState, rows_of
 from engine.schedule.request import Request, ScheduledRequest
 from engine.transfer import Readback, read_now
-from engine.verification.verify import begin_logprobs, begin_top_rows, read_step
+from engine.verification.verify import begin_logprobs, begin_reading, begin_top_rows
 from worlds.device_world import no_host
 from worlds.sampled_rows import emitted_logprobs, top_probs, top_tokens, verify_step
 
@@ -139,7 +139,7 @@ def test_a_step_is_read_at_once(parts: list[ScheduledRequest], way: Way) -> None
     for each in parts:
         each.outcome = None
     with way():
-        read_step(parts, logits, StepClock())
+        begin_reading(parts, logits, StepClock()).finish()
         expected = verify_step(logits, parts)
         assert [each.outcome for each in parts] == expected
         emitted = expected[0].emitted_token_ids
