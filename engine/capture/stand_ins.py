@@ -154,6 +154,11 @@ def _rows(source: Tensor, dim: int, numbers: Tensor, result: Tensor) -> Kernels 
     return _written(result, lambda place: rows.recorded_rows(source, dim, numbers, place))
 
 
+def _selected(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
+    source, dim, numbers = args
+    return _rows(source, dim, numbers, result)
+
+
 def _indexed(args: tuple[Any, ...], result: Tensor) -> Kernels | None:
     """``source[:, numbers]`` and the like."""
     source, (*before, numbers) = args
@@ -183,7 +188,7 @@ _FINDERS: dict[Any, Callable[[tuple[Any, ...], Tensor], Kernels | None]] = {
     _aten.type_as.default: _copied,
     _aten.copy_.default: lambda args, result: _elementwise("COPY")(args[1:2], result),
     _aten.cat.default: _joined,
-    _aten.index_select.default: lambda args, result: _rows(*args, result),
+    _aten.index_select.default: _selected,
     _aten.index.Tensor: _indexed,
     _aten.embedding.default: lambda args, result: _rows(args[0], 0, args[1], result),
     _aten.pad.default: _padded,
