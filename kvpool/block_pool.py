@@ -300,12 +300,14 @@ class BlockPool:
         """Copy to the tier at most so many published blocks that were not copied yet, newest first, and
         then states. False: none are left. Nothing is copied while the tier takes none."""
         tier = self.tier
-        if tier is None or not tier.is_writable:
+        if tier is None or not tier.slots.is_writable:
             self._unsaved.clear()
             return False
-        while len(self._unsaved) > tier.num_slots:  # they would go again for those that follow
+        while (
+            len(self._unsaved) > tier.slots.num_slots
+        ):  # they would go again for those that follow
             self._unsaved.popitem(last=False)
-        while self._unsaved and most > 0 and tier.is_ready:
+        while self._unsaved and most > 0 and tier.slots.is_ready:
             digest, _ = self._unsaved.popitem()
             block_id = self._cache.lookup(digest)
             assert block_id is not None, "a block was evicted without a word"
@@ -467,7 +469,7 @@ class BlockPool:
             self._listener.stored(table.digest, before, own, table.cache_salt)
         if not is_new and table.takes_names:
             self._take_name(table.digest, table.block_ids[index])
-        if self.tier is not None and self.tier.is_lasting and (is_new or table.takes_names):
+        if self.tier is not None and self.tier.slots.is_lasting and (is_new or table.takes_names):
             self._unsaved[table.digest] = None
 
     def _take_name(self, digest: bytes, block_id: int) -> None:

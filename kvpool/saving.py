@@ -20,13 +20,13 @@ def save_some(pool: BlockPool) -> float | None:
     None: nothing is left to copy."""
     if pool.tier is None or not pool.save(_SAVED_AT_ONCE):
         return None
-    return 0.0 if all(tier.is_ready for tier in pool.tiers) else _WAIT_FOR_TIER
+    return 0.0 if all(tier.slots.is_ready for tier in pool.tiers) else _WAIT_FOR_TIER
 
 
 def save_all(pool: BlockPool) -> None:
     """Copies all that is cached to where it outlives the process, as far as some seconds reach. Nothing
     runs any more."""
-    if pool.tier is None or not pool.tier.is_lasting:
+    if pool.tier is None or not pool.tier.slots.is_lasting:
         return
     pool.save_anew()
     deadline = time.monotonic() + _SAVE_SECONDS

@@ -236,11 +236,11 @@ class StateSlots:
         """Copy to the tier at most so many of the snapshots used last, where it outlives the process.
         False: none are left."""
         tier = self.tier
-        if tier is None or not (tier.is_lasting and tier.is_writable):
+        if tier is None or not (tier.slots.is_lasting and tier.slots.is_writable):
             return False
         worth = [digest for digest in self._snapshots if digest not in self._passed]
-        for digest in worth[-tier.num_slots :]:
-            if digest not in tier and (most <= 0 or not tier.is_ready):
+        for digest in worth[-tier.slots.num_slots :]:
+            if digest not in tier and (most <= 0 or not tier.slots.is_ready):
                 return True
             most -= digest not in tier
             tier.keep(digest, self._snapshots[digest])

@@ -88,7 +88,7 @@ class BlockTier:
         self.num_dropped = 0
         self.blocks_per_step = max(1, _BYTES_PER_STEP // content.num_bytes)
         self._content = content
-        self._slots = slots
+        self.slots = slots
         self._age = 0
         self._held: OrderedDict[bytes, tuple[int, Entry]] = OrderedDict()
         """Entries by digest, the least recently used first."""
@@ -106,25 +106,6 @@ class BlockTier:
         return digest in self._held
 
     @property
-    def num_slots(self) -> int:
-        return self._slots.num_slots
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a block that is kept now finds a place."""
-        return self._slots.is_ready
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether one may find a place later, at least."""
-        return self._slots.is_writable
-
-    @property
-    def is_lasting(self) -> bool:
-        """Whether it outlives the process."""
-        return self._slots.is_lasting
-
-    @property
     def num_bytes(self) -> int:
         return len(self._held) * self._content.num_bytes
 
@@ -135,7 +116,7 @@ class BlockTier:
         if entry is not None and marks | entry.marks == entry.marks:
             self.touch(digest)
             return
-        if not self._slots.is_ready:
+        if not self.slots.is_ready:
             self.num_dropped += 1
             return
         content = self._content.read(block_id, digest, marks)
@@ -145,12 +126,12 @@ class BlockTier:
         entry = Entry(digest, marks, self._age)
         self._held[digest] = slot, entry
         self._held.move_to_end(digest)
-        self._slots.write(slot, entry, content)
+        self.slots.write(slot, entry, content)
 
     def restore(self, digest: bytes, block_id: int) -> bool:
         """Copies a block that is here into one of the stores. False: it is damaged, and gone."""
         slot, entry = self._held[digest]
-        content = self._slots.read(slot, entry)
+        content = self.slots.read(slot, entry)
         if content is None:
             del self._held[digest]
             self._free.append(slot)
@@ -169,12 +150,12 @@ class BlockTier:
     def close(self) -> None:
         """Keeps for a next life what there is, if the slots have one."""
         held = enumerate(self._held.values(), start=1)
-        self._slots.close([(slot, entry._replace(age=age)) for age, (slot, entry) in held])
+        self.slots.close([(slot, entry._replace(age=age)) for age, (slot, entry) in held])
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is free or holds one block."""
         slots = sorted([*self._free, *(slot for slot, _ in self._held.values())])
-        if slots != list(range(self._slots.num_slots)):
+        if slots != list(range(self.slots.num_slots)):
             raise AssertionError("offload: a slot is in two states, or in none")
         wrong = [digest for digest, (_, entry) in self._held.items() if entry.digest != digest]
         if wrong:

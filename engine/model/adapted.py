@@ -100,7 +100,11 @@ class AdaptedLayers:
         self.step: _Step | None = None
         head: Any = model.get_output_embeddings()
         modules = list(model.named_modules())
-        linear = {module: name for name, module in modules if _is_linear(module)}
+        linear = {
+            module: name
+            for name, module in modules
+            if is_plain(module) or isinstance(module, PackedLinear | GroupedLinear)
+        }
         gated = {
             name: module
             for name, module in modules
@@ -203,10 +207,6 @@ def _add_after(
         rows = inputs[0].reshape(-1, layer.shape.in_features)
         # The layer made its output, of which this is another view.
         layer.add(rows, output.view(-1, layer.shape.out_features))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return is_plain(module) or isinstance(module, PackedLinear | GroupedLinear)
 
 
 def _shape_of(module: Any) -> LayerShape:

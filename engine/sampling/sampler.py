@@ -33,10 +33,10 @@ from drafters.base import DraftSampling
 from engine.kernels import are_read, host_kernel
 from engine.kernels.triton.choice_ops import can_choose, choose_rows
 from engine.request.params import SamplingParams
-from engine.sampling.logprobs import TopTokens, begin_top_tokens
+from engine.sampling.logprobs import begin_top_tokens
 from engine.sampling.noise_torch import gumbel
 from engine.sampling.state import SampledRequest, noise_positions, rows_of, truncates
-from engine.transfer import Readback, read_now, upload
+from engine.transfer import Readback, upload
 
 Truncation: TypeAlias = SamplingParams | DraftSampling
 """Greedy rows count as of temperature 1."""
@@ -264,10 +264,7 @@ def warm_up(vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
             for params in (SamplingParams(), SamplingParams(top_p=0.5, top_k=1)):
                 sampled_tokens(logits, zero, zero, [replace(params, temperature=1.0)])
             for with_probs in (False, True):
-                read_now(partial(_read_top_token, logits, with_probs))
-
-
-def _read_top_token(
-    logits: Tensor, with_probs: bool, readback: Readback
-) -> Callable[[], TopTokens]:
-    return begin_top_tokens(logits, [0], 1, readback, with_probs)[0]
+                readback = Readback()
+                finish, _ = begin_top_tokens(logits, [0], 1, readback, with_probs)
+                readback.fetch()
+                finish()

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable
+from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
 
@@ -55,23 +56,18 @@ class RemoteMetrics:
         return found
 
 
-class RemoteSpeculation:
-    """Speculation of all workers, which the process that launched them decides on."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    async def __call__(
-        self, change: SpeculativeChange, *, from_built_in: bool
-    ) -> SpeculativeResolver:
-        try:
-            async with asyncio.timeout(_ADOPT_SECONDS):
-                asked = self._link.ask("change", change, from_built_in)
-                found: SpeculativeResolver = await asyncio.wrap_future(asked)
-        except TimeoutError as error:
-            message = "Not all processes of the server go by the change yet."
-            raise ApiError(503, message, code="not_adopted") from error
-        return found
+async def change_remotely(
+    link: Link, change: SpeculativeChange, *, from_built_in: bool
+) -> SpeculativeResolver:
+    """Changes the speculation of all workers, which the process that launched them decides on."""
+    try:
+        async with asyncio.timeout(_ADOPT_SECONDS):
+            asked = link.ask("change", change, from_built_in)
+            found: SpeculativeResolver = await asyncio.wrap_future(asked)
+    except TimeoutError as error:
+        message = "Not all processes of the server go by the change yet."
+        raise ApiError(503, message, code="not_adopted") from error
+    return found
 
 
 class _Server(DrainingServer):
@@ -111,7 +107,7 @@ def main() -> int:
             tokenizer = load_tokenizer(
                 config.served_model, config.revision, config.trust_remote_code
             )
-        shared = Shared(RemoteMetrics(link), RemoteSpeculation(link), ask_store)
+        shared = Shared(RemoteMetrics(link), partial(change_remotely, link), ask_store)
         app = build_app(engine, tokenizer, settings, shared)
     except (EngineError, ValueError, OSError) as error:
         link.call("failed", str(error))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -63,25 +64,22 @@ class _Enough(Exception):  # noqa: N818 - it is none
     """Ends a forward whose further part is not needed."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
     """One decoder layer on all texts. ``call``: positional and keyword arguments behind the hidden
     states, the same for each text. ``states``: ``[texts, tokens, hidden_size]``, which it reads."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        name: str,
-        call: tuple[tuple[Any, ...], dict[str, Any]],
-        states: torch.Tensor,
-    ) -> None:
-        self._model, self._name, self._call, self._states = model, name, call, states
+    model: PreTrainedModel
+    name: str
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    states: torch.Tensor
 
     def groups(self, takes: Callable[[nn.Module], bool]) -> list[list[str]]:
         """Returns the names of the linear layers to round, in the order of a forward, grouped by the
         tensor they read. Layers that no token reached (experts) come last, each alone."""
         layers = {
-            module: f"{self._name}.{name}"
-            for name, module in self._model.get_submodule(self._name).named_modules()
+            module: f"{self.name}.{name}"
+            for name, module in self.model.get_submodule(self.name).named_modules()
             if is_plain(module) and takes(module)
         }
         groups = names_by_input(layers, lambda: self._forward(0))
@@ -90,9 +88,9 @@ class _Run:
 
     def hessian(self, name: str) -> torch.Tensor:
         """Returns the sum of ``outer(x, x)`` over all inputs x of a linear layer, in float32."""
-        layer: Any = self._model.get_submodule(name)
+        layer: Any = self.model.get_submodule(name)
         in_features = as_linear(layer).in_features
-        total = torch.zeros(in_features, in_features, device=self._states.device)
+        total = torch.zeros(in_features, in_features, device=self.states.device)
 
         def note(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> NoReturn:
             rows = inputs[0].reshape(-1, in_features).float()
@@ -101,7 +99,7 @@ class _Run:
 
         handle = layer.register_forward_pre_hook(note)
         try:
-            for text in range(len(self._states)):
+            for text in range(len(self.states)):
                 try:
                     self._forward(text)
                 except _Enough:
@@ -112,14 +110,14 @@ class _Run:
 
     def outputs(self) -> torch.Tensor:
         """Returns what the layer hands on, in the place of what it read."""
-        for text in range(len(self._states)):
-            self._states[text] = self._forward(text)
-        return self._states
+        for text in range(len(self.states)):
+            self.states[text] = self._forward(text)
+        return self.states
 
     def _forward(self, text: int) -> torch.Tensor:
-        positional, named = self._call
-        layer = self._model.get_submodule(self._name)
-        return states_written(layer(self._states[text : text + 1], *positional, **named))
+        positional, named = self.call
+        layer = self.model.get_submodule(self.name)
+        return states_written(layer(self.states[text : text + 1], *positional, **named))
 
 
 def _layer_names(model: PreTrainedModel) -> list[str]:

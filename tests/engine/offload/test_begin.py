@@ -117,7 +117,7 @@ def test_idle_it_has_copied_all_before_it_ends(tmp_path: Path) -> None:
 def test_without_a_file_memory_keeps_what_is_evicted() -> None:
     served = engine(None, num_blocks=14)
     assert served.core.pool.tier is not None
-    assert served.core.pool.tier.num_slots > 100
+    assert served.core.pool.tier.slots.num_slots > 100
     served_by(served)
 
 

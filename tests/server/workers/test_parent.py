@@ -21,7 +21,7 @@ from server.request.speculative import (
     SpeculativeResolver,
 )
 from server.response_store import ResponseStore
-from server.workers.child import RemoteMetrics, RemoteSpeculation
+from server.workers.child import RemoteMetrics, change_remotely
 from server.workers.parent import Workers, _Worker
 from worlds.scripted_engine import engine_info
 
@@ -107,7 +107,7 @@ async def test_a_change_has_the_outcome_that_the_first_process_says(
 
     theirs.listen_in_thread({"change": change}, nothing)
     ours.listen_in_thread({}, nothing)
-    asked = RemoteSpeculation(ours)(SpeculativeChange(), from_built_in=True)
+    asked = change_remotely(ours, SpeculativeChange(), from_built_in=True)
     if refusal is None:
         assert await asked == (None, True)
     else:
