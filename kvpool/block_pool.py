@@ -303,9 +303,8 @@ class BlockPool:
         if tier is None or not tier.slots.is_writable:
             self._unsaved.clear()
             return False
-        while (
-            len(self._unsaved) > tier.slots.num_slots
-        ):  # they would go again for those that follow
+        # They would go again for those that follow.
+        while len(self._unsaved) > tier.slots.num_slots:
             self._unsaved.popitem(last=False)
         while self._unsaved and most > 0 and tier.slots.is_ready:
             digest, _ = self._unsaved.popitem()
