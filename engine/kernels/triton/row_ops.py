@@ -137,7 +137,7 @@ def added_up(sums: Sums, dtype: torch.dtype) -> torch.Tensor:
 
 
 @row_product.register_fake
-def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     del bias
     return rows.new_empty(*rows.shape[:-1], weight.shape[0])
 
