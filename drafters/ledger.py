@@ -26,7 +26,7 @@ from drafters.tree import ROOT, DraftTree
 MAX_NUM_KINDS = 1024
 """Kinds of traffic that are remembered; the one that was not met for longest is forgotten."""
 _HOPED = 1.0
-"""Tokens that an untried drafter is believed to bring: enough that it is tried."""
+"""Tokens that an untried drafter is believed to bring where rows are free: enough that it is tried."""
 _STRENGTH = 4.0
 _OWN_STRENGTH = 16.0
 """A request's own drafts are few: a run of luck says little of the next steps."""
@@ -77,16 +77,16 @@ class Gain:
     shared: dict[int, DiscountedMean]
     own: dict[int, DiscountedMean] = field(default_factory=dict)
 
-    def expect(self, num_free: float = 0.0) -> float:
+    def expect(self, num_free: float = 0.0, hoped: float = _HOPED) -> float:
         """Returns the gain beside drafts that cost nothing and are expected to bring ``num_free``
         tokens: where these expect much there is little to add. Where little was tried beside drafts that
-        expect about as much, it is what was gained beside others."""
+        expect about as much, it is what was gained beside others; ``hoped`` where nothing was."""
         bucket, others = _bucket(num_free), DiscountedMean()
         for at, each in self.shared.items():
             if at != bucket:
                 others.total += each.total
                 others.weight += each.weight
-        gain = others.over(_HOPED, _STRENGTH)
+        gain = others.over(hoped, _STRENGTH)
         for counts, strength in ((self.shared, _STRENGTH), (self.own, _OWN_STRENGTH)):
             known = counts.get(bucket)
             if known is not None:

@@ -292,6 +292,18 @@ def test_the_rows_of_a_draft_are_taken_off_what_it_brings() -> None:
     assert gain.expect() == pytest.approx(3 - 4 * 0.1, abs=0.15)
 
 
+@pytest.mark.parametrize(("row_seconds", "accepted", "most_asked"), [(ROWS, 3, 8), (0.5, 1, 1)])
+def test_of_an_untried_draft_no_more_is_hoped_than_its_row_leaves(
+    row_seconds: float, accepted: int, most_asked: int
+) -> None:
+    """Eight requests, all of which one lucky trial would have asked at once: a row takes the time of 0.01
+    tokens, or of 0.89."""
+    world = dear(0.05, row_seconds)
+    requests = [opened(world, f"r{rank}") for rank in range(8)]
+    steps = zip(*story_of(world, requests, 20, accepted=accepted), strict=True)
+    assert max(8 - step.count(".") for step in steps) == most_asked
+
+
 def test_rows_are_charged_what_they_take_in_their_own_step() -> None:
     """Not in the next one, without drafts, that is planned before they are read."""
     world = dear(0.0, 0.1)
