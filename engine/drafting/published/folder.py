@@ -299,13 +299,14 @@ class DraftFolder:
             raise self.refused(_other_shape(self.tensors[name], wanted))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Returns tensors as they are stored. Raises DraftRefusedError where a file cannot be read, or
-        holds values that are not finite."""
+        """Returns tensors as they are stored, by their names in ``tensors``. Raises DraftRefusedError
+        where a file cannot be read, or holds values that are not finite."""
+        wanted = {name: self.tensors[name] for name in names}
         with _refusing(self.path):
-            tensors = read_tensors(self.tensors[name] for name in names)
-        if faults := not_finite(tensors.items()):
+            found = read_tensors(wanted.values())
+        if faults := not_finite(found.items()):
             raise self.refused(faults[0])
-        return tensors
+        return {name: found[stored.name] for name, stored in wanted.items()}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a tensor of this shape. Raises DraftRefusedError as ``check_shape`` and ``read``."""

@@ -26,6 +26,7 @@ from engine.drafting.published.folder import (
     size,
     token_id,
 )
+from engine.weights.index import TensorIndex
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4, dtype=torch.long)}
 FACTS = TargetFacts(8, 16, 4, "f" * 32)
@@ -221,6 +222,15 @@ def test_a_module_is_filled_where_it_has_no_memory_yet(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, TENSORS[name])
+
+
+def test_tensors_are_read_under_the_names_that_a_format_gives_them(tmp_path: Path) -> None:
+    opened = DraftFolder.open(written(tmp_path))
+    tensors = {name.swapcase(): tensor for name, tensor in opened.tensors.items()}
+    folder = DraftFolder(opened.path, {}, TensorIndex(tensors))
+    assert torch.equal(folder.tensor("A.WEIGHT", (2, 3)), TENSORS["a.weight"])
+    folder.fill(module := Module(), {name: name.swapcase() for name in tensors})
+    assert torch.equal(module.b.weight, TENSORS["b.weight"])
 
 
 MORE = {f"c{index}": torch.ones(1) for index in range(5)}
