@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
@@ -115,6 +116,7 @@ def application(
     hosts = Hosts((settings.host, *(settings.allowed_hosts or ())), settings.allow_open)
     app.add_middleware(
         GuardMiddleware,
+        guarded=guarded(),
         admin_key=None if settings.admin_key is None else settings.admin_key.get_secret_value(),
         find=keys_of(settings.api_key, settings.api_keys_file, drafters),
         is_draining=lambda: models.state == "draining",
@@ -252,11 +254,18 @@ def http_config(app: FastAPI, settings: Settings) -> HttpConfig:
     return HttpConfig(app, patience, limits)
 
 
-def routers() -> list[APIRouter]:
-    """Returns the router of every file of ``endpoints`` and ``apis`` that has one, by folder and name."""
+def routers(*packages: ModuleType) -> list[APIRouter]:
+    """Returns the router of every file of these packages that has one, by folder and name: of
+    ``endpoints`` and ``apis``, if none is named."""
     modules = (
         import_module(each.name)
-        for package in (endpoints, apis)
+        for package in packages or (endpoints, apis)
         for each in walk_packages(package.__path__, f"{package.__name__}.")
     )
     return [each.router for each in modules if hasattr(each, "router")]
+
+
+def guarded() -> tuple[str, ...]:
+    """Returns what the paths that want a key begin with: all paths of all APIs do, but for the root."""
+    paths = {getattr(route, "path", "") for router in routers(apis) for route in router.routes}
+    return ("/v1", "/api", *sorted({path.partition("{")[0] for path in paths} - {"", "/"}))

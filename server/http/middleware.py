@@ -28,7 +28,6 @@ from server.http.hosts import Hosts
 from server.metrics.prometheus import AnswerMetrics
 
 KEY_OF = "slipstream.key_of"
-_GUARDED = ("/v1", "/api", "/tokenize", "/detokenize")
 _ADMIN = "/admin"
 _PROBES = ("/health", "/ready")
 _REQUEST_ID = re.compile(r"[\w.\-]{1,128}", re.ASCII)
@@ -108,16 +107,17 @@ class BodyLimitMiddleware:
 class GuardMiddleware:
     """Refuses, before a body is read, what has no right to be here, and who says twice by which.
 
-    ``/admin`` wants the admin key, ASCII too; without one there is nothing at those paths. ``/v1``,
-    ``/api``, ``/tokenize`` and ``/detokenize`` want a key that ``find`` knows, where there is a ``find``:
-    it gets a key as it came and returns what goes on with the request, as ``scope[KEY_OF]``, or None for
-    a key that nobody has. While the server ends, these are refused to all. Health, metrics and the rest
+    ``/admin`` wants the admin key, ASCII too; without one there is nothing at those paths. Paths that
+    begin as one of ``guarded`` want a key that ``find`` knows, where there is a ``find``: it gets a key
+    as it came and returns what goes on with the request, as ``scope[KEY_OF]``, or None for a key that
+    nobody has. While the server ends, these are refused to all. Health, metrics and the rest
     stay open to probes and scrapers. All but probes want a Host among ``hosts``, where there are any.
     """
 
     def __init__(
         self,
         app: ASGIApp,
+        guarded: tuple[str, ...],
         admin_key: str | None,
         find: Callable[[bytes], object | None] | None,
         is_draining: Callable[[], bool],
@@ -126,6 +126,7 @@ class GuardMiddleware:
     ) -> None:
         """``count``: is told the code of each refusal, as errors further in are counted."""
         self._app, self._count = app, count
+        self._guarded = guarded
         self._hosts = hosts
         self._admin_key = None if admin_key is None else admin_key.encode("ascii")
         self._find = find
@@ -155,7 +156,7 @@ class GuardMiddleware:
             key = _given_key(scope)
             is_right = key is not None and hmac.compare_digest(key, self._admin_key)
             return None if is_right else unauthorized("admin")
-        if not scope["path"].startswith(_GUARDED):
+        if not scope["path"].startswith(self._guarded):
             return None
         if self._find is not None:
             key = _given_key(scope)

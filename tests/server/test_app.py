@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fastapi import APIRouter
 
 from engine.request.errors import EngineError
 from engine.request.info import QuantizationInfo
-from server.app import build_app
+from server.app import build_app, routers
 from server.plan import IGNORED_HEADER
 from server.settings import Settings
 from worlds.official_clients import openai_client
@@ -249,6 +250,20 @@ async def test_an_api_key_guards_v1_only() -> None:
         assert (await client.get("http://test/admin/models")).status_code == 404
         assert f'slipstream_rejections_total{{reason="invalid_api_key"}} {len(wrong) + 3}.0' in told
         assert 'reason="not_found"' not in told
+
+
+async def test_an_api_key_guards_every_api_wherever_its_paths_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, found = APIRouter(), routers()
+    own.add_api_route("/own/{name}", lambda name: name, methods=["POST"])
+    monkeypatch.setattr("server.app.routers", lambda *_: [*found, own])
+    async with serve(ScriptedEngine(), api_key="s3cret") as client:
+        for path in ("own/a", "tokenize", "detokenize", "api/tags"):
+            refused = await client.post(f"http://test/{path}", json={})
+            assert refused.status_code == 401
+        good = await client.post("http://test/own/a", headers={"x-api-key": "s3cret"})
+        assert good.json() == "a"
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/admin/speculative", "/health"])
