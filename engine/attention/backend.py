@@ -324,6 +324,8 @@ def build_attention(
 def layer_number(module: torch.nn.Module) -> int:
     """Returns an attention layer's number in the store."""
     number: Any = getattr(module, KV_LAYER, module.layer_idx)
+    if number is None:
+        raise TypeError("an attention layer has no number")
     return int(number)
 
 

@@ -33,7 +33,7 @@ from engine.names import bundled_path as bundled_path
 from engine.names import locate
 from engine.request.errors import UnsupportedModelError
 from engine.request.info import SAMPLED
-from engine.states.seam import attach_states, finding_states
+from engine.states.seam import StateOperatorError, attach_states, finding_states
 from engine.tokenizer import check_folder, naming
 from engine.tokenizer import load_tokenizer as load_tokenizer
 from engine.weights.checkpoint import load_config, load_weights
@@ -233,12 +233,14 @@ def attach_attention(model: PreTrainedModel) -> list[KVShape]:
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
     outside = f"{type(model).__name__} does not use transformers' attention interface"
+    states: Sequence[StateShape] = ()
     try:
         with attending(probe), finding_states() as states, _masks() as masks:
             model(input_ids=ids, position_ids=positions, use_cache=False)
     except Exception as error:
         reason = f"{type(model).__name__} cannot run on the engine's attention: {error}"
-        raise UnsupportedModelError(reason if probe.shapes else outside) from error
+        is_inside = probe.shapes or states or isinstance(error, StateOperatorError)
+        raise UnsupportedModelError(reason if is_inside else outside) from error
     layers = sorted(probe.shapes)
     if not layers and not states:
         raise UnsupportedModelError(outside)

@@ -93,9 +93,11 @@ def _tolerance(runner: ModelRunner) -> tuple[float, str]:
     """Returns how far logits may lie from the reference, and what it says of a model beyond that."""
     if is_rounded(runner.model):
         return _SANE_IN_8_BITS, "it does not survive rounding to 8 bits"
+    ours = f"the attention backend {runner.attention.name}"
+    if runner.states is not None:
+        ours += " or an operator of its states"
     keeps_state = (
-        "it must keep state that the engine does not carry, or the attention backend "
-        f"{runner.attention.name} computes something else"
+        f"it must keep state that the engine does not carry, or {ours} computes something else"
     )
     if runner.store.dtype.itemsize == 1:
         return _TOLERANCE_OF_STORES_IN_8_BITS, keeps_state

@@ -57,6 +57,13 @@ _KERNELS = ("conv1d", "delta", "scan", "mamba_inner", "selective_state", "lightn
 """Parts of the names of functions that carry a state."""
 
 
+class StateOperatorError(Exception):
+    """What takes the place of a function failed while a model's operations are counted."""
+
+    def __init__(self, function: str, error: Exception) -> None:
+        super().__init__(f"its operator for {function} fails: {error!r}")
+
+
 def _served(function: Callable[..., Any], serve: Operator) -> Callable[..., Any]:
     @wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +71,12 @@ def _served(function: Callable[..., Any], serve: Operator) -> Callable[..., Any]
             return function(*args, **kwargs)
         op = _running.op
         _running.op += 1
-        return serve(_running.plan, op, *args, **kwargs)
+        if not isinstance(_running.plan, StateProbe):
+            return serve(_running.plan, op, *args, **kwargs)
+        try:
+            return serve(_running.plan, op, *args, **kwargs)
+        except Exception as error:
+            raise StateOperatorError(function.__name__, error) from error
 
     vars(asking)["serves_states"] = True
     return asking
@@ -81,7 +93,7 @@ def attach_states(model: PreTrainedModel) -> None:
         if unknown:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: the layer {name} keeps a state by {', '.join(unknown)}, "
-                "which is not served"
+                "which is not served; docs/extend.md says how an operator for it is added"
             )
         modeling = vars(sys.modules[type(module).__module__])
         for function in called & OPERATORS.keys():
