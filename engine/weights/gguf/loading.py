@@ -67,7 +67,7 @@ def _architecture(header: GgufHeader) -> Architecture:
     if found is None:
         raise UnsupportedModelError(
             f"GGUF files of architecture {header.architecture!r} are not read; docs/gguf.md has those "
-            "that are"
+            "that are, docs/extend.md how to add one"
         )
     return found
 

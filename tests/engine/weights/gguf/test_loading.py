@@ -496,7 +496,7 @@ def add_bias(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("values", "change", "part"),
     [
-        ({"general.architecture": "plamo"}, None, "architecture 'plamo' are not read"),
+        ({"general.architecture": "plamo"}, None, "docs/extend.md how to add one"),
         (
             {"llama.block_count": 1 << 30},
             None,
