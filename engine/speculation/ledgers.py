@@ -76,7 +76,7 @@ class Ledgers:
         """Seconds of the step without drafts, those of its prompts among them, and tokens per second
         without either."""
         self._hoped = 1.0
-        """Of a token, what is left where its row is paid, if each request drafts one."""
+        """The part of a token that is left when its row is paid, if each request drafts one."""
         self._drafted = _Drafted()
 
     def of(self, drafter: Drafter, host: str = "") -> Ledger:

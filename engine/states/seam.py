@@ -58,7 +58,7 @@ _KERNELS = ("conv1d", "delta", "scan", "mamba_inner", "selective_state", "lightn
 
 
 class StateOperatorError(Exception):
-    """What takes the place of a function failed while a model's operations are counted."""
+    """An operator failed while a model's operations were counted."""
 
     def __init__(self, function: str, error: Exception) -> None:
         super().__init__(f"its operator for {function} fails: {error!r}")
