@@ -77,16 +77,17 @@ class Gain:
     shared: dict[int, DiscountedMean]
     own: dict[int, DiscountedMean] = field(default_factory=dict)
 
-    def expect(self, num_free: float = 0.0, hoped: float = _HOPED) -> float:
+    def expect(self, num_free: float = 0.0, row_tokens: float = 0.0) -> float:
         """Returns the gain beside drafts that cost nothing and are expected to bring ``num_free``
         tokens: where these expect much there is little to add. Where little was tried beside drafts that
-        expect about as much, it is what was gained beside others; ``hoped`` where nothing was."""
+        expect about as much, it is what was gained beside others. Where nothing was tried yet, no more is
+        hoped than ``row_tokens``, the tokens not written while a row is verified, leave of one."""
         bucket, others = _bucket(num_free), DiscountedMean()
         for at, each in self.shared.items():
             if at != bucket:
                 others.total += each.total
                 others.weight += each.weight
-        gain = others.over(hoped, _STRENGTH)
+        gain = others.over(max(0.0, _HOPED - row_tokens), _STRENGTH)
         for counts, strength in ((self.shared, _STRENGTH), (self.own, _OWN_STRENGTH)):
             known = counts.get(bucket)
             if known is not None:

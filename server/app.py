@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +92,7 @@ def application(
     the longest body where no setting says it. Raises as ``build_app``."""
     # Where there are several models, there is none.
     telemetry = begin_telemetry(settings.otlp_endpoint, models.all[0].name)
+    of_apis = routers(apis)
     app = FastAPI(
         title="Slipstream",
         summary="LLM inference in which every request drafts, and no output changes for it.",
@@ -102,7 +103,7 @@ def application(
         lifespan=lambda _: _serving(models, telemetry),
         # As they are: FastAPI makes what it includes anew, models of all answers and all, and on the
         # first request to each application.
-        routes=[route for router in routers() for route in router.routes],
+        routes=[route for router in (*routers(endpoints), *of_apis) for route in router.routes],
     )
     count_rejection = partial(models.metrics.count, "rejections")
     install_error_handlers(app, count_rejection)
@@ -116,7 +117,7 @@ def application(
     hosts = Hosts((settings.host, *(settings.allowed_hosts or ())), settings.allow_open)
     app.add_middleware(
         GuardMiddleware,
-        guarded=guarded(),
+        guarded=guarded(of_apis),
         admin_key=None if settings.admin_key is None else settings.admin_key.get_secret_value(),
         find=keys_of(settings.api_key, settings.api_keys_file, drafters),
         is_draining=lambda: models.state == "draining",
@@ -265,7 +266,10 @@ def routers(*packages: ModuleType) -> list[APIRouter]:
     return [each.router for each in modules if hasattr(each, "router")]
 
 
-def guarded() -> tuple[str, ...]:
-    """Returns what the paths that want a key begin with: all paths of all APIs do, but for the root."""
-    paths = {getattr(route, "path", "") for router in routers(apis) for route in router.routes}
-    return ("/v1", "/api", *sorted({path.partition("{")[0] for path in paths} - {"", "/"}))
+def guarded(of_apis: Sequence[APIRouter]) -> tuple[str, ...]:
+    """Returns how the paths begin that want a key: all paths of APIs, but for the root. Raises ValueError
+    for one that begins with a parameter: any path may be meant."""
+    paths = {getattr(route, "path", "/") for router in of_apis for route in router.routes} - {"/"}
+    if open_ones := [path for path in paths if path.startswith("/{")]:
+        raise ValueError(f"the path {open_ones[0]} of an API has to begin with a name")
+    return ("/v1", "/api", *sorted(path.partition("{")[0] for path in paths))

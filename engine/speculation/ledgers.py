@@ -75,8 +75,8 @@ class Ledgers:
         self._plain_seconds = self.prompt_seconds = self._rate = 0.0
         """Seconds of the step without drafts, those of its prompts among them, and tokens per second
         without either."""
-        self._hoped = 1.0
-        """The part of a token that is left when its row is paid, if each request drafts one."""
+        self._row_tokens = 0.0
+        """Tokens that are not written while a row is verified, if each request drafts one."""
         self._drafted = _Drafted()
 
     def of(self, drafter: Drafter, host: str = "") -> Ledger:
@@ -111,7 +111,7 @@ class Ledgers:
         seconds = self._cost.step_seconds(plan.num_sampling, context, number)
         self.prompt_seconds = max(0.0, self._plain_seconds - seconds)
         self._rate = plan.num_sampling / (self._plain_seconds - self.prompt_seconds)
-        self._hoped = max(0.0, 1.0 - self._tokens(plan, plan.num_sampling) / plan.num_sampling)
+        self._row_tokens = self._tokens(plan, plan.num_sampling) / plan.num_sampling
         return self._rate
 
     def _seconds(self, plan: Plan, num_drafts: int) -> float:
@@ -169,13 +169,12 @@ class Ledgers:
         return [group[at] for group in able.values() for at in self.choose(group, plan)]
 
     def _hope(self, each: ScheduledRequest, part: Part, plan: Plan) -> Hope:
+        rows, row_tokens = 0.0, self._row_tokens
         if not part.weighs_cost:
             return Hope(0.0, 0.0)
         if part.drafter.info.needs.all_or_nothing:
-            rows = self._tokens(plan, part.num_whole)
-            gain = part.gain.expect() - rows
-        else:
-            rows, gain = 0.0, part.gain.expect(part.num_free, self._hoped)
+            rows, row_tokens = self._tokens(plan, part.num_whole), 0.0
+        gain = part.gain.expect(part.num_free, row_tokens) - rows
         rows = max(rows, part.row_tokens)
         return Hope(gain, self._rate, rows, each.request.request_id, part.has_rested)
 

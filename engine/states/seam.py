@@ -71,12 +71,12 @@ def _served(function: Callable[..., Any], serve: Operator) -> Callable[..., Any]
             return function(*args, **kwargs)
         op = _running.op
         _running.op += 1
-        if not isinstance(_running.plan, StateProbe):
-            return serve(_running.plan, op, *args, **kwargs)
         try:
             return serve(_running.plan, op, *args, **kwargs)
         except Exception as error:
-            raise StateOperatorError(function.__name__, error) from error
+            if isinstance(_running.plan, StateProbe):
+                raise StateOperatorError(function.__name__, error) from error
+            raise
 
     vars(asking)["serves_states"] = True
     return asking

@@ -9,7 +9,8 @@ from fastapi import APIRouter
 
 from engine.request.errors import EngineError
 from engine.request.info import QuantizationInfo
-from server.app import build_app, routers
+from server import apis
+from server.app import build_app, guarded, routers
 from server.plan import IGNORED_HEADER
 from server.settings import Settings
 from worlds.official_clients import openai_client
@@ -255,15 +256,30 @@ async def test_an_api_key_guards_v1_only() -> None:
 async def test_an_api_key_guards_every_api_wherever_its_paths_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own, found = APIRouter(), routers()
+    own = APIRouter()
     own.add_api_route("/own/{name}", lambda name: name, methods=["POST"])
-    monkeypatch.setattr("server.app.routers", lambda *_: [*found, own])
+    of_apis = [*routers(apis), own]
+    monkeypatch.setattr(
+        "server.app.routers", lambda package: of_apis if package is apis else routers(package)
+    )
     async with serve(ScriptedEngine(), api_key="s3cret") as client:
         for path in ("own/a", "tokenize", "detokenize", "api/tags"):
             refused = await client.post(f"http://test/{path}", json={})
             assert refused.status_code == 401
         good = await client.post("http://test/own/a", headers={"x-api-key": "s3cret"})
         assert good.json() == "a"
+
+
+def test_the_paths_of_apis_that_want_the_key_are_these() -> None:
+    first_segments = {f"/{path.split('/')[1]}" for path in guarded(routers(apis))}
+    assert first_segments == {"/v1", "/api", "/tokenize", "/detokenize"}
+
+
+def test_a_path_that_begins_with_a_parameter_is_refused_at_start() -> None:
+    own = APIRouter()
+    own.add_api_route("/{model}/generate", lambda model: model)
+    with pytest.raises(ValueError, match=r"path /\{model\}/generate of an API has to begin"):
+        guarded([own])
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/admin/speculative", "/health"])
